@@ -1,0 +1,106 @@
+"""Typed failures: whose fault it was decides what happens next.
+
+Data failures are deterministic (the task is quarantined), infrastructure failures are retried elsewhere, and neither is
+ever turned into a reward. A ``RayloopError`` that reaches the command line is printed as one paragraph.
+"""
+
+from __future__ import annotations
+
+
+class RayloopError(Exception):
+    """Base of everything rayloop raises on purpose. ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class ConfigError(RayloopError):
+    """The configuration cannot work: what was wrong, where (file and line), and what to do."""
+
+    exit_code = 2
+
+
+class RunNameInUse(ConfigError):
+    """The run folder belongs to another live run, or holds a run that was not asked to resume."""
+
+
+class ResourcesUnavailable(RayloopError):
+    """The cluster cannot place the actors that the configuration asks for."""
+
+
+class Preempted(RayloopError):
+    """The run was asked to stop, saved, and ended before its last step."""
+
+    exit_code = 75
+
+
+class DataFailure(RayloopError):
+    """A task that fails the same way each time: missing or corrupt image, image bomb, malformed row.
+
+    ``path`` names the file (and row) at fault.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class OverLongPrompt(RayloopError):
+    """The rendered prompt exceeds the token limit. It is excluded with its size, never truncated."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(tokens, limit)
+        self.tokens, self.limit = tokens, limit
+
+    def __str__(self) -> str:
+        return f"the prompt has {self.tokens} tokens, the limit is {self.limit}"
+
+
+class InfrastructureFailure(RayloopError):
+    """Something outside the policy and the data broke; the work is retried elsewhere within a budget."""
+
+
+class WorkerLost(InfrastructureFailure):
+    """An actor died, hung past its deadline, or became unreachable while serving a call."""
+
+
+class EnvironmentHung(InfrastructureFailure):
+    """An environment's ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go."""
+
+
+class PolicyLost(InfrastructureFailure):
+    """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
+
+
+class RolesExhausted(RayloopError):
+    """A role's replacement budget is spent: there is no worker left to serve it."""
+
+
+class GenerationBudgetSpent(RayloopError):
+    """Too few trajectories survived the filters within ``max_generation_batches``. The message gives the counts."""
+
+
+class ParityError(RayloopError):
+    """The engine's log-probs do not follow the trainer's, or an image makes no difference to them."""
+
+
+class PublicationError(RayloopError):
+    """Published weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum, no effect."""
+
+
+class CheckpointError(RayloopError):
+    """A checkpoint could not be written or read. The previous complete one is still there."""
+
+
+class Stalled(RayloopError):
+    """Nothing progressed within the stall timeout. The message names what was awaited."""
+
+
+class LedgerError(RayloopError):
+    """The trajectory accounting does not close: a bug in rayloop, never ignored."""
+
+
+class Diverged(RayloopError):
+    """The gradient or the loss is not finite and skipping updates did not help."""

@@ -1,0 +1,146 @@
+"""The seams. An implementation is named by a dotted path or a ``kind`` in the configuration; nothing is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayloop.core.types import Completion, ImageSource, Message, Outcome, Sampling, Task, TokenPrompt, Trajectory, Version
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded."""
+
+    version: Version | None
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One published tensor: what the receiver must find. ``checksum`` is the CRC-32 of the raw bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a publication consists of (specs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
+
+    version: Version
+    tensors: Mapping[str, TensorRecord]
+
+
+class GenerationEngine(Protocol):
+    """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor.
+
+    Every method is called on the actor's event loop; ``generate`` many times concurrently.
+    """
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn. Requests with equal prompts share prefill and image encoding."""
+        ...
+
+    async def leave(self, cohort: str) -> None:
+        """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic mode)."""
+        ...
+
+    async def pause(self) -> None:
+        """Called before ``load``: no new batch starts; returns when no request is being decoded."""
+        ...
+
+    async def resume(self) -> None:
+        """Called after ``load``, in a ``finally``."""
+        ...
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
+        """Replace the weights and forget cached prefixes. Raises PublicationError; the old version is then not served."""
+        ...
+
+    def health(self) -> EngineHealth: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy sees next: chat messages (``reset``), or the parts of one message (``step``)."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to one turn.
+
+    ``observation`` None or ``done`` ends the episode. ``error`` marks an action the environment could not use: the
+    episode ends as ACTION_ERROR when ``done`` is set, else the policy sees the observation and may correct itself.
+    """
+
+    observation: Observation | None = None
+    done: bool = False
+    error: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode's world. Synchronous; the actor runs it in a thread and enforces deadlines by ending the process."""
+
+    def reset(self, task: Task) -> Observation: ...
+    def step(self, text: str) -> StepResult: ...
+    def evaluate(self) -> float | None:
+        """The environment's own result of the finished episode, or None when only the reward source judges."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    text: str = ""
+    images: tuple[ImageSource, ...] = ()
+
+
+class Tool(Protocol):
+    """A function the policy may call. ``parameters`` is a JSON schema."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+    def __call__(self, **arguments: Any) -> ToolResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreContext:
+    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns."""
+
+    step: int
+    texts: Sequence[str]
+
+
+class RewardSource(Protocol):
+    """Judges finished episodes. Raising means the grader failed, not the policy (see actors/reward.py for what follows)."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainItem:
+    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None."""
+
+    trajectory: Trajectory
+    advantage: float
+    reference: Any = None
+
+
+class TrainingEngine(Protocol):
+    """One rank of the trainer. ``groups`` lists *this rank's view of all* groups; the engine takes its share."""
+
+    def train(self, groups: Sequence[Sequence[TrainItem]]) -> Mapping[str, float]: ...
+    def logprobs(self, trajectories: Sequence[Trajectory], *, reference: bool = False) -> Sequence[Any]: ...
+    def export(self, version: Version) -> tuple[Manifest, Mapping[str, Any]]: ...
+    def save(self, folder: str) -> None: ...
+    def load(self, folder: str) -> None: ...

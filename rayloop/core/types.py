@@ -1,0 +1,358 @@
+"""The words of rayloop: what a task, a trajectory, a group and an outcome are. No torch, no ray, no I/O.
+
+A trajectory has no prompt/response split. It is a sequence of turns; the tokens of *sampled* turns come from the policy
+and carry behaviour log-probs, all other tokens are context. Token ids are the expanded ones (n image tokens per image).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = tuple[int, ...]
+
+
+class EndReason(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    OVER_LENGTH = "over_length"
+    MAX_IMAGES = "max_images"
+    ACTION_ERROR = "action_error"
+    TOOL_DEADLINE = "tool_deadline"
+    ENVIRONMENT_FAILURE = "environment_failure"
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped sampling one turn."""
+
+    END_TOKEN = "end_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """Weights of one optimizer step. The lineage grows at every restore, so a version never names two sets of weights."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Where an image comes from: a file under the data root, or encoded bytes (PNG, JPEG, WebP)."""
+
+    path: str | None = None
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image in a token sequence, by content. ``tokens`` image tokens stand for it in the sequence.
+
+    ``grid`` is (t, h, w) in patches after the processor's resize. Bytes come from ``path``, or, when ``path`` is None,
+    from ``Trajectory.image_bytes[sha256]``.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    tokens: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message; ``parts`` are texts and images in reading order."""
+
+    role: str
+    parts: tuple[str | ImageSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through."""
+
+    id: str
+    messages: tuple[Message, ...]
+    ground_truth: Any = None
+    source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (specs/algorithm.md, section 1).
+
+    The mask removes ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn.
+    ``temperature`` 0 is greedy decoding (evaluation only; log-probs are then those of temperature 1).
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    end_tokens: TokenIds = ()
+    banned_tokens: TokenIds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt with its bytes, or None when the engine can read ``ref.path`` itself."""
+
+    ref: ImageRef
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """Requests that must be decoded as one batch (``rollout.deterministic``): the engine waits for ``size`` of ``key``."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Expanded token ids and their images, in order. ``affinity`` groups requests that share a prefix."""
+
+    token_ids: TokenIds
+    images: tuple[PromptImage, ...] = ()
+    affinity: str = ""
+    seed: int = 0
+    cohort: Cohort | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights."""
+
+    token_ids: TokenIds
+    logprobs: tuple[float, ...]
+    finish: FinishReason
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens)."""
+
+    role: str
+    token_ids: TokenIds
+    images: tuple[ImageRef, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    version: Version | None = None
+    finish: FinishReason | None = None
+
+    @property
+    def sampled(self) -> bool:
+        return self.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrajectoryId:
+    """``group`` is the group's issue number, ``sample`` the index within it. Re-issues keep the id (see ``attempt``)."""
+
+    group: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTrajectory:
+    """A trajectory as aligned arrays. All have length T.
+
+    token_ids [T] int64; loss_mask [T] bool, True = sampled by the policy; behaviour_logprobs [T] float32, 0 where not
+    sampled; turn_position [T] int32, index of a sampled token within its turn (for ``min_tokens``), -1 elsewhere.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    behaviour_logprobs: npt.NDArray[np.float32]
+    turn_position: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode, as the trainer needs it (the *payload*). Travels between actors; the driver never opens it."""
+
+    id: TrajectoryId
+    attempt: int
+    task_id: str
+    seed: int
+    turns: tuple[Turn, ...]
+    sampling: Sampling
+    end_reason: EndReason
+    env_result: float | None = None
+    image_bytes: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        return tuple(image for turn in self.turns for image in turn.images)
+
+    @property
+    def sampled_turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for turn in self.turns if turn.sampled)
+
+    def flatten(self) -> FlatTrajectory:
+        """Concatenate the turns. Raises ValueError when a sampled turn's log-probs and tokens differ in number."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        position: list[int] = []
+        for turn in self.turns:
+            n = len(turn.token_ids)
+            ids.extend(turn.token_ids)
+            mask.extend([turn.sampled] * n)
+            if turn.logprobs is None:
+                logprobs.extend([0.0] * n)
+                position.extend([-1] * n)
+            else:
+                if len(turn.logprobs) != n:
+                    raise ValueError(f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {n} sampled tokens")
+                logprobs.extend(turn.logprobs)
+                position.extend(range(n))
+        return FlatTrajectory(
+            np.array(ids, np.int64), np.array(mask, np.bool_), np.array(logprobs, np.float32), np.array(position, np.int32)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded)."""
+
+    id: TrajectoryId
+    attempt: int
+    task_id: str
+    source: str
+    end_reason: EndReason
+    length: int
+    sampled_tokens: int
+    turns: int
+    images: int
+    observation_images: int
+    images_consistent: bool
+    first_version: Version
+    last_version: Version
+    env_result: float | None = None
+    seconds: float = 0.0
+
+
+class UnscoredKind(StrEnum):
+    """Failures that the policy did not cause; such a trajectory has no reward and counts in no statistic."""
+
+    INVALID_REWARD = "invalid_reward"
+    ENVIRONMENT_FAILURE = "environment_failure"
+    REWARD_UNAVAILABLE = "reward_unavailable"
+    PAYLOAD_LOST = "payload_lost"
+    OVER_LONG_PROMPT = "over_long_prompt"
+    BAD_DATA = "bad_data"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """No reward exists, and why. Never replaced by a number."""
+
+    kind: UnscoredKind
+    reason: str = ""
+
+
+Outcome = Scored | Unscored
+
+
+class State(StrEnum):
+    """The state of a trajectory id in the ledger. Everything after READY is final."""
+
+    IN_FLIGHT = "in_flight"
+    READY = "ready"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    EXCLUDED = "excluded"
+    STALE = "stale"
+    SURPLUS = "surplus"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Why a member left its group: a final state and a reason for the counters."""
+
+    state: State
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A trajectory within its group, as the driver holds it. ``payload`` and ``reference`` are opaque references.
+
+    ``reference`` stands for the reference policy's log-probs [sampled_tokens] float32. ``replayed`` marks a stored
+    success that took a fresh member's place (ARPO); it is not in the ledger.
+    """
+
+    summary: Summary
+    outcome: Outcome
+    payload: Any = None
+    advantage: float | None = None
+    reference: Any = None
+    replayed: bool = False
+    fate: Fate | None = None
+
+    @property
+    def kept(self) -> bool:
+        return self.fate is None
+
+    @property
+    def reward(self) -> float:
+        """The reward of a scored member. Raises ValueError for an unscored one."""
+        if isinstance(self.outcome, Unscored):
+            raise ValueError(f"trajectory {self.summary.id} has no reward: {self.outcome.kind} {self.outcome.reason}")
+        return self.outcome.value
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task that share a baseline; ``issue`` orders everything. ``std`` is unbiased, of the scored."""
+
+    issue: int
+    task: Task
+    members: tuple[Member, ...]
+    mean: float | None = None
+    std: float | None = None
+    replay_of: TrajectoryId | None = None
+
+    @property
+    def kept(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.kept)
+
+    @property
+    def scored(self) -> tuple[Member, ...]:
+        """Members that have a reward and have not been excluded."""
+        return tuple(m for m in self.members if m.kept and isinstance(m.outcome, Scored))
+
+    def map(self, change: Mapping[int, Member]) -> Group:
+        """The same group with the members at the given positions replaced."""
+        return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))

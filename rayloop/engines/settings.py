@@ -1,0 +1,115 @@
+"""Settings of the engines and transports. Light: no torch, so that any process can read a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rayloop.core.config import Settings
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelSettings(Settings):
+    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
+
+    path: str
+    """A local folder, or a Hub name where the cluster can reach the Hub."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU."""
+    min_pixels: int = Field(784, gt=0)
+    """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer."""
+    max_pixels: int = Field(1_003_520, gt=0)
+    """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL."""
+
+
+class TransformersEngineSettings(Settings):
+    """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
+
+    kind: Literal["transformers"] = "transformers"
+    dtype: Dtype = "float32"
+    max_batch: int = Field(64, ge=1)
+    """Sequences decoded together."""
+    batch_wait: float = Field(0.01, ge=0)
+    """Seconds to wait for more requests before a batch starts."""
+    cohort_wait: float = Field(120.0, gt=0)
+    """Deterministic mode: seconds to wait for a cohort's missing members before its batch starts without them."""
+    threads: int | None = Field(None, ge=1)
+    """Torch threads on CPU; None: the actor's num_cpus."""
+
+
+GenerationSettings = Annotated[TransformersEngineSettings, Field(discriminator="kind")]
+
+
+class OptimizerSettings(Settings):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    total_updates: int | None = Field(None, gt=0)
+    """Length of the cosine in optimizer updates; required by it."""
+    min_lr_fraction: float = Field(0.0, ge=0, le=1)
+    grad_clip: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    max_skipped: int = Field(3, ge=0)
+    """Updates in a row that may be skipped because the gradient is not finite, before the run stops."""
+
+    @model_validator(mode="after")
+    def _cosine(self) -> OptimizerSettings:
+        if self.schedule == "cosine" and self.total_updates is None:
+            raise ValueError("schedule: cosine needs total_updates (steps * epochs * mini_batches)")
+        return self
+
+
+class LoraSettings(Settings):
+    """Train low-rank adapters instead of the model (peft)."""
+
+    rank: int = Field(8, gt=0)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Keep 0 for RL: with dropout the trainer's log-probs are not those of the sampled policy."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    vision: bool = False
+    """Adapt the vision tower's layers of these names too. Matching by name alone does so by accident (Chart-RVR)."""
+
+
+class FsdpSettings(Settings):
+    """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
+
+    kind: Literal["fsdp"] = "fsdp"
+    dtype: Dtype = "float32"
+    """Compute type. Master weights and optimizer states stay float32: a learning rate of 1e-6 vanishes in bfloat16."""
+    micro_batch_tokens: int = Field(16_384, gt=0)
+    """Packed tokens per forward and backward. Lower it when memory runs out."""
+    packing: bool = True
+    """Pack trajectories without padding. Off: one trajectory per micro-batch row, padded (for comparison)."""
+    logprob_chunk: int = Field(2048, gt=0)
+    """Positions whose logits exist at the same time: [T, vocabulary] is never held."""
+    gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    freeze_vision: bool = False
+    lora: LoraSettings | None = None
+    threads: int | None = Field(None, ge=1)
+    """Torch threads per rank on CPU; None: the actor's num_cpus."""
+    collective_timeout: float = Field(600.0, gt=0)
+    """Seconds after which a collective fails instead of hanging."""
+
+
+class ObjectStoreTransport(Settings):
+    """Weights travel through Ray's object store, owned by the driver. Works everywhere."""
+
+    kind: Literal["object_store"] = "object_store"
+
+
+class FilesystemTransport(Settings):
+    """Weights travel as safetensors files below the run folder, which all nodes must see."""
+
+    kind: Literal["filesystem"] = "filesystem"
+
+
+TransportSettings = Annotated[ObjectStoreTransport | FilesystemTransport, Field(discriminator="kind")]

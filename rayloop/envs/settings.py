@@ -1,0 +1,33 @@
+"""Settings of the episode loop. Light: no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rayloop.core.config import Component, Settings
+
+
+class EpisodeSettings(Settings):
+    """How one episode is played, whatever its environment."""
+
+    environment: Component = Component(use="rayloop.envs.single_turn:SingleTurn")
+    """``{use: module:Class, with: {...}}``: the environment every task is played in."""
+    max_turns: int = Field(1, ge=1)
+    """Sampled turns per episode; reaching it ends the episode as max_turns."""
+    max_prompt_tokens: int = Field(4096, gt=0)
+    """A longer rendered prompt is excluded with its size, never truncated."""
+    max_tokens: int = Field(8192, gt=0)
+    """Tokens per episode, prompt and observations included; beyond it the episode ends as over_length."""
+    max_images: int = Field(32, ge=0)
+    """Images per episode; an observation beyond it ends the episode as max_images."""
+    max_image_pixels: int = Field(50_000_000, gt=0)
+    """A larger image is refused before it is decoded (image bombs)."""
+    on_error: Literal["continue", "end"] = "continue"
+    """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
+    reset_timeout: float = Field(60.0, gt=0)
+    step_timeout: float = Field(60.0, gt=0)
+    """Seconds for one ``reset`` or ``step``/``evaluate``; beyond it the environment's process is ended."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one generation request; beyond it the engine counts as lost and the turn runs elsewhere."""

@@ -1,0 +1,156 @@
+"""Settings of the algorithm, beside its code (specs/algorithm.md gives the sections). No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rayloop.core.config import Settings
+from rayloop.core.types import EndReason
+
+
+class AdvantageSettings(Settings):
+    """Section 3: the group-relative advantage. Defaults are verl's GRPO."""
+
+    normalize_std: bool = True
+    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL."""
+    std: Literal["unbiased", "population"] = "unbiased"
+    """Population is only there to express the Chart-RVR paper's formula."""
+    std_floor: float = Field(0.0, ge=0)
+    """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
+    baseline: Literal["mean", "binarised"] = "mean"
+    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score."""
+    tolerance: float = Field(0.0, ge=0)
+    """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0."""
+    min_group: int = Field(2, ge=1)
+    """A group with fewer scored members is excluded. 1 only makes sense with ``singleton: raw``."""
+    singleton: Literal["error", "raw"] = "error"
+    """A lone sample has no baseline. ``raw`` (verl's original) takes the reward itself as advantage."""
+
+
+class EqualRewards(Settings):
+    """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
+
+    kind: Literal["equal_rewards"] = "equal_rewards"
+    tolerance: float = Field(0.0, ge=0)
+    right: float = 1.0
+    """An equal group at or above this value counts as all_right."""
+    wrong: float = 0.0
+    """An equal group at or below this value counts as all_wrong."""
+
+
+class ToolImage(Settings):
+    """Keep trajectories in which some observation returned an image (PyVision's ``hasimage``)."""
+
+    kind: Literal["tool_image"] = "tool_image"
+
+
+class ImagesConsistent(Settings):
+    """Keep trajectories whose image tokens and images agree (PyVision's ``vtoken_images_num_consis``)."""
+
+    kind: Literal["images_consistent"] = "images_consistent"
+
+
+class MaxLength(Settings):
+    """Keep trajectories of at most ``tokens`` tokens (PyVision's ``trajlength``)."""
+
+    kind: Literal["max_length"] = "max_length"
+    tokens: int = Field(128_000, gt=0)
+
+
+class KeepEndReasons(Settings):
+    """Keep trajectories that ended for one of these reasons (PyVision's ``end_reason``)."""
+
+    kind: Literal["end_reason"] = "end_reason"
+    keep: tuple[EndReason, ...] = (EndReason.DONE, EndReason.MAX_TURNS, EndReason.ACTION_ERROR)
+
+
+class PositiveNegativeAdvantage(Settings):
+    """Drop right answers (reward > ``right_above``) whose advantage is negative."""
+
+    kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
+    right_above: float = 0.0
+
+
+Filter = Annotated[
+    EqualRewards | ToolImage | ImagesConsistent | MaxLength | KeepEndReasons | PositiveNegativeAdvantage,
+    Field(discriminator="kind"),
+]
+
+
+class FilteringSettings(Settings):
+    """Section 4: oversample, filter, rank. A deliberate bias toward groups that teach; it costs generated tokens."""
+
+    filters: tuple[Filter, ...] = (EqualRewards(),)
+    """Applied in order: group filters see the whole group, trajectory filters may leave it partial."""
+    ranking: Literal["std", "issue"] = "std"
+    """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained."""
+    groups_per_generation: int | None = Field(None, gt=0)
+    """Groups started per generation batch; None: as many as a step needs."""
+    max_generation_batches: int = Field(4, ge=1)
+    """How many generation batches a step may spend on refilling before it trains a smaller batch or stops."""
+    min_fraction: float = Field(0.5, gt=0, le=1)
+    """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts."""
+    carry_over: bool = False
+    """Whole groups left over compete again at the next step while fresh. Needs ``max_staleness`` > 0."""
+
+
+class ReplaySettings(Settings):
+    """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
+
+    enabled: bool = False
+    capacity: int = Field(8, gt=0)
+    """Stored successes per task, oldest out first."""
+    success_above: float = 0.1
+    """Trajectories with an environment result above this are stored."""
+    max_std: float = 0.05
+    """Inject only when the population std of the group's results is below this ..."""
+    max_mean: float = 0.2
+    """... and their mean below this."""
+    max_age: int | None = Field(None, gt=0)
+    """Stored samples older than this many steps are not injected. None: no limit (the original)."""
+    treat_as_on_policy: bool = False
+    """True gives the original: old log-probs recomputed, correction weight 1."""
+
+
+class StalenessSettings(Settings):
+    """Section 7: how far generation may run ahead of training, in steps."""
+
+    max_staleness: int = Field(0, ge=0)
+    """0: synchronous; nothing starts before the publish and nothing in flight survives it."""
+
+
+class LossSettings(Settings):
+    """Section 6: the clipped policy-gradient loss and its aggregation."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    """Raise it above ``clip_low`` (0.28 in DAPO, 0.3 in ARPO) to let rare good tokens grow."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    norm_length: int | None = Field(None, gt=0)
+    """Required by seq-mean-token-sum-norm (Dr.GRPO): the constant that token sums are divided by."""
+    kl_coef: float = Field(0.0, ge=0)
+    """beta of the k3 term against the reference. 0 skips the reference altogether."""
+    entropy_coef: float = Field(0.0, ge=0)
+    correction: Literal["decoupled", "bypass", "none"] = "decoupled"
+    """How the gap between the sampling engine and the trainer is corrected (section 2)."""
+    correction_cap: float = Field(2.0, gt=0)
+    """Upper bound of the decoupled per-token weight exp(old - behaviour)."""
+
+    @model_validator(mode="after")
+    def _norm_length(self) -> LossSettings:
+        if (self.aggregation == "seq-mean-token-sum-norm") != (self.norm_length is not None):
+            raise ValueError("norm_length goes with aggregation: seq-mean-token-sum-norm, and only with it")
+        return self
+
+
+class UpdateSettings(Settings):
+    """Optimizer updates per step: mini-batches are cut at group boundaries, shuffled by the run's seed."""
+
+    epochs: int = Field(1, ge=1)
+    mini_batches: int = Field(1, ge=1)
