@@ -39,7 +39,7 @@ class TransformersEngineSettings(Settings):
     """Torch threads on CPU; None: the actor's num_cpus."""
 
 
-GenerationSettings = Annotated[TransformersEngineSettings, Field(discriminator="kind")]
+GenerationSettings = TransformersEngineSettings
 
 
 class OptimizerSettings(Settings):
