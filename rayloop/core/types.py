@@ -173,6 +173,18 @@ class TrajectoryId:
 
 
 @dataclass(frozen=True, slots=True)
+class PlayRequest:
+    """One episode to play: what the driver sends to an environment actor. ``cohort`` is the group's size in deterministic mode."""
+
+    task: Task
+    id: TrajectoryId
+    attempt: int
+    seed: int
+    sampling: Sampling
+    cohort: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FlatTrajectory:
     """A trajectory as aligned arrays. All have length T.
 
@@ -282,6 +294,21 @@ class Unscored:
 
 
 Outcome = Scored | Unscored
+
+
+@dataclass(frozen=True, slots=True)
+class PlayFailed:
+    """An episode that could not be played. A value, not an exception: the driver decides what follows.
+
+    ``outcome.kind`` BAD_DATA quarantines the task (``path`` is the file at fault), OVER_LONG_PROMPT excludes it, and
+    ENVIRONMENT_FAILURE is played again elsewhere. ``hung``: the environment outlived a deadline, end its process.
+    """
+
+    id: TrajectoryId
+    attempt: int
+    outcome: Unscored
+    path: str = ""
+    hung: bool = False
 
 
 class State(StrEnum):
