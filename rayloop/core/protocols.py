@@ -129,18 +129,38 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None."""
+    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None.
+
+    ``on_policy``: a replayed sample treated as on-policy (old log-probs recomputed, correction weight 1). ``lag``: versions
+    between its first sampled token and the training step.
+    """
 
     trajectory: Trajectory
     advantage: float
     reference: Any = None
+    on_policy: bool = False
+    lag: int = 0
 
 
 class TrainingEngine(Protocol):
-    """One rank of the trainer. ``groups`` lists *this rank's view of all* groups; the engine takes its share."""
+    """One rank of the trainer. Every method is collective: all ranks call it, each with its own share."""
 
-    def train(self, groups: Sequence[Sequence[TrainItem]]) -> Mapping[str, float]: ...
-    def logprobs(self, trajectories: Sequence[Trajectory], *, reference: bool = False) -> Sequence[Any]: ...
-    def export(self, version: Version) -> tuple[Manifest, Mapping[str, Any]]: ...
+    def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> Mapping[str, float]:
+        """One optimizer update per mini-batch, in order. A share may be empty. Raises Diverged."""
+        ...
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
+    ) -> Sequence[Any]:
+        """Log-probs of the sampled tokens under the current weights, or with the adapter off, or with other images."""
+        ...
+
+    def export(self, version: Version) -> Mapping[str, Any]:
+        """The full weights under Hugging Face names on rank 0, an empty mapping elsewhere."""
+        ...
+
+    def parameter_groups(self) -> list[str]: ...
+    def perturb(self, group: str) -> None: ...
+    def restore_parameters(self) -> None: ...
     def save(self, folder: str) -> None: ...
     def load(self, folder: str) -> None: ...

@@ -1,0 +1,112 @@
+"""One rank of the policy: trains on the share of the groups that the driver assigned to it, and exports the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rayloop.core.protocols import Manifest, TrainItem
+from rayloop.core.types import Trajectory, Version
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
+from rayloop.grpo.settings import LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One trajectory to train on, by reference: ``payload`` and ``reference`` are object references."""
+
+    payload: Any
+    advantage: float
+    reference: Any = None
+    on_policy: bool = False
+    lag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    model: ModelSettings
+    engine: FsdpSettings
+    optimizer: OptimizerSettings
+    loss: LossSettings
+    transport: TransportSettings
+    folder: str
+    """Where the filesystem transport writes publications."""
+    seed: int
+
+
+class PolicyRank:
+    """Methods are collective: the driver calls each on all ranks with the same arguments but for the share."""
+
+    def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
+        self.settings, self.rank, self.world_size = settings, rank, world_size
+
+    def address(self) -> str:
+        """Where rank 0 can be reached by the others: tcp://host:port, a port that was free a moment ago."""
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def join(self, init_method: str) -> None:
+        """Build the engine; returns when all ranks have met."""
+        from rayloop.engines.fsdp import FsdpEngine
+        from rayloop.engines.weights import transport
+
+        s = self.settings
+        self.engine = FsdpEngine(
+            s.model, s.engine, s.optimizer, s.loss,
+            rank=self.rank, world_size=self.world_size, init_method=init_method, seed=s.seed,
+        )  # fmt: skip
+        self.transport = transport(s.transport, s.folder)
+
+    def train(self, updates: Sequence[Sequence[Assignment]]) -> dict[str, float]:
+        """Run the step's optimizer updates on this rank's share. Returns metrics reduced over all ranks."""
+        began = time.perf_counter()
+        payloads = _fetch([a.payload for update in updates for a in update])
+        references = _fetch([a.reference for update in updates for a in update if a.reference is not None])
+        fetched = time.perf_counter() - began
+        report = self.engine.train(
+            [
+                [TrainItem(payloads[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
+                for update in updates
+            ]
+        )
+        return {**report, "timing_s/fetch": fetched}
+
+    def logprobs(self, payloads: Sequence[Any], *, reference: bool = False, swap_images: bool = False) -> list[Any]:
+        """Log-probs of the sampled tokens of each trajectory, [sampled_tokens] float32 arrays."""
+        trajectories = _fetch(payloads)
+        chosen = [trajectories[ref] for ref in payloads]
+        return list(self.engine.logprobs(chosen, reference=reference, swap_images=swap_images))
+
+    def export(self, version: Version) -> tuple[Manifest | None, Any]:
+        """Gather the weights; rank 0 returns manifest and source, the others (None, None)."""
+        tensors = self.engine.export(version)
+        return self.transport.pack(version, tensors) if self.rank == 0 else (None, None)
+
+    def parameter_groups(self) -> list[str]:
+        return self.engine.parameter_groups()
+
+    def perturb(self, group: str) -> None:
+        """Visibly change one parameter group (publication self-test); ``restore_parameters`` undoes it bit-exactly."""
+        self.engine.perturb(group)
+
+    def restore_parameters(self) -> None:
+        self.engine.restore_parameters()
+
+    def save(self, folder: str) -> None:
+        self.engine.save(folder)
+
+    def load(self, folder: str) -> None:
+        self.engine.load(folder)
+
+
+def _fetch(refs: Sequence[Any]) -> dict[Any, Trajectory | Any]:
+    """Resolve object references, each once."""
+    distinct = list(dict.fromkeys(refs))
+    return dict(zip(distinct, ray.get(distinct), strict=True))

@@ -1,0 +1,45 @@
+"""The rollout actor: hosts a generation engine and keeps it on the published weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
+from rayloop.core.types import Completion, Sampling, TokenPrompt
+from rayloop.engines.settings import GenerationSettings, ModelSettings, TransportSettings
+
+
+def build_engine(model: ModelSettings, settings: GenerationSettings) -> GenerationEngine:
+    """The engine that ``settings.kind`` names. Its library is imported here, when chosen."""
+    from rayloop.engines.transformers import TransformersEngine
+
+    return TransformersEngine(model, settings)
+
+
+class RolloutActor:
+    """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
+
+    def __init__(self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str) -> None:
+        from rayloop.engines.weights import transport as choose
+
+        self.engine = build_engine(model, settings)
+        self.transport = choose(transport, folder)
+
+    def health(self) -> EngineHealth:
+        return self.engine.health()
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        return await self.engine.generate(prompt, sampling)
+
+    async def leave(self, cohort: str) -> None:
+        await self.engine.leave(cohort)
+
+    async def load(self, manifest: Manifest, source: Any) -> None:
+        """Take over a publication: pause, verify, load, resume whatever happened. Raises PublicationError."""
+        tensors = await asyncio.to_thread(self.transport.unpack, manifest, source)
+        await self.engine.pause()
+        try:
+            await self.engine.load(manifest, tensors)
+        finally:
+            await self.engine.resume()

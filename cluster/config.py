@@ -1,0 +1,250 @@
+"""The configuration of a run: assembled from the settings classes that each part owns, and checked across parts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from actors.settings import RewardSettings
+from rayloop.core.config import Component, Settings
+from rayloop.core.types import Sampling
+from rayloop.engines.settings import (
+    FsdpSettings,
+    GenerationSettings,
+    ModelSettings,
+    ObjectStoreTransport,
+    OptimizerSettings,
+    TransformersEngineSettings,
+    TransportSettings,
+)
+from rayloop.envs.settings import EpisodeSettings
+from rayloop.grpo.settings import (
+    AdvantageSettings,
+    FilteringSettings,
+    LossSettings,
+    ReplaySettings,
+    StalenessSettings,
+    UpdateSettings,
+)
+
+
+class DataSettings(Settings):
+    train: str
+    """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
+    eval: str | None = None
+    """Held-out rows for ``evaluation``."""
+    reader: Component = Component(use="rayloop.core.dataset:ChatRows")
+    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
+    shuffle: bool = True
+    strict: bool = False
+    """Stop at the first bad row or image instead of quarantining it."""
+
+
+class SamplingSettings(Settings):
+    temperature: float = Field(1.0, gt=0)
+    """The policy's temperature, for sampling and for every log-prob of the trainer alike."""
+    max_tokens: int = Field(64, gt=0)
+    """Sampled tokens per turn."""
+    min_tokens: int = Field(0, ge=0)
+    stop: tuple[str, ...] = ()
+    """A turn ends when its text contains one of these; the text stays in the turn and is trained."""
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
+
+
+class Placement(Settings):
+    """What one actor of a role reserves in the Ray cluster."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = {}
+    """Custom Ray resources, for example to pin environments to nodes that have a browser."""
+
+
+class RolloutSettings(Settings):
+    actors: int = Field(1, ge=1)
+    engine: GenerationSettings = TransformersEngineSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    placement: Placement = Placement()
+    deterministic: bool = False
+    """Each group is decoded as its own batch and committed in issue order: a resumed run equals an uninterrupted one."""
+
+
+class EnvironmentSettings(Settings):
+    actors: int = Field(1, ge=1)
+    episode: EpisodeSettings = EpisodeSettings()
+    placement: Placement = Placement(num_cpus=0.5)
+    attempts: int = Field(3, ge=1)
+    """How often an episode is played when infrastructure fails, before its trajectory is excluded."""
+    task_failures: int = Field(2, ge=1)
+    """A task whose environment failed in this many groups is quarantined."""
+    episode_timeout: float = Field(3600.0, gt=0)
+    """Seconds for a whole episode; beyond it the environment actor is replaced."""
+
+
+class RewardPool(RewardSettings):
+    actors: int = Field(1, ge=1)
+    placement: Placement = Placement(num_cpus=0.5)
+    attempts: int = Field(3, ge=1)
+    """How often scoring is tried when the reward actor dies."""
+
+
+class ReferenceSettings(Settings):
+    kind: Literal["none", "actor", "adapter_off"] = "none"
+    """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
+    actors: int = Field(1, ge=1)
+    placement: Placement = Placement()
+    attempts: int = Field(3, ge=1)
+    timeout: float = Field(600.0, gt=0)
+
+
+class PolicySettings(Settings):
+    ranks: int = Field(1, ge=1)
+    """FSDP world size: one actor per rank."""
+    engine: FsdpSettings = FsdpSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    loss: LossSettings = LossSettings()
+    update: UpdateSettings = UpdateSettings()
+    placement: Placement = Placement()
+    start_timeout: float = Field(600.0, gt=0)
+    step_timeout: float = Field(3600.0, gt=0)
+    """Seconds for one call of the trainer (a step, a checkpoint, an export)."""
+
+
+class AlgorithmSettings(Settings):
+    group_size: int = Field(8, ge=1)
+    """Trajectories per task that share a baseline."""
+    groups_per_step: int = Field(8, ge=1)
+    """The target of a step is groups_per_step * group_size trajectories."""
+    advantage: AdvantageSettings = AdvantageSettings()
+    filtering: FilteringSettings = FilteringSettings()
+    replay: ReplaySettings = ReplaySettings()
+    staleness: StalenessSettings = StalenessSettings()
+
+    @property
+    def target(self) -> int:
+        return self.group_size * self.groups_per_step
+
+
+class PublishSettings(Settings):
+    transport: TransportSettings = ObjectStoreTransport()
+    timeout: float = Field(600.0, gt=0)
+    self_test: bool = True
+    """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's."""
+    parity: Literal["stop", "warn"] = "stop"
+    """What to do when rollout and trainer log-probs disagree at step 0."""
+    tolerance: float | None = Field(None, gt=0)
+    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16."""
+    probes: int = Field(4, ge=1)
+    """Training tasks sampled for the parity check and the self-test."""
+
+
+class CheckpointSettings(Settings):
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    resume: str = "auto"
+    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint."""
+    max_failures: int = Field(3, ge=0)
+    """Failed saves in a row (a full disk) before the run stops."""
+
+
+class EvaluationSettings(Settings):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
+    limit: int | None = Field(None, gt=0)
+    """Rows evaluated; None: all."""
+    greedy: bool = True
+
+
+class RecoverySettings(Settings):
+    replacements: int = Field(20, ge=0)
+    """Actors that may be replaced per role before the run stops."""
+    policy_restarts: int = Field(3, ge=0)
+    """Times the policy group may be rebuilt from the last checkpoint."""
+    driver_restarts: int = Field(2, ge=0)
+    health_every: float = Field(5.0, gt=0)
+    """Seconds between health checks of idle actors."""
+    health_timeout: float = Field(30.0, gt=0)
+    """Seconds an actor may leave a health check unanswered before it is replaced."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds for placing and starting an actor."""
+    stall_timeout: float = Field(1800.0, gt=0)
+    """Seconds without any finished trajectory while the loop waits, before the run stops."""
+
+
+class RunConfig(Settings):
+    """One run. ``python -m cluster train CONFIG --print-config`` shows it expanded."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder below ``output``."""
+    output: str = "runs"
+    seed: int = 0
+    steps: int = Field(gt=0)
+    model: ModelSettings
+    data: DataSettings
+    environment: EnvironmentSettings = EnvironmentSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardPool
+    reference: ReferenceSettings = ReferenceSettings()
+    policy: PolicySettings = PolicySettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    publish: PublishSettings = PublishSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    recovery: RecoverySettings = RecoverySettings()
+    keep_rollouts: int = Field(4, ge=0)
+    """Groups per step written to ``rollouts/`` with texts and images; 0: none."""
+
+    @model_validator(mode="after")
+    def _across_parts(self) -> RunConfig:
+        for problem in _problems(self):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def tolerance(self) -> float:
+        """Mean |log-prob difference| that counts as parity."""
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        return self.publish.tolerance or (0.05 if bf16 else 1e-3)
+
+
+def _problems(c: RunConfig) -> Any:
+    a, stale = c.algorithm, c.algorithm.staleness.max_staleness
+    if a.group_size == 1 and a.advantage.singleton == "error":
+        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.singleton: raw"
+    if a.advantage.min_group > a.group_size:
+        yield f"advantage.min_group ({a.advantage.min_group}) is larger than group_size ({a.group_size}): no group could be trained"
+    if a.filtering.carry_over and stale == 0:
+        yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
+    if c.rollout.deterministic and stale > 0:
+        yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
+    if c.policy.update.mini_batches > a.groups_per_step:
+        yield (
+            f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
+            f"and a step has only {a.groups_per_step} groups"
+        )
+    if (c.policy.loss.kl_coef > 0) != (c.reference.kind != "none"):
+        yield (
+            f"policy.loss.kl_coef is {c.policy.loss.kl_coef} and reference.kind is {c.reference.kind}: "
+            "a KL term needs a reference (actor or adapter_off), and a reference without a KL term is wasted"
+        )
+    if c.reference.kind == "adapter_off" and c.policy.engine.lora is None:
+        yield "reference.kind: adapter_off needs policy.engine.lora"
+    if c.evaluation.every and not c.data.eval:
+        yield "evaluation.every is set, but data.eval names no rows"
+    episode, room = c.environment.episode, c.rollout.sampling.max_tokens
+    if episode.max_prompt_tokens + room > episode.max_tokens:
+        yield (
+            f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
+            f"{episode.max_prompt_tokens + room} tokens, above episode.max_tokens ({episode.max_tokens})"
+        )
+    per = a.filtering.groups_per_generation or a.groups_per_step
+    if per * a.filtering.max_generation_batches * a.group_size < a.target * a.filtering.min_fraction:
+        yield (
+            f"{a.filtering.max_generation_batches} generation batches of {per} groups make "
+            f"{per * a.filtering.max_generation_batches * a.group_size} trajectories at most; "
+            f"min_fraction asks for {a.target * a.filtering.min_fraction:.0f} of {a.target}"
+        )

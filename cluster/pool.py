@@ -1,0 +1,195 @@
+"""A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it.
+
+A worker is known by a serial number that is never used twice, so a late complaint about a worker that has already been
+replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; here a replacement serves again only after
+``admit`` has brought it up to date (for rollout engines: loaded the current weights).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+
+from actors.lease import Lease
+from cluster.config import RecoverySettings
+from rayloop.core.failures import RolesExhausted, WorkerLost
+
+LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
+"""What a caller sees when a worker died, became unreachable, or outlived its deadline."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the error says that the worker, not the work, is the problem."""
+    return isinstance(error, LOST) and not isinstance(error, ObjectLostError)
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error raised inside the actor, without Ray's wrapping."""
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+async def within(deadline: float, awaitable: Awaitable[Any], what: str) -> Any:
+    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer."""
+    try:
+        return await asyncio.wait_for(awaitable, deadline)
+    except TimeoutError as error:
+        raise WorkerLost(f"{what} did not answer within {deadline:g} s") from error
+
+
+@dataclass
+class Worker:
+    serial: int
+    slot: int
+    handle: Any
+    leases: int = 0
+    affinities: Counter[str] = field(default_factory=Counter)
+
+
+class Pool:
+    """Workers of one role.
+
+    ``spawn(slot)`` creates an actor (a Ray handle); ``admit(handle)`` prepares it for service and is awaited at the start
+    and after each replacement. Raises RolesExhausted once ``replacements`` are used up.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        size: int,
+        spawn: Callable[[int], Any],
+        settings: RecoverySettings,
+        on_event: Callable[..., None],
+        admit: Callable[[Any], Awaitable[None]] | None = None,
+    ) -> None:
+        self.role, self.size, self.settings = role, size, settings
+        self.workers: dict[int, Worker] = {}
+        self.replaced = 0
+        self._spawn, self._admit, self._event = spawn, admit, on_event
+        self._serial = 0
+        self._changed = asyncio.Event()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._start(slot) for slot in range(self.size)))
+
+    async def _start(self, slot: int) -> None:
+        self._serial += 1
+        worker = Worker(self._serial, slot, self._spawn(slot))
+        try:
+            await within(self.settings.start_timeout, worker.handle.health.remote(), f"{self.role} worker {slot} (starting)")
+            if self._admit is not None:
+                await self._admit(worker.handle)
+        except BaseException:
+            ray.kill(worker.handle)
+            raise
+        self.workers[worker.serial] = worker
+        self._changed.set()
+
+    async def lease(self, affinity: str = "") -> Lease:
+        """The worker that already serves this affinity, or the least loaded one. Waits for a replacement if there is none."""
+        deadline = time.monotonic() + self.settings.start_timeout
+        while not self.workers:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await within(deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role")
+        known = [w for w in self.workers.values() if affinity and w.affinities[affinity]]
+        worker = min(known or self.workers.values(), key=lambda w: (w.leases, w.serial))
+        worker.leases += 1
+        if affinity:
+            worker.affinities[affinity] += 1
+        return Lease(worker.serial, worker.handle)
+
+    def release(self, serial: int, affinity: str = "") -> None:
+        """End a lease. Leases of replaced workers are gone already."""
+        if (worker := self.workers.get(serial)) is not None:
+            worker.leases -= 1
+            worker.affinities -= Counter({affinity: 1})
+
+    def lost(self, serial: int, why: object) -> None:
+        """Take a worker out of service and replace it in the background. Does nothing for one already replaced."""
+        worker = self.workers.pop(serial, None)
+        if worker is None:
+            return
+        ray.kill(worker.handle)
+        self._event("worker_lost", role=self.role, worker=serial, why=str(why))
+        task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, slot: int, serial: int) -> None:
+        began = time.monotonic()
+        while True:
+            self.replaced += 1
+            try:
+                if self.replaced > self.settings.replacements:
+                    raise RolesExhausted(
+                        f"the {self.role} role lost {self.replaced} workers, recovery.replacements allows "
+                        f"{self.settings.replacements}; see events.jsonl for the causes"
+                    )
+                await self._start(slot)
+            except LOST as error:
+                self._event("replacement_failed", role=self.role, worker=serial, why=str(error))
+                continue
+            except Exception as error:
+                self._failure = cause(error)
+                self._changed.set()
+                return
+            self._event("worker_replaced", role=self.role, worker=serial, seconds=round(time.monotonic() - began, 3))
+            return
+
+    async def call(self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1) -> Any:
+        """Run one call on some worker; a lost worker is replaced and the call made again elsewhere, ``attempts`` times.
+
+        Only for calls that may run twice. Raises what the method raised, or WorkerLost when the attempts are spent.
+        """
+        error: BaseException | None = None
+        for _ in range(attempts):
+            lease = await self.lease()
+            try:
+                ref = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
+                pending = asyncio.gather(*ref) if returns > 1 else ref
+                return await within(deadline, pending, f"{self.role}.{method}")
+            except Exception as caught:
+                if not is_lost(caught):
+                    raise
+                error = caught
+                self.lost(lease.worker, caught)
+            finally:
+                self.release(lease.worker)
+        raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
+
+    async def everywhere(self, method: str, *args: Any, deadline: float) -> None:
+        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed."""
+
+        async def one(worker: Worker) -> None:
+            try:
+                await within(deadline, getattr(worker.handle, method).remote(*args), f"{self.role}.{method}")
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+                self.lost(worker.serial, error)
+
+        await asyncio.gather(*(one(worker) for worker in list(self.workers.values())))
+
+    async def check(self) -> None:
+        """Ask every worker whether it lives; replaces those that do not answer. Raises the failure of a replacement."""
+        await self.everywhere("health", deadline=self.settings.health_timeout)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End all workers and replacements under way."""
+        for task in self._replacing:
+            task.cancel()
+        for worker in self.workers.values():
+            ray.kill(worker.handle)
+        self.workers.clear()
