@@ -1,0 +1,39 @@
+# `make test` is everything a change must pass; `make quickstart` trains the tiny model on this machine's CPU.
+# Without a GPU, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels, or name another build: make test TORCH=...
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := rayloop judge recipes actors cluster serve_apps tests
+SPEC := pyproject.toml constraints.txt
+
+.PHONY: test lint quickstart docs
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+quickstart: $(VENV)/.run
+	$(BIN)/python -m cluster train recipes/digits/quickstart.yaml
+
+docs: $(VENV)/.run
+	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
+	$(BIN)/python -m cluster.config > docs/config.md
+
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch $(SPEC)
+	$(BIN)/python -m pip install -q -e . -c constraints.txt
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch $(SPEC)
+	$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt
+	touch $@ $(VENV)/.run
