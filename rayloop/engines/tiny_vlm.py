@@ -1,0 +1,205 @@
+"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and its own tokenizer.
+
+The folder has the layout of the real checkpoint (config, safetensors, tokenizer, chat template, image processor), so
+that whatever loads Qwen2.5-VL, transformers and vLLM included, loads this one; only the sizes differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+"""Qwen2.5-VL's special tokens, in its order."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}"""
+"""ChatML as in Qwen2.5-VL, without its default system message."""
+
+PATCH, MERGE, TEMPORAL_PATCH, VOCABULARY_MULTIPLE = 14, 2, 2, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinySizes:
+    """Sizes of the tiny model; the defaults give 2 to 3 M parameters. Heads are at least 32 wide, which vLLM needs."""
+
+    vocabulary: int = 1024
+    """Upper bound of the trained BPE entries, special tokens included, ``extra_tokens`` not."""
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 3
+    kv_heads: int = 1
+    intermediate: int = 640
+    vision_hidden: int = 96
+    vision_depth: int = 3
+    vision_heads: int = 3
+    vision_intermediate: int = 288
+    vision_window: int = 56
+    max_positions: int = 8192
+    tied: bool = True
+    rope_theta: float = 10.0
+    """M-RoPE gives width the lowest frequencies: at 1e4 the angle across a small image vanishes and grounding fails."""
+    init: float = 0.05
+    """Standard deviation of the initial weights; at this width 0.02 learns more slowly."""
+
+
+def write_tiny_vlm(
+    folder: str | Path,
+    texts: Iterable[str],
+    *,
+    vision: bool = True,
+    seed: int = 0,
+    extra_tokens: Sequence[str] = (),
+    **sizes: Any,
+) -> Path:
+    """Write a model folder and return its path. Equal arguments give equal files.
+
+    ``texts`` train the tokenizer; ``extra_tokens`` become one token each (coordinates, tags); ``sizes`` are fields of
+    ``TinySizes``. ``vision=False`` writes a text-only Qwen2ForCausalLM. Raises TypeError for an unknown size.
+    """
+    folder, size = Path(folder), TinySizes(**sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(texts, size.vocabulary, extra_tokens)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _vision_model(tokenizer, size) if vision else _text_model(tokenizer, size)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if vision:
+        (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(), indent=2) + "\n")
+    return folder
+
+
+def _tokenizer(texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose numbers are single digits, as in Qwen2.5."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in extra_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in ("<|im_end|>", "<|endoftext|>")],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _text_config(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> dict[str, Any]:
+    return {
+        "vocab_size": -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.max_positions,
+        "initializer_range": size.init,
+        "tie_word_embeddings": size.tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _text_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": size.rope_theta}
+    return Qwen2ForCausalLM(Qwen2Config(**_text_config(tokenizer, size), rope_parameters=rope)).float()
+
+
+def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
+    pairs = size.hidden // size.heads // 2
+    sides = pairs * 3 // 8  # Qwen2.5-VL's split of the rotary pairs: 2/8 time, 3/8 height, 3/8 width
+    rope = {
+        "rope_type": "default",
+        "rope_theta": size.rope_theta,
+        "mrope_section": [pairs - 2 * sides, sides, sides],
+    }
+    vision = {
+        "depth": size.vision_depth,
+        "hidden_size": size.vision_hidden,
+        "num_heads": size.vision_heads,
+        "intermediate_size": size.vision_intermediate,
+        "out_hidden_size": size.hidden,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "window_size": size.vision_window,
+        "fullatt_block_indexes": list(range(1, size.vision_depth, 2)),
+        "initializer_range": size.init,
+    }
+    identifier = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config={**_text_config(tokenizer, size), "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=identifier("<|image_pad|>"),
+        video_token_id=identifier("<|video_pad|>"),
+        vision_start_token_id=identifier("<|vision_start|>"),
+        vision_end_token_id=identifier("<|vision_end|>"),
+        tie_word_embeddings=size.tied,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).float()
+
+
+def _image_processor() -> dict[str, Any]:
+    """Qwen2.5-VL's own preprocessor_config.json; the pixel limits are those of ``ModelSettings``' defaults."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 784,
+        "max_pixels": 1_003_520,
+        "patch_size": PATCH,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "merge_size": MERGE,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
