@@ -1,0 +1,119 @@
+"""What the trainer computes on: a ``Sample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch.
+
+A sampled token at position t is predicted by the hidden state at t - 1 of the same trajectory; nothing is predicted
+across the border of two packed trajectories, and the first token of a sequence cannot be a sampled one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import FlatTrajectory, Sampling, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory as tensors. T tokens, N sampled tokens, R position rows (1 for text models, 4 with M-RoPE)."""
+
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [R, T] int64; row 0 counts 0..T-1
+    predict: Tensor  # [N] int64, index of the hidden state that predicts each sampled token
+    turn_position: Tensor  # [N] int64, index of the sampled token within its turn
+    behaviour: Tensor  # [N] float32, log-probs of the engine that sampled
+    reference: Tensor | None  # [N] float32
+    sampling: Sampling
+    pixels: tuple[Tensor, ...] = ()  # per image [patches, D] float32
+    grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
+    advantage: float = 0.0
+    on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
+    lag: int = 0  # steps between the weights that sampled the first token and the weights being trained
+
+    @property
+    def targets(self) -> Tensor:
+        """[N] int64: the sampled tokens."""
+        return self.token_ids[self.predict + 1]
+
+    @property
+    def length(self) -> int:
+        return int(self.token_ids.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n images."""
+
+    token_ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [R, 1, T] int64; row 0 restarts at 0 with each trajectory
+    pixel_values: Tensor | None  # [P, D] float32
+    image_grid: Tensor | None  # [n, 3] int64
+    predict: Tensor  # [N] int64, index into T
+    targets: Tensor  # [N] int64
+    segment: Tensor  # [N] int64, which of the S trajectories; ascending
+    behaviour: Tensor  # [N] float32
+    advantage: Tensor  # [N] float32
+    reference: Tensor | None  # [N] float32
+    on_policy: Tensor  # [N] bool
+    lag: Tensor  # [N] int64
+    temperature: Tensor  # [N] float32, never 0
+    ban_end: Tensor  # [N] bool, True where ``end_tokens`` could not be sampled (min_tokens)
+    banned_tokens: Tensor  # [b] int64
+    end_tokens: Tensor  # [e] int64
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with every tensor on ``device``."""
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+
+
+def make_sample(item: TrainItem, position_ids: Tensor, pixels: Sequence[Tensor] = ()) -> Sample:
+    """Flatten a trajectory. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
+
+    Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
+    banned token was sampled, or the reference log-probs are not one per sampled token.
+    """
+    trajectory = item.trajectory
+    flat = trajectory.flatten()
+    _check_sampled(trajectory, flat)
+    at = torch.from_numpy(flat.loss_mask.nonzero()[0])
+    reference = None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
+    if reference is not None and reference.shape != at.shape:
+        raise ValueError(
+            f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for {len(at)} sampled tokens"
+        )
+    if len(pixels) != len(trajectory.images):
+        raise ValueError(
+            f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images"
+        )
+    return Sample(
+        token_ids=torch.from_numpy(flat.token_ids),
+        position_ids=position_ids,
+        predict=at - 1,
+        turn_position=torch.from_numpy(flat.turn_position[flat.loss_mask]).long(),
+        behaviour=torch.from_numpy(flat.behaviour_logprobs[flat.loss_mask]),
+        reference=reference,
+        sampling=trajectory.sampling,
+        pixels=tuple(pixels),
+        grids=tuple(image.grid for image in trajectory.images),
+        advantage=item.advantage,
+        on_policy=item.on_policy,
+        lag=item.lag,
+    )
+
+
+def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
+    if flat.loss_mask[:1].any():
+        raise ValueError(f"trajectory {trajectory.id}: its first token is a sampled one, no context predicts it")
+    sampling = trajectory.sampling
+    for token, position in zip(flat.token_ids[flat.loss_mask], flat.turn_position[flat.loss_mask], strict=True):
+        if token in sampling.banned_tokens or (position < sampling.min_tokens and token in sampling.end_tokens):
+            raise ValueError(
+                f"trajectory {trajectory.id}: sampled token {token} at position {position} of its turn is one that its "
+                f"Sampling bans (banned_tokens, or end_tokens before min_tokens)"
+            )

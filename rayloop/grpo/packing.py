@@ -1,0 +1,83 @@
+"""How a rank's trajectories are cut into micro-batches and packed into one row. Deterministic throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rayloop.core.types import Sampling
+from rayloop.grpo.batch import Batch, Sample
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
+    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens.
+
+    First-fit decreasing; a sample longer than the budget gets a group of its own. Every index occurs once.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = next((i for i, left in enumerate(room) if lengths[index] <= left), None)
+        if fits is None:
+            groups.append([index])
+            room.append(budget - lengths[index])
+        else:
+            groups[fits].append(index)
+            room[fits] -= lengths[index]
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def pack(samples: Sequence[Sample]) -> Batch:
+    """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled.
+
+    Attention stays within a sample because row 0 of the position ids restarts at each of them.
+    """
+    if not samples:
+        raise ValueError("nothing to pack: a micro-batch needs at least one sample")
+    counts = [s.predict.numel() for s in samples]
+    starts = torch.tensor([0, *(s.length for s in samples)]).cumsum(0)
+    sampling = _common_sampling([s for s, n in zip(samples, counts, strict=True) if n])
+
+    def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
+
+    turn_position = torch.cat([s.turn_position for s in samples])
+    pixels = [image for s in samples for image in s.pixels]
+    grids = [grid for s in samples for grid in s.grids]
+    return Batch(
+        token_ids=torch.cat([s.token_ids for s in samples])[None],
+        position_ids=torch.cat([s.position_ids for s in samples], dim=1)[:, None],
+        pixel_values=torch.cat(pixels) if pixels else None,
+        image_grid=torch.tensor(grids) if grids else None,
+        predict=torch.cat([s.predict + start for s, start in zip(samples, starts[:-1], strict=True)]),
+        targets=torch.cat([s.targets for s in samples]),
+        segment=per_token(range(len(samples)), torch.int64),
+        behaviour=torch.cat([s.behaviour for s in samples]),
+        advantage=per_token([s.advantage for s in samples], torch.float32),
+        reference=_references([s for s, n in zip(samples, counts, strict=True) if n]),
+        on_policy=per_token([s.on_policy for s in samples], torch.bool),
+        lag=per_token([s.lag for s in samples], torch.int64),
+        temperature=per_token([s.sampling.temperature or 1.0 for s in samples], torch.float32),
+        ban_end=turn_position < per_token([s.sampling.min_tokens for s in samples], torch.int64),
+        banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
+        end_tokens=torch.tensor(sampling.end_tokens, dtype=torch.int64),
+    )
+
+
+def _references(samples: Sequence[Sample]) -> Tensor | None:
+    """[N], or None when no sample has reference log-probs. Raises ValueError when only some do."""
+    present = [s.reference for s in samples if s.reference is not None]
+    if present and len(present) != len(samples):
+        raise ValueError(f"{len(samples) - len(present)} of {len(samples)} packed samples lack reference log-probs")
+    return torch.cat(present) if present else None
+
+
+def _common_sampling(samples: Sequence[Sample]) -> Sampling:
+    masks = {(s.sampling.banned_tokens, s.sampling.end_tokens) for s in samples}
+    if len(masks) > 1:
+        raise ValueError(
+            f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one"
+        )
+    return samples[0].sampling if samples else Sampling()
