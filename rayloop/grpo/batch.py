@@ -68,8 +68,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on ``device``."""
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+        moved: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = None if tensor is None else tensor.to(device)
+        return Batch(**moved)
 
 
 def make_sample(item: TrainItem, position_ids: Tensor, pixels: Sequence[Tensor] = ()) -> Sample:
