@@ -47,6 +47,10 @@ class DataFailure(RayloopError):
         return f"{self.path}: {self.reason}"
 
 
+class ImageRefused(DataFailure):
+    """An intact image whose size is not accepted: more pixels than the limit, or an extreme aspect ratio."""
+
+
 class OverLongPrompt(RayloopError):
     """The rendered prompt exceeds the token limit. It is excluded with its size, never truncated."""
 
@@ -64,6 +68,10 @@ class InfrastructureFailure(RayloopError):
 
 class WorkerLost(InfrastructureFailure):
     """An actor died, hung past its deadline, or became unreachable while serving a call."""
+
+
+class DeadlineExceeded(InfrastructureFailure):
+    """A call into foreign code (environment, grader) outlived its deadline."""
 
 
 class EnvironmentHung(InfrastructureFailure):

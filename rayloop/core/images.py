@@ -1,0 +1,124 @@
+"""Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL only."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
+from rayloop.core.types import ImageRef, ImageSource
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_ASPECT = 200
+"""Qwen2-VL's processor refuses images with a side longer than this many times the other."""
+
+_ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
+_FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGeometry:
+    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per image token."""
+
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def factor(self) -> int:
+        return self.patch * self.merge
+
+
+def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
+    """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
+
+    The header is read first, so that an image of more than ``limit_pixels`` is refused before any pixel is decoded.
+
+    Raises DataFailure (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels,
+    aspect ratio above 200) and InfrastructureFailure (the file system failed, not the file).
+    """
+    name = source.path or "image bytes"
+    data = _read(source)
+    try:
+        width, height = _header_size(data)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
+    except _BROKEN as error:
+        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image: {error}") from error
+    if width * height > limit_pixels:
+        raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageRefused(name, f"{width}x{height} pixels: the aspect ratio exceeds {MAX_ASPECT}")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            image.verify()
+        decode(data)
+    except _BROKEN as error:
+        raise DataFailure(name, f"truncated or corrupt image: {error}") from error
+    return data, width, height
+
+
+def decode(data: bytes) -> Image.Image:
+    """The image as RGB with EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def smart_resize(
+    height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
+) -> tuple[int, int]:
+    """(height, width) after Qwen2-VL's resize: multiples of ``factor``, area in the range, aspect ratio nearly kept.
+
+    Source: ``smart_resize`` of transformers' Qwen2-VL image processor; equal to it by test.
+    """
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        rows = max(factor, math.floor(height / scale / factor) * factor)
+        columns = max(factor, math.floor(width / scale / factor) * factor)
+    elif rows * columns < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        rows = math.ceil(height * scale / factor) * factor
+        columns = math.ceil(width * scale / factor) * factor
+    return rows, columns
+
+
+def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, path: str | None = None) -> ImageRef:
+    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
+    rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
+    grid = (1, rows // geometry.patch, columns // geometry.patch)
+    tokens = math.prod(grid) // geometry.merge**2
+    return ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, tokens, path)
+
+
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)
+"""What PIL raises on malformed files, depending on where they break."""
+
+
+def _header_size(data: bytes) -> tuple[int, int]:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        width, height = image.size
+        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return (height, width) if turned else (width, height)
+
+
+def _read(source: ImageSource) -> bytes:
+    if source.data is not None:
+        return source.data
+    if source.path is None:
+        raise DataFailure("image", "neither a path nor bytes are given")
+    try:
+        return Path(source.path).read_bytes()
+    except ValueError as error:
+        raise DataFailure(source.path, f"not a file name: {error}") from error
+    except OSError as error:
+        if error.errno in _FILE_AT_FAULT:
+            raise DataFailure(source.path, f"cannot be read: {error.strerror}") from error
+        raise InfrastructureFailure(f"{source.path}: the file system failed: {error}") from error
