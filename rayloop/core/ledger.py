@@ -1,0 +1,141 @@
+"""The ledger: one state per trajectory id, so that every trajectory that is not trained is counted with a reason.
+
+Only live ids (in flight or ready) are held; a final state is a counter. Memory is bounded by what is live.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypedDict
+
+from rayloop.core.failures import LedgerError
+from rayloop.core.types import Fate, State, TrajectoryId
+
+LIVE = (State.IN_FLIGHT, State.READY)
+
+
+class LedgerState(TypedDict):
+    """A ledger as plain values, for the checkpoint. ``live`` rows are (group, sample, state)."""
+
+    issued: int
+    attempts: int
+    replayed: int
+    highest: tuple[int, int] | None
+    live: list[tuple[int, int, str]]
+    reissuable: list[tuple[int, int]]
+    final: dict[str, int]
+
+
+class Ledger:
+    """Counts where trajectories went: ``in_flight -> ready -> final``, or ``in_flight -> final``.
+
+    Ids are issued once, in increasing order. An illegal step raises LedgerError and changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._issued = 0
+        self._attempts = 0
+        self._replayed = 0
+        self._highest: TrajectoryId | None = None
+        self._live: dict[TrajectoryId, State] = {}
+        self._reissuable: set[TrajectoryId] = set()
+        self._final: Counter[str] = Counter()
+
+    def issue(self, ids: Iterable[TrajectoryId]) -> None:
+        """Put new ids in flight. Raises LedgerError for an id that was issued before, unless it may be re-issued."""
+        new = sorted(ids)
+        highest = self._highest
+        for id in new:
+            if id in self._reissuable:
+                continue
+            if highest is not None and id <= highest:
+                raise LedgerError(f"trajectory {id} was issued before (ids grow, the highest so far is {highest})")
+            highest = id
+        if len(set(new)) != len(new):
+            raise LedgerError(f"the same id is issued twice: {', '.join(map(str, new))}")
+        self._highest = highest
+        self._reissuable.difference_update(new)
+        self._live.update((id, State.IN_FLIGHT) for id in new)
+        self._issued += len(new)
+
+    def move(self, id: TrajectoryId, fate: Fate) -> None:
+        """Take a live id to ``ready`` or to a final state. Raises LedgerError when that step does not exist."""
+        now = self._live.get(id)
+        if now is None:
+            raise LedgerError(f"trajectory {id} cannot become {_key(fate)}: it is not live (never issued, or final)")
+        if fate.state == State.READY and now == State.IN_FLIGHT:
+            self._live[id] = State.READY
+        elif fate.state not in LIVE:
+            del self._live[id]
+            self._final[_key(fate)] += 1
+        else:
+            raise LedgerError(f"trajectory {id} cannot go from {now} to {fate.state}")
+
+    def state_of(self, id: TrajectoryId) -> State | None:
+        """The state of a live id; None when it was never issued or is final."""
+        return self._live.get(id)
+
+    def attempt(self, id: TrajectoryId) -> None:
+        """Count a re-issue of an episode (same id, next attempt). Raises LedgerError when it is not in flight."""
+        if self._live.get(id) != State.IN_FLIGHT:
+            raise LedgerError(f"trajectory {id} cannot be attempted again: it is not in flight")
+        self._attempts += 1
+
+    def replay(self) -> None:
+        """Count a stored trajectory that was injected into a group; it has no state of its own here."""
+        self._replayed += 1
+
+    def reissue_live(self, *, ready: bool = False) -> tuple[TrajectoryId, ...]:
+        """After a restore: forget the ids that were in flight (and with ``ready`` the ready ones), in order.
+
+        They are generated again under the same ids, which ``issue`` accepts once more; each counts as an attempt.
+        """
+        again = tuple(sorted(id for id, state in self._live.items() if ready or state == State.IN_FLIGHT))
+        for id in again:
+            del self._live[id]
+        self._reissuable.update(again)
+        self._issued -= len(again)
+        self._attempts += len(again)
+        return again
+
+    def counts(self) -> dict[str, int]:
+        """``issued``, ``in_flight``, ``ready``, ``trained``, every other final state met (``filtered[all_wrong]``).
+
+        ``attempts`` and ``replayed`` stand outside the balance.
+        """
+        live = Counter(self._live.values())
+        counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(State.TRAINED): 0}
+        counts |= dict(sorted(self._final.items()))
+        return counts | {"attempts": self._attempts, "replayed": self._replayed}
+
+    def check(self) -> None:
+        """Raises LedgerError with the counts unless issued = live + final."""
+        live, final = len(self._live), sum(self._final.values())
+        if self._issued != live + final:
+            raise LedgerError(f"{self._issued} trajectories issued, {live} live and {final} final: {self.counts()}")
+
+    def state(self) -> LedgerState:
+        """Everything, as plain values (JSON or pickle)."""
+        return LedgerState(
+            issued=self._issued,
+            attempts=self._attempts,
+            replayed=self._replayed,
+            highest=None if self._highest is None else (self._highest.group, self._highest.sample),
+            live=[(id.group, id.sample, str(state)) for id, state in sorted(self._live.items())],
+            reissuable=[(id.group, id.sample) for id in sorted(self._reissuable)],
+            final=dict(self._final),
+        )
+
+    def restore(self, state: LedgerState) -> None:
+        """Become the ledger that ``state`` was taken from. Raises LedgerError when that one does not balance."""
+        self._issued, self._attempts, self._replayed = state["issued"], state["attempts"], state["replayed"]
+        self._highest = None if state["highest"] is None else TrajectoryId(*state["highest"])
+        self._live = {TrajectoryId(group, sample): State(name) for group, sample, name in state["live"]}
+        self._reissuable = {TrajectoryId(*row) for row in state["reissuable"]}
+        self._final = Counter(state["final"])
+        self.check()
+
+
+def _key(fate: Fate) -> str:
+    return f"{fate.state}[{fate.reason}]" if fate.reason else str(fate.state)

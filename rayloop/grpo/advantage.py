@@ -1,0 +1,88 @@
+"""The group-relative advantage (specs/algorithm.md, section 3), over the members of a group that have a reward."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.types import Fate, Group, Scored, State, Unscored
+from rayloop.grpo.settings import AdvantageSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased) are those of the rewards, whatever the
+    baseline and divisor were; a lone sample under ``singleton: raw`` has mean 0 and std 1 (verl's convention)."""
+
+    values: tuple[float, ...]
+    mean: float
+    std: float
+
+
+def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advantages:
+    """``(r - mean) / (max(std_floor, std) + eps)``, or ``r - mean`` without normalisation.
+
+    GRPO: Shao et al. 2024 (DeepSeekMath); without the division: Liu et al. 2025 (Dr.GRPO). Sums are exact, so neither
+    the order of the rewards nor their magnitude matters. Equal rewards (max - min <= tolerance) give exact zeros; the
+    binarised baseline is exempt, it rewards equal successes on purpose, and does not divide by a spread of 0.
+    Raises ValueError for no rewards, for a reward that is not finite and for an advantage too large for a float;
+    ConfigError for a lone sample under ``singleton: error``.
+    """
+    scores = [float(reward) for reward in rewards]
+    if not scores:
+        raise ValueError("no rewards: a group without scored members has no advantages")
+    if not all(map(math.isfinite, scores)):
+        raise ValueError(f"rewards {scores} are not all finite: such a trajectory is Unscored(invalid_reward)")
+    if len(scores) == 1:
+        return _singleton(scores[0], settings)
+    values = _values(scores, settings)
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"rewards {scores} are too far apart: an advantage is not finite")
+    return Advantages(values, statistics.mean(scores), statistics.stdev(scores))
+
+
+def _singleton(score: float, settings: AdvantageSettings) -> Advantages:
+    if settings.singleton == "error":
+        raise ConfigError(
+            "a group has one scored member, which has no baseline: raise min_group to 2 (the group is then excluded), "
+            "or set singleton: raw to take the reward itself as advantage"
+        )
+    return Advantages((score,), 0.0, 1.0)
+
+
+def _values(scores: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
+    if settings.baseline == "binarised":
+        base = [float(score != 0) for score in scores]
+    elif max(scores) - min(scores) <= settings.tolerance:
+        return (0.0,) * len(scores)
+    else:
+        base = list(scores)
+    mean = statistics.mean(base)
+    if not settings.normalize_std or max(base) == min(base):
+        return tuple(score - mean for score in scores)
+    std = statistics.stdev(base) if settings.std == "unbiased" else statistics.pstdev(base)
+    divisor = max(settings.std_floor, std) + settings.eps
+    return tuple((score - mean) / divisor for score in scores)
+
+
+def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
+    """The group with advantage, mean and std set over its scored members, before any filter.
+
+    Unscored members become ``excluded[kind]``; when fewer than ``min_group`` scored members remain, these become
+    ``excluded[min_group]`` and mean and std stay None. Members that already have a fate are left alone.
+    """
+    members = tuple(
+        replace(m, fate=Fate(State.EXCLUDED, m.outcome.kind)) if m.kept and isinstance(m.outcome, Unscored) else m
+        for m in group.members
+    )
+    group = replace(group, members=members, mean=None, std=None)
+    positions = [i for i, m in enumerate(members) if m.kept and isinstance(m.outcome, Scored)]
+    if len(positions) < settings.min_group:
+        lonely = Fate(State.EXCLUDED, "min_group")
+        return group.map({i: replace(members[i], fate=lonely) for i in positions})
+    result = advantages([members[i].reward for i in positions], settings)
+    scored = {i: replace(members[i], advantage=value) for i, value in zip(positions, result.values, strict=True)}
+    return replace(group.map(scored), mean=result.mean, std=result.std)

@@ -1,0 +1,89 @@
+"""Replay of one stored success into a group that failed throughout (specs/algorithm.md, section 5; ARPO)."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rayloop.core.seeds import derive
+from rayloop.core.types import Fate, Group, Member, State
+from rayloop.grpo.settings import ReplaySettings
+
+REPLACED = Fate(State.SURPLUS, "replaced_by_replay")
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """The group to go on with, and the fresh member that a stored success displaced (its fate set), if any."""
+
+    group: Group
+    displaced: Member | None = None
+
+
+class ReplayBuffer:
+    """Per task the last ``capacity`` successes, as the driver holds them: their payload references stay alive here."""
+
+    def __init__(self, settings: ReplaySettings, seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        self._stored: dict[str, deque[Member]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stored.values()))
+
+    def inject(self, group: Group, step: int) -> Injection:
+        """Replace member 0 by a stored success when the group failed throughout, then store its fresh successes.
+
+        Comes before the statistics: members are scored, but have neither advantage nor fate. ``step`` is the step that
+        will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
+        displaced member counts as ``surplus[replaced_by_replay]``; it is no longer in the group.
+        """
+        if not self._settings.enabled:
+            return Injection(group)
+        stored = self._draw(group, step) if self._failed(group) else None
+        self._store(group)
+        if stored is None:
+            return Injection(group)
+        members = (replace(stored, replayed=True), *group.members[1:])
+        displaced = replace(group.members[0], fate=REPLACED)
+        return Injection(replace(group, members=members, replay_of=stored.summary.id), displaced)
+
+    def _failed(self, group: Group) -> bool:
+        results = [_result(member) for member in group.scored]
+        return (
+            bool(results)
+            and statistics.pstdev(results) < self._settings.max_std
+            and statistics.mean(results) < self._settings.max_mean
+        )
+
+    def _draw(self, group: Group, step: int) -> Member | None:
+        limit = self._settings.max_age
+        fresh_enough = [
+            member
+            for member in self._stored.get(group.task.id, ())
+            if limit is None or step - member.summary.first_version.step <= limit
+        ]
+        if not fresh_enough:
+            return None
+        return random.Random(derive(self._seed, "replay", group.task.id, group.issue)).choice(fresh_enough)
+
+    def _store(self, group: Group) -> None:
+        for member in group.scored:
+            if not member.replayed and _result(member) > self._settings.success_above:
+                slots = self._stored.setdefault(group.task.id, deque(maxlen=self._settings.capacity))
+                slots.append(replace(member, advantage=None, reference=None))
+
+    def state(self) -> dict[str, tuple[Member, ...]]:
+        """The stored members per task, oldest first. Payloads are references: checkpoints write what they refer to."""
+        return {task: tuple(members) for task, members in self._stored.items()}
+
+    def restore(self, state: Mapping[str, Sequence[Member]]) -> None:
+        """Become the buffer that ``state`` was taken from (with payloads that this process can use)."""
+        self._stored = {task: deque(members, maxlen=self._settings.capacity) for task, members in state.items()}
+
+
+def _result(member: Member) -> float:
+    """The environment's own result of a scored member, else its reward."""
+    return member.reward if member.summary.env_result is None else member.summary.env_result
