@@ -1,0 +1,197 @@
+"""Loading a policy model in Hugging Face layout, and what an engine and a trainer must agree on: pixels and positions.
+
+Images are supported for the Qwen-VL family, where an image is a (t, h, w) grid of patches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2VLImageProcessorPil,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils.logging import disable_progress_bar
+
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.types import ImageRef
+from rayloop.engines.settings import ModelSettings
+
+GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Model types whose images are grids of patches with M-RoPE positions."""
+
+
+def has_vision(config: PreTrainedConfig) -> bool:
+    return "vision_config" in config.sub_configs
+
+
+def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model with its pretrained weights, in eval mode on the CPU.
+
+    Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
+    """
+    disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
+        vision = has_vision(config)
+        if vision and config.model_type not in GRID_MODELS:
+            raise ConfigError(
+                f"model.path {settings.path}: images of {config.model_type!r} models are not supported; "
+                f"use one of {', '.join(sorted(GRID_MODELS))}, or a text-only model"
+            )
+        auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        model, report = auto.from_pretrained(
+            settings.path,
+            dtype=dtype,
+            attn_implementation=_attention(settings, vision, dtype),
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str:
+    if settings.attention != "auto":
+        return settings.attention
+    flash = torch.cuda.is_available() and is_flash_attn_2_available() and dtype == torch.bfloat16
+    return "flash_attention_2" if flash and not vision else "sdpa"
+
+
+class Vision:
+    """Turns encoded images into the model's patches; the same in the engine and in the trainer.
+
+    ``merge`` is the side of the patch square that becomes one image token. Decoded images are cached by content up to
+    ``cache_bytes``.
+    """
+
+    def __init__(self, settings: ModelSettings, config: PreTrainedConfig, *, cache_bytes: int = 256 << 20) -> None:
+        try:
+            self._processor = Qwen2VLImageProcessorPil.from_pretrained(
+                settings.path, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
+        self.merge: int = config.vision_config.spatial_merge_size
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._cached_bytes = 0
+        self._cache_bytes = cache_bytes
+
+    def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
+        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32; read from ``ref.path`` without ``data``.
+
+        Raises DataFailure when the image is missing, corrupt, not the one that ``ref.sha256`` names, or yields another
+        grid than ``ref.grid``.
+        """
+        if (cached := self._cache.get(ref.sha256)) is not None:
+            self._cache.move_to_end(ref.sha256)
+            return cached
+        name = ref.path or f"image {ref.sha256[:12]}"
+        patches, grid = self._process(_read(ref, data, name), name)
+        if grid != tuple(ref.grid):
+            raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
+        self._cache[ref.sha256] = patches
+        self._cached_bytes += patches.nbytes
+        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return patches
+
+    def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                features = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+            raise DataFailure(name, f"the image cannot be decoded: {error}") from error
+        return features["pixel_values"], tuple(features["image_grid_thw"][0].tolist())
+
+
+def _read(ref: ImageRef, data: bytes | None, name: str) -> bytes:
+    if data is None:
+        if ref.path is None:
+            raise DataFailure(name, "the image has neither bytes nor a path")
+        try:
+            data = Path(ref.path).read_bytes()
+        except OSError as error:
+            raise DataFailure(name, f"the image cannot be read: {error}") from error
+    if hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise DataFailure(name, "the image's content is not the one the prompt was rendered for")
+    return data
+
+
+def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | None:
+    """The model's ``Vision``, or None for a text-only model. Raises ConfigError."""
+    return Vision(settings, config) if has_vision(config) else None
+
+
+def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tensor:
+    """Position ids of one whole sequence: [1, T] for text models, [4, T] (text, then M-RoPE's t, h, w) for Qwen-VL.
+
+    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when the image
+    tokens are not those of the grids: the model would silently shift every later position.
+    """
+    text = torch.arange(len(token_ids), device=token_ids.device)[None]
+    if not has_vision(model.config):
+        return text
+    config = model.config
+    image = token_ids == config.image_token_id
+    expected = int(grids.prod(-1).sum()) // config.vision_config.spatial_merge_size**2
+    if int(image.sum()) != expected:
+        raise DataFailure("token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}")
+    if not len(grids):
+        return text.expand(4, -1)
+    rotary, _ = model.base_model.get_rope_index(token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids)
+    return torch.cat([text, rotary[:, 0]])
+
+
+def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
+    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once.
+
+    Raises ConfigError for a model whose checkpoint is not a plain renaming of its parameters.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
+    by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
+    if sorted(by_index) != list(range(len(names))):
+        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published")
+    return {name: by_index[i] for i, name in enumerate(names)}
+
+
+def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters themselves (detached, same storage) under their checkpoint names."""
+    names = checkpoint_names(model)
+    return {names[name]: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Checkpoint names by part of the model, for the publication self-test; parts that do not occur are left out."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_part(name), []).append(name)
+    return groups
+
+
+def _part(name: str) -> str:
+    if "visual." in name:
+        return "merger" if "merger" in name else "vision"
+    if "embed_tokens" in name:
+        return "embedding"
+    return "head" if name.startswith("lm_head") else "language"
