@@ -1,0 +1,113 @@
+"""The reference of a settings class in markdown, made from its fields and docstrings (docs/config.md)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rayloop.core.schema import item, kind_of, members, models, walk
+from rayloop.core.yaml_source import KeyPath, dotted
+
+
+def describe(model: type[BaseModel]) -> str:
+    """One section per settings class below ``model``: keys, types, defaults and meanings, in the order of the file.
+
+    A class used at several places is described once, under all of its paths.
+    """
+    return "\n".join(_section(current, paths) for current, paths in _used_at(model).items())
+
+
+def count_fields(model: type[BaseModel]) -> int:
+    """Number of different keys a person can set: fields that are not sections themselves, each class counted once."""
+    return sum(not models(info.annotation) for current in _used_at(model) for info in current.model_fields.values())
+
+
+def _used_at(model: type[BaseModel]) -> dict[type[BaseModel], list[KeyPath]]:
+    used: dict[type[BaseModel], list[KeyPath]] = {}
+    for path, current in walk(model):
+        used.setdefault(current, []).append(path)
+    return used
+
+
+def _section(model: type[BaseModel], paths: list[KeyPath]) -> str:
+    names = ", ".join(f"`{dotted(path)}`" if path else "Top level" for path in paths)
+    kind = kind_of(model)
+    lines = [f"## {names}" + (f" with `kind: {kind}`" if kind else ""), ""]
+    if model.__doc__:
+        lines += [inspect.cleandoc(model.__doc__).replace("``", "`"), ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        meaning = (info.description or "").replace("\n", " ").replace("``", "`")
+        cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _type(info: FieldInfo) -> str:
+    limits = [limit for part in info.metadata if (limit := _limit(part))]
+    optional = type(None) in get_args(info.annotation)
+    return ", ".join([" or ".join(_alternatives(info.annotation)) + (" or null" if optional else ""), *limits])
+
+
+def _limit(constraint: Any) -> str:
+    match constraint:
+        case annotated_types.Gt(gt=bound):
+            return f"> {bound}"
+        case annotated_types.Ge(ge=bound):
+            return f">= {bound}"
+        case annotated_types.Lt(lt=bound):
+            return f"< {bound}"
+        case annotated_types.Le(le=bound):
+            return f"<= {bound}"
+    return ""
+
+
+def _alternatives(annotation: Any) -> list[str]:
+    found = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            found += [f"`{value}`" for value in get_args(member)]
+        elif get_origin(member) is tuple and get_args(member)[-1] is not Ellipsis:
+            found.append(f"{len(get_args(member))} {_plain(get_args(member)[0])}s")
+        elif get_origin(member) in (tuple, list):
+            found.append("list of " + " or ".join(_alternatives(item(member))))
+        elif get_origin(member) is dict:
+            found.append("mapping")
+        else:
+            found.append(_plain(member))
+    return list(dict.fromkeys(found))
+
+
+def _plain(annotation: Any) -> str:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        kind = kind_of(annotation)
+        return f"kind `{kind}`" if kind else "section"
+    name = str(annotation.__name__)
+    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(name, name)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**required**"
+    value = info.get_default(call_default_factory=True)
+    return "" if models(info.annotation) and value is not None else f"`{_written(value)}`"
+
+
+def _written(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case BaseModel():
+            kind = kind_of(type(value))
+            return f"{{kind: {kind}}}" if kind else "{...}"
+        case tuple() | list():
+            return "[" + ", ".join(map(_written, value)) + "]"
+        case str():
+            return str(value) or '""'
+    return str(value)
