@@ -1,9 +1,22 @@
-"""A lease on a pooled worker, and generation through a lease that survives the loss of its engine."""
+"""A lease on a pooled worker, and generation through leases that outlives the loss of an engine."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
+
+from ray.exceptions import ObjectLostError, RayActorError
+
+from rayloop.core.failures import WorkerLost
+from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
+
+LOST = (RayActorError, ObjectLostError, WorkerLost, TimeoutError)
+"""What a request sees when its engine died, became unreachable, lost the answer, or outlived the deadline."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +25,38 @@ class Lease:
 
     worker: int
     handle: Any
+
+
+class LeasedEngine:
+    """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases.
+
+    In deterministic mode (``request.cohort``) the requests of a group's first attempt are decoded as one batch; after a
+    loss, or in a later attempt, the episode generates alone.
+    """
+
+    def __init__(self, request: PlayRequest, lease: Lease, driver: Any, timeout: float) -> None:
+        self._lease, self._driver, self._timeout = lease, driver, timeout
+        self._key = f"{request.id}@{request.attempt}"
+        self._cohort: Cohort | None = None
+        if request.cohort is not None and request.attempt == 0:
+            self._cohort = Cohort(str(request.id.group), request.cohort)
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn; the same prompt and seed are sent again elsewhere when an engine is lost.
+
+        Raises what the engine raises, and what ``driver.lease_engine`` raises when no engine is left. That call has no
+        deadline here: the driver bounds the wait for a replacement.
+        """
+        while True:
+            sent = dataclasses.replace(prompt, cohort=self._cohort)
+            try:
+                return await asyncio.wait_for(self._lease.handle.generate.remote(sent, sampling), self._timeout)
+            except LOST as error:
+                logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
+                self._cohort = None
+                self._lease = await self._driver.lease_engine.remote(self._key, self._lease.worker)
+
+    def leave(self) -> None:
+        """The episode has ended: its cohort no longer waits for it."""
+        if self._cohort is not None:
+            self._lease.handle.leave.remote(self._cohort.key)

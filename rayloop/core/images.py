@@ -66,7 +66,7 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
 
 
 def decode(data: bytes) -> Image.Image:
-    """The image as RGB with EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
+    """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
 

@@ -34,7 +34,8 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
             future.set_result(result)  # type: ignore[arg-type]
 
     def work() -> None:
-        result, failure = None, None
+        result: Result | None = None
+        failure: Exception | None = None
         try:
             result = function(*args)
         except StopIteration as error:

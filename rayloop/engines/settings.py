@@ -7,21 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rayloop.core.config import Settings
+from rayloop.core.model import ModelSettings as ModelSettings
 
 Dtype = Literal["float32", "bfloat16"]
-
-
-class ModelSettings(Settings):
-    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
-
-    path: str
-    """A local folder, or a Hub name where the cluster can reach the Hub."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU."""
-    min_pixels: int = Field(784, gt=0)
-    """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer."""
-    max_pixels: int = Field(1_003_520, gt=0)
-    """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL."""
 
 
 class TransformersEngineSettings(Settings):

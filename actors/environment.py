@@ -1,0 +1,78 @@
+"""The environment actor: plays episodes, many at once, on its event loop. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from actors.lease import Lease, LeasedEngine
+from rayloop.core.failures import (
+    DataFailure,
+    DeadlineExceeded,
+    EnvironmentHung,
+    InfrastructureFailure,
+    OverLongPrompt,
+)
+from rayloop.core.model import ModelSettings
+from rayloop.core.threads import in_thread
+from rayloop.core.types import PlayFailed, PlayRequest, Summary, Trajectory, Unscored, UnscoredKind
+from rayloop.envs.episode import play, summarize
+from rayloop.envs.rendering import Renderer
+from rayloop.envs.settings import EpisodeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentActor:
+    """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
+
+    def __init__(self, model: ModelSettings, episode: EpisodeSettings) -> None:
+        self._settings = episode
+        self._renderer = Renderer(model, episode.max_image_pixels)
+        environment = episode.environment
+        environment.resolve().Settings.model_validate(environment.with_)
+        self._running = 0
+
+    def health(self) -> int:
+        """Episodes being played."""
+        return self._running
+
+    async def play(
+        self, request: PlayRequest, lease: Lease, driver: Any
+    ) -> tuple[Summary | PlayFailed, Trajectory | None]:
+        """Play one episode (call with ``num_returns=2``). A failure is a value; it comes without a trajectory."""
+        engine = LeasedEngine(request, lease, driver, self._settings.request_timeout)
+        began = time.monotonic()
+        self._running += 1
+        try:
+            environment = await self._build()
+            trajectory = await play(request, environment, self._renderer, self._settings, engine.generate)
+            seconds = time.monotonic() - began
+            return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
+        except Exception as error:
+            return _failed(request, error), None
+        finally:
+            self._running -= 1
+            engine.leave()
+
+    async def _build(self) -> Any:
+        try:
+            return await in_thread(self._settings.environment.build, timeout=self._settings.reset_timeout)
+        except DeadlineExceeded as error:
+            raise EnvironmentHung(f"making {self._settings.environment.use} gave {error}") from error
+
+
+def _failed(request: PlayRequest, error: Exception) -> PlayFailed:
+    """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
+    kind, path = UnscoredKind.ENVIRONMENT_FAILURE, ""
+    if isinstance(error, DataFailure):
+        kind, path = UnscoredKind.BAD_DATA, error.path
+    elif isinstance(error, OverLongPrompt):
+        kind = UnscoredKind.OVER_LONG_PROMPT
+    elif not isinstance(error, InfrastructureFailure):
+        logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
+    reason = str(error) if kind is not UnscoredKind.ENVIRONMENT_FAILURE else f"{type(error).__name__}: {error}"
+    return PlayFailed(
+        request.id, request.attempt, Unscored(kind, reason), path=path, hung=isinstance(error, EnvironmentHung)
+    )

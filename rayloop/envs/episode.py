@@ -1,0 +1,226 @@
+"""The one episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
+
+After a sampled turn the reasons to end are looked at in this order: over_length (the episode's token limit cut the
+turn), action_error, done, max_turns, over_length (the observation leaves no room for another turn), max_images. What
+was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next observation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from rayloop.core.failures import (
+    DataFailure,
+    DeadlineExceeded,
+    EnvironmentHung,
+    ImageRefused,
+    InfrastructureFailure,
+    OverLongPrompt,
+)
+from rayloop.core.protocols import Environment, Observation, StepResult
+from rayloop.core.seeds import derive
+from rayloop.core.threads import in_thread
+from rayloop.core.types import (
+    Completion,
+    EndReason,
+    FinishReason,
+    Message,
+    PlayRequest,
+    PromptImage,
+    Sampling,
+    Summary,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    Turn,
+)
+from rayloop.envs.rendering import Rendered, Renderer
+from rayloop.envs.settings import EpisodeSettings
+
+Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+async def play(
+    request: PlayRequest, environment: Environment, renderer: Renderer, settings: EpisodeSettings, generate: Generate
+) -> Trajectory:
+    """Play one episode and close the environment, also when cancelled.
+
+    Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
+    InfrastructureFailure (the environment raised or misbehaved), and whatever ``generate`` raises.
+    """
+    episode = _Episode(request, environment, renderer, settings, generate)
+    try:
+        return await episode.run()
+    finally:
+        try:
+            await in_thread(environment.close, timeout=settings.step_timeout)
+        except Exception as error:
+            logger.warning("closing the environment of %s failed: %s", request.task.id, error)
+
+
+class _Episode:
+    """The state of one episode: its turns and images so far."""
+
+    def __init__(
+        self,
+        request: PlayRequest,
+        environment: Environment,
+        renderer: Renderer,
+        settings: EpisodeSettings,
+        generate: Generate,
+    ) -> None:
+        self.request, self.environment, self.renderer, self.settings = request, environment, renderer, settings
+        self.generate = generate
+        self.sampling = renderer.sampling(request.sampling)
+        self.turns: list[Turn] = []
+        self.token_ids: list[int] = []
+        self.images: list[PromptImage] = []
+
+    async def run(self) -> Trajectory:
+        await self._begin()
+        reason = None
+        while reason is None:
+            reason = await self._turn(len([turn for turn in self.turns if turn.sampled]))
+        result = await self._environment("evaluate", self.environment.evaluate, timeout=self.settings.step_timeout)
+        return Trajectory(
+            self.request.id,
+            self.request.attempt,
+            self.request.task.id,
+            self.request.seed,
+            tuple(self.turns),
+            self.sampling,
+            reason,
+            result,
+            {image.ref.sha256: image.data for image in self.images if image.data is not None},
+        )
+
+    async def _begin(self) -> None:
+        settings = self.settings
+        first: Observation = await self._environment(
+            "reset", self.environment.reset, self.request.task, timeout=settings.reset_timeout
+        )
+        rendered = await in_thread(self.renderer.prompt, first.messages, timeout=settings.reset_timeout)
+        limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
+        if len(rendered.token_ids) > limit:
+            raise OverLongPrompt(len(rendered.token_ids), limit)
+        if len(rendered.images) > settings.max_images:
+            reason = f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
+            raise DataFailure(self.request.task.id, reason)
+        self._append("prompt", rendered)
+
+    async def _turn(self, index: int) -> EndReason | None:
+        """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
+        completion = await self._sample(index)
+        if completion.finish is FinishReason.LENGTH and len(self.token_ids) >= self.settings.max_tokens:
+            return EndReason.OVER_LENGTH
+        step: StepResult = await self._environment(
+            "step", self.environment.step, self._text(completion), timeout=self.settings.step_timeout
+        )
+        if step.error is not None and (step.done or self.settings.on_error == "end"):
+            return EndReason.ACTION_ERROR
+        if step.done or step.observation is None:
+            return EndReason.DONE
+        if index + 1 >= self.settings.max_turns:
+            return EndReason.MAX_TURNS
+        return await self._observe(step.observation.messages, completion)
+
+    async def _sample(self, index: int) -> Completion:
+        prompt = TokenPrompt(
+            tuple(self.token_ids),
+            tuple(self.images),
+            affinity=str(self.request.id.group),
+            seed=derive(self.request.seed, "turn", index),
+        )
+        room = self.settings.max_tokens - len(self.token_ids)
+        sampling = dataclasses.replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        completion = await self.generate(prompt, sampling)
+        self.turns.append(
+            Turn(
+                "assistant",
+                completion.token_ids,
+                logprobs=completion.logprobs,
+                version=completion.version,
+                finish=completion.finish,
+            )
+        )
+        self.token_ids += completion.token_ids
+        return completion
+
+    async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
+        """Append an observation if it fits. An image that the policy's action made unusable is an action error."""
+        try:
+            rendered = await in_thread(
+                self.renderer.observation, messages, completion.token_ids, timeout=self.settings.step_timeout
+            )
+        except ImageRefused as error:
+            logger.info("%s: the environment's image is refused: %s", self.request.id, error)
+            return EndReason.ACTION_ERROR
+        except DataFailure as error:
+            task = self.request.task.id
+            raise InfrastructureFailure(f"the environment of task {task} returned a broken image: {error}") from error
+        if len(self.token_ids) + len(rendered.token_ids) >= self.settings.max_tokens:
+            return EndReason.OVER_LENGTH
+        if len(self.images) + len(rendered.images) > self.settings.max_images:
+            return EndReason.MAX_IMAGES
+        self._append(messages[-1].role if messages else "user", rendered)
+        return None
+
+    def _append(self, role: str, rendered: Rendered) -> None:
+        self.turns.append(Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images)))
+        self.token_ids += rendered.token_ids
+        self.images += rendered.images
+
+    def _text(self, completion: Completion) -> str:
+        """The turn's text for the environment: cut behind the first stop string. The tokens are not."""
+        text = self.renderer.decode(completion.token_ids)
+        if completion.finish is not FinishReason.STOP_STRING:
+            return text
+        ends = [text.index(stop) + len(stop) for stop in self.sampling.stop if stop in text]
+        return text[: min(ends, default=len(text))]
+
+    async def _environment(self, name: str, call: Callable[..., Result], *args: object, timeout: float) -> Result:
+        """One environment call in a thread. Its exceptions are infrastructure failures, unless they blame the data."""
+        what = f"{type(self.environment).__name__}.{name} of task {self.request.task.id}"
+        try:
+            return await in_thread(call, *args, timeout=timeout)
+        except DeadlineExceeded as error:
+            raise EnvironmentHung(f"{what} gave {error}") from error
+        except (DataFailure, InfrastructureFailure):
+            raise
+        except Exception as error:
+            raise InfrastructureFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
+    """What the driver is told. ``image_token`` is ``Renderer.image_token``; ``seconds`` is the episode's wall time.
+
+    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for.
+    """
+    sampled = trajectory.sampled_turns
+    lengths = [len(turn.token_ids) for turn in trajectory.turns]
+    first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)
+    image_tokens = sum(turn.token_ids.count(image_token) for turn in trajectory.turns) if image_token is not None else 0
+    versions = [turn.version for turn in sampled if turn.version is not None]
+    return Summary(
+        trajectory.id,
+        trajectory.attempt,
+        trajectory.task_id,
+        task.source,
+        trajectory.end_reason,
+        length=sum(lengths),
+        sampled_tokens=sum(len(turn.token_ids) for turn in sampled),
+        turns=len(sampled),
+        images=len(trajectory.images),
+        observation_images=sum(len(turn.images) for turn in trajectory.turns[first:]),
+        images_consistent=image_tokens == sum(image.tokens for image in trajectory.images),
+        first_version=versions[0],
+        last_version=versions[-1],
+        env_result=trajectory.env_result,
+        seconds=seconds,
+    )

@@ -1,0 +1,26 @@
+"""The environment of question and answer: the prompt is the task's messages, the first answer ends the episode."""
+
+from __future__ import annotations
+
+from rayloop.core.config import Settings
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import Task
+
+
+class SingleTurn:
+    class Settings(Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: SingleTurn.Settings) -> None:
+        del settings
+
+    def reset(self, task: Task) -> Observation:
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(done=True)
+
+    def evaluate(self) -> float | None:
+        return None
+
+    def close(self) -> None: ...
