@@ -60,7 +60,7 @@ def policy_loss(
     old, behaviour, advantage = old.detach(), behaviour.detach(), advantage.detach()
     if on_policy is not None:
         behaviour = torch.where(on_policy, old, behaviour)
-    anchor, weight, capped = _correction(old, behaviour, settings)
+    anchor, weight, capped = _correction(old, behaviour, on_policy, settings)
     ratio = torch.exp((current - anchor).clamp(-RATIO_BOUND, RATIO_BOUND))
     loss, clips = _clipped(ratio, advantage, settings)
     kl = None if reference is None else k3(current, reference.detach())
@@ -81,7 +81,9 @@ def policy_loss(
     return PerToken(loss, metrics)
 
 
-def _correction(old: Tensor, behaviour: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
+def _correction(
+    old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probs [N] that the ratio compares with, the weight [N] of each token, and where the cap bound it."""
     ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
     match settings.correction:
@@ -91,7 +93,10 @@ def _correction(old: Tensor, behaviour: Tensor, settings: LossSettings) -> tuple
             return old, ones, nowhere
         case "decoupled":
             weight = torch.exp((old - behaviour).clamp(-RATIO_BOUND, RATIO_BOUND))
-            return old, weight.clamp(max=settings.correction_cap), weight > settings.correction_cap
+            capped = weight > settings.correction_cap
+            if on_policy is not None:
+                capped = capped & ~on_policy
+            return old, torch.where(capped, settings.correction_cap, weight), capped
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -109,7 +114,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[
 
 
 def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND) -> Tensor:
-    """``exp(d) - d - 1``, ``d = reference - current`` clamped to ±bound: an estimate [N] >= 0 of KL(current || reference).
+    """``exp(d) - d - 1`` [N] >= 0, ``d = reference - current`` clamped to ±bound: estimates KL(current || reference).
 
     Tokens are samples of ``current`` (Schulman, "Approximating KL divergence", 2020).
     """

@@ -21,9 +21,7 @@ def lag(version: Version, training: Version) -> int:
     return training.step - version.step
 
 
-def is_stale(
-    first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES
-) -> bool:
+def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
     """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``.
 
     A version of another lineage is dead, unless ``inherited`` gives the last step of that lineage which the present one

@@ -1,0 +1,134 @@
+"""The group-relative advantage: formulas, invariances, exclusions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.types import Fate, State
+from rayloop.grpo.advantage import advantages, with_advantages
+from rayloop.grpo.settings import AdvantageSettings
+from tests.unit.groups import make_group
+
+rewards = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=2, max_size=12)
+settings = st.builds(
+    AdvantageSettings,
+    normalize_std=st.booleans(),
+    std=st.sampled_from(["unbiased", "population"]),
+    std_floor=st.sampled_from([0.0, 1.0]),
+)
+
+
+def test_normalises_by_the_unbiased_std() -> None:
+    result = advantages([1, 0, 0, 0], AdvantageSettings())
+    assert result.values == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999], abs=1e-6)
+    assert (result.mean, result.std) == (0.25, 0.5)
+
+
+def test_without_normalisation_is_the_distance_from_the_mean_and_std_is_still_reported() -> None:
+    result = advantages([1.2, 1.1, 0, 0], AdvantageSettings(normalize_std=False))
+    assert result.values == pytest.approx([0.625, 0.525, -0.575, -0.575])
+    assert result.std == pytest.approx(0.665207, abs=1e-6)
+
+
+def test_population_std_with_floor_and_its_reported_std_is_unbiased() -> None:
+    result = advantages([11, 9, 3, 2], AdvantageSettings(std="population", std_floor=1.0, eps=0))
+    assert result.values == pytest.approx([1.239423, 0.717561, -0.848026, -1.108958], abs=1e-6)
+    assert result.std == pytest.approx(4.425306, abs=1e-6)
+    floored = advantages([1, 0], AdvantageSettings(std="population", std_floor=1.0, eps=0))
+    assert floored.values == (0.5, -0.5)
+
+
+def test_binarised_baseline_keeps_the_score_in_the_numerator() -> None:
+    binarised = AdvantageSettings(baseline="binarised", normalize_std=False)
+    assert advantages([1.3, 1.1, 0, 0], binarised).values == pytest.approx([0.8, 0.6, -0.5, -0.5])
+    assert advantages([1.3, 1.3], binarised).values == pytest.approx([0.3, 0.3])
+    assert advantages([1.3, 1.1], AdvantageSettings(baseline="binarised")).values == pytest.approx([0.3, 0.1])
+
+
+@given(rewards, settings, st.integers(-50, 50).map(float))
+def test_a_constant_added_to_all_rewards_changes_nothing(
+    values: list[float], settings: AdvantageSettings, shift: float
+) -> None:
+    shifted = advantages([value + shift for value in values], settings)
+    assert shifted.values == pytest.approx(advantages(values, settings).values, abs=1e-9)
+
+
+@given(rewards, st.sampled_from([0.5, 2.0, 1024.0]))
+def test_normalised_advantages_do_not_depend_on_the_scale(values: list[float], scale: float) -> None:
+    exact = AdvantageSettings(eps=0)
+    scaled = advantages([value * scale for value in values], exact)
+    assert scaled.values == pytest.approx(advantages(values, exact).values, abs=1e-9)
+
+
+@given(rewards, settings, st.randoms(use_true_random=False))
+def test_each_reward_keeps_its_advantage_in_any_order(values: list[float], settings: AdvantageSettings, random) -> None:
+    order = list(range(len(values)))
+    random.shuffle(order)
+    straight, shuffled = advantages(values, settings), advantages([values[i] for i in order], settings)
+    assert shuffled.values == tuple(straight.values[i] for i in order)
+    assert (shuffled.mean, shuffled.std) == (straight.mean, straight.std)
+
+
+@given(rewards, settings)
+def test_advantages_sum_to_zero(values: list[float], settings: AdvantageSettings) -> None:
+    assert sum(advantages(values, settings).values) == pytest.approx(0, abs=1e-6)
+
+
+@given(st.floats(-1e300, 1e300), st.integers(2, 9), settings)
+def test_equal_rewards_give_exact_zeros(value: float, n: int, settings: AdvantageSettings) -> None:
+    assert advantages([value] * n, settings).values == (0.0,) * n
+
+
+def test_rewards_within_the_tolerance_are_equal() -> None:
+    tolerant = AdvantageSettings(tolerance=0.01)
+    assert advantages([0.5, 0.51 - 1e-9], tolerant).values == (0.0, 0.0)
+    assert advantages([0.5, 0.52], tolerant).values != (0.0, 0.0)
+
+
+def test_huge_rewards_are_exact_and_impossible_ones_are_refused() -> None:
+    assert advantages([1e300, -1e300], AdvantageSettings()).values == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    with pytest.raises(ValueError, match="not finite"):
+        advantages([1.7e308, -1.7e308, -1.7e308], AdvantageSettings(normalize_std=False))
+    for broken in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not all finite"):
+            advantages([broken, 0.0], AdvantageSettings())
+    with pytest.raises(ValueError, match="no rewards"):
+        advantages([], AdvantageSettings())
+
+
+def test_a_lone_sample_is_an_error_or_its_own_advantage() -> None:
+    with pytest.raises(ConfigError, match="singleton"):
+        advantages([0.1], AdvantageSettings())
+    lone = advantages([0.1], AdvantageSettings(singleton="raw"))
+    assert (lone.values, lone.mean, lone.std) == ((0.1,), 0.0, 1.0)
+
+
+@given(rewards, st.integers(0, 12))
+def test_an_unscored_member_is_excluded_and_changes_nothing_for_its_siblings(values: list[float], at: int) -> None:
+    at = min(at, len(values))
+    with_loss = with_advantages(make_group(0, [*values[:at], None, *values[at:]]), AdvantageSettings())
+    alone = with_advantages(make_group(0, values), AdvantageSettings())
+    lost = with_loss.members[at]
+    assert lost.fate == Fate(State.EXCLUDED, "reward_unavailable")
+    assert lost.advantage is None
+    assert [member.advantage for member in with_loss.kept] == [member.advantage for member in alone.members]
+    assert (with_loss.mean, with_loss.std) == (alone.mean, alone.std)
+
+
+def test_too_few_scored_members_are_excluded_together() -> None:
+    group = with_advantages(make_group(0, [1.0, None, 0.0]), AdvantageSettings(min_group=3))
+    fates = [member.fate for member in group.members]
+    lonely = Fate(State.EXCLUDED, "min_group")
+    assert fates == [lonely, Fate(State.EXCLUDED, "reward_unavailable"), lonely]
+    assert (group.mean, group.std) == (None, None)
+    assert with_advantages(make_group(0, [None, None]), AdvantageSettings()).kept == ()
+
+
+def test_a_group_of_one_trains_on_its_reward_when_asked_to() -> None:
+    group = with_advantages(make_group(0, [0.7]), AdvantageSettings(min_group=1, singleton="raw"))
+    assert group.kept[0].advantage == 0.7

@@ -1,0 +1,186 @@
+"""Partial dynamic filtering: what filters remove and count, who gets into a step, when refilling ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayloop.core.failures import GenerationBudgetSpent
+from rayloop.core.types import EndReason, Fate, Group, State, TrajectoryId
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filtering import Verdict, apply_filters, generation_verdict, select
+from rayloop.grpo.settings import (
+    AdvantageSettings,
+    EqualRewards,
+    FilteringSettings,
+    ImagesConsistent,
+    KeepEndReasons,
+    MaxLength,
+    PositiveNegativeAdvantage,
+    ToolImage,
+)
+from tests.unit.groups import make_group
+
+ALL = (
+    EqualRewards(),
+    ToolImage(),
+    ImagesConsistent(),
+    MaxLength(tokens=10),
+    KeepEndReasons(),
+    PositiveNegativeAdvantage(),
+)
+
+
+def scored(issue: int, rewards: Sequence[float | None], **changes: object) -> Group:
+    return with_advantages(make_group(issue, rewards, **changes), AdvantageSettings())
+
+
+@st.composite
+def groups(draw: st.DrawFn, issue: int = 0) -> Group:
+    """A group with advantages whose members differ in everything a filter looks at."""
+    group = scored(issue, draw(st.lists(st.sampled_from([None, 0.0, 0.5, 1.0]), max_size=6)))
+    summaries = [
+        replace(
+            member.summary,
+            length=draw(st.sampled_from([9, 10, 11])),
+            observation_images=draw(st.integers(0, 1)),
+            images_consistent=draw(st.booleans()),
+            end_reason=draw(st.sampled_from(list(EndReason))),
+        )
+        for member in group.members
+    ]
+    return group.map({i: replace(group.members[i], summary=summary) for i, summary in enumerate(summaries)})
+
+
+def reasons(group: Group) -> list[str | None]:
+    return [None if member.fate is None else member.fate.reason for member in group.members]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [([1.0, 1.0], "all_right"), ([1.2, 1.2], "all_right"), ([0.0, 0.0], "all_wrong"), ([0.5, 0.5], "all_equal")],
+)
+def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason: str) -> None:
+    assert [m.fate for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
+        Fate(State.FILTERED, reason)
+    ] * 2
+
+
+def test_different_rewards_and_lone_samples_pass_the_group_filter() -> None:
+    assert len(apply_filters(scored(0, [0.0, 0.5]), (EqualRewards(),)).kept) == 2
+    lone = with_advantages(make_group(0, [1.0]), AdvantageSettings(min_group=1, singleton="raw"))
+    assert len(apply_filters(lone, (EqualRewards(),)).kept) == 1
+
+
+def test_group_filters_see_the_whole_group_wherever_they_stand() -> None:
+    group = scored(0, [1.0, 0.0, 0.0])
+    long = replace(group.members[0], summary=replace(group.members[0].summary, length=11))
+    filtered = apply_filters(group.map({0: long}), (MaxLength(tokens=10), EqualRewards()))
+    assert reasons(filtered) == ["max_length", None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"observation_images": 0}, "tool_image"),
+        ({"images_consistent": False}, "images_consistent"),
+        ({"length": 11}, "max_length"),
+        ({"end_reason": EndReason.OVER_LENGTH}, "end_reason"),
+    ],
+)
+def test_trajectory_filters_leave_a_partial_group_with_its_advantages(change: dict[str, object], reason: str) -> None:
+    group = scored(0, [1.0, 0.0, 0.0])
+    odd = replace(group.members[1], summary=replace(group.members[1].summary, **change))
+    filtered = apply_filters(group.map({1: odd}), ALL)
+    assert reasons(filtered) == [None, reason, None]
+    assert [m.advantage for m in filtered.members] == [m.advantage for m in group.members]
+    assert filtered.std == group.std
+
+
+def test_a_right_answer_below_the_mean_is_dropped() -> None:
+    assert reasons(apply_filters(scored(0, [1.0, 0.25, 0.0]), (PositiveNegativeAdvantage(),))) == [
+        None,
+        "positive_negative_advantage",
+        None,
+    ]
+    with pytest.raises(ValueError, match="no advantage yet"):
+        apply_filters(make_group(0, [1.0, 0.0]), (PositiveNegativeAdvantage(),))
+
+
+@given(groups(), st.lists(st.sampled_from(ALL), max_size=8))
+def test_filters_only_remove_and_change_nothing_else(group: Group, filters: list[object]) -> None:
+    filtered = apply_filters(group, filters)
+    for before, after in zip(group.members, filtered.members, strict=True):
+        assert replace(after, fate=before.fate) == before
+        assert after.fate == before.fate or (before.kept and after.fate.state == State.FILTERED)
+    assert apply_filters(filtered, [f for f in filters if not isinstance(f, EqualRewards)]) == filtered
+
+
+ready_groups = st.lists(st.integers(0, 30), unique=True, max_size=8).flatmap(
+    lambda issues: st.tuples(*(groups(issue) for issue in issues))
+)
+filtering = st.builds(FilteringSettings, ranking=st.sampled_from(["std", "issue"]))
+
+
+@given(ready_groups, st.integers(0, 20), filtering, st.randoms(use_true_random=False))
+def test_select_takes_the_target_and_ignores_the_order_of_its_input(
+    ready: tuple[Group, ...], target: int, settings: FilteringSettings, random
+) -> None:
+    selection = select(ready, target, settings)
+    kept = sum(len(group.kept) for group in ready)
+    assert sum(len(group.kept) for group in selection.train) == min(target, kept)
+    assert all(group.kept for group in selection.train)
+    issues = [group.issue for group in selection.train]
+    assert issues == sorted(issues)
+    whole = {group.issue: group for group in ready}
+    assert all(whole[group.issue] == group for group in selection.left_over)
+    assert {g.issue for g in ready if g.kept} == {*issues, *(g.issue for g in selection.left_over)}
+    shuffled = list(ready)
+    random.shuffle(shuffled)
+    assert select(shuffled, target, settings) == selection
+
+
+def test_the_largest_spread_trains_first_and_the_cut_is_surplus() -> None:
+    plain, wide = scored(3, [1.0, 0.0, 0.0, 0.0]), scored(7, [4.0, 0.0, 0.0])
+    rest = scored(9, [1.0, 0.0, 0.0, 0.0])
+    selection = select([rest, wide, plain], 4, FilteringSettings())
+    assert [group.issue for group in selection.train] == [3, 7]
+    assert selection.train[1] == wide
+    assert [m.fate for m in selection.train[0].members] == [None] + [Fate(State.SURPLUS, "cut")] * 3
+    assert selection.train[0].kept[0].summary.id == TrajectoryId(3, 0)
+    assert selection.left_over == (rest,)
+
+
+def test_issue_order_ignores_the_spread_and_ranking_needs_one() -> None:
+    narrow, wide = scored(1, [0.5, 0.0]), scored(2, [1.0, 0.0])
+    assert select([wide, narrow], 2, FilteringSettings(ranking="issue")).train == (narrow,)
+    with pytest.raises(ValueError, match="no std"):
+        select([make_group(0, [1.0])], 1, FilteringSettings())
+
+
+def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_counts() -> None:
+    settings = FilteringSettings(max_generation_batches=3, min_fraction=0.5)
+    assert generation_verdict(8, 8, 1, settings, {}) == Verdict.TRAIN
+    assert generation_verdict(0, 8, 2, settings, {}) == Verdict.MORE
+    assert generation_verdict(4, 8, 3, settings, {}) == Verdict.TRAIN
+    with pytest.raises(GenerationBudgetSpent, match=r"3 of 8 .* 3 generation batches.*filtered\[all_wrong\] 21"):
+        generation_verdict(3, 8, 3, settings, {"filtered[all_wrong]": 21})
+
+
+@given(st.integers(1, 64), st.integers(1, 6), st.data())
+def test_refilling_always_ends(target: int, budget: int, data: st.DataObject) -> None:
+    settings = FilteringSettings(max_generation_batches=budget)
+    survivors = 0
+    for batch in range(1, budget + 1):
+        survivors += data.draw(st.integers(0, 8))
+        try:
+            verdict = generation_verdict(survivors, target, batch, settings, {})
+        except GenerationBudgetSpent:
+            verdict = None
+        if verdict != Verdict.MORE:
+            return
+    pytest.fail("more was asked for beyond the budget")

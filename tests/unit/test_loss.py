@@ -1,0 +1,206 @@
+"""The loss: formulas by hand, gradients, corrections, one denominator however tokens are split."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayloop.grpo.loss import Denominator, k3, policy_loss, token_weights
+from rayloop.grpo.metrics import LossMetrics
+from rayloop.grpo.settings import LossSettings
+
+torch.set_num_threads(1)
+
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+PLAIN = LossSettings(correction="none")
+
+
+def settings_for(aggregation: str) -> LossSettings:
+    return LossSettings(aggregation=aggregation, norm_length=50 if aggregation.endswith("norm") else None)
+
+
+def logprobs(*ratios: float) -> torch.Tensor:
+    """Log-probs whose ratios to a log-prob of 0 are the given ones."""
+    return torch.tensor(ratios).log()
+
+
+def loss_of(ratios: list[float], advantage: float, settings: LossSettings) -> list[float]:
+    zeros = torch.zeros(len(ratios))
+    result = policy_loss(logprobs(*ratios), zeros, zeros, torch.full_like(zeros, advantage), settings)
+    return result.loss.tolist()
+
+
+def test_clips_above_and_below_by_the_sign_of_the_advantage() -> None:
+    settings = LossSettings(correction="none", clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert loss_of([1.5, 0.5, 4.0, 1.0], 1.0, settings) == pytest.approx([-1.3, -0.5, -1.3, -1.0])
+    assert loss_of([1.5, 0.5, 4.0, 1.0], -1.0, settings) == pytest.approx([1.5, 0.8, 3.0, 1.0])
+
+
+def test_without_dual_clip_a_large_ratio_counts_in_full() -> None:
+    assert loss_of([4.0], -2.0, LossSettings(correction="none", dual_clip=None)) == pytest.approx([8.0])
+    assert loss_of([4.0], -2.0, LossSettings(correction="none", dual_clip=3.0)) == pytest.approx([6.0])
+
+
+def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
+    current = torch.randn(6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0])
+    policy_loss(current, current, current, advantage, LossSettings()).loss.sum().backward()
+    assert torch.allclose(current.grad, -advantage)
+
+
+def test_no_gradient_where_the_clip_holds() -> None:
+    current = logprobs(1.5, 0.5, 4.0).requires_grad_()
+    zeros = torch.zeros(3)
+    policy_loss(current, zeros, zeros, torch.tensor([1.0, -1.0, -1.0]), PLAIN).loss.sum().backward()
+    assert current.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_decoupled_weighs_by_the_capped_drift_and_bypass_compares_with_behaviour() -> None:
+    current = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old, behaviour, advantage = torch.tensor([-1.1, -1.0]), torch.tensor([-1.3, -3.0]), torch.ones(2)
+    (decoupled,) = torch.autograd.grad(
+        policy_loss(current, old, behaviour, advantage, LossSettings()).loss.sum(), current
+    )
+    assert decoupled.tolist() == pytest.approx([-math.exp(0.1) * math.exp(0.2), -2.0])
+    bypass = LossSettings(correction="bypass", clip_high=100.0)
+    (bypassed,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, bypass).loss.sum(), current)
+    assert bypassed.tolist() == pytest.approx([-math.exp(0.3), -math.exp(2.0)])
+    (ignored,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, PLAIN).loss.sum(), current)
+    assert ignored.tolist() == pytest.approx([-math.exp(0.1), -1.0])
+
+
+def test_decoupled_and_bypass_agree_while_nothing_is_clipped_or_capped() -> None:
+    generator = torch.Generator().manual_seed(1)
+    old = -torch.rand(32, generator=generator)
+    current = (old + 0.05 * torch.randn(32, generator=generator)).requires_grad_()
+    behaviour, advantage = old + 0.05 * torch.randn(32, generator=generator), torch.randn(32, generator=generator)
+    gradients = []
+    for correction in ("decoupled", "bypass"):
+        settings = LossSettings(correction=correction, clip_low=0.9, clip_high=9.0, dual_clip=None)
+        loss = policy_loss(current, old, behaviour, advantage, settings).loss
+        gradients.append(torch.autograd.grad(loss.sum(), current)[0])
+    assert torch.allclose(*gradients)
+
+
+@pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
+def test_replayed_tokens_treated_as_on_policy_have_weight_one(correction: str) -> None:
+    settings = LossSettings(correction=correction, correction_cap=0.5, dual_clip=None)
+    old, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-9.0, -1.0])
+    on_policy = torch.tensor([True, False])
+    result = policy_loss(old.clone(), old, behaviour, torch.ones(2), settings, on_policy=on_policy)
+    assert result.loss[0].item() == -1.0
+    assert result.metrics.finalize()["old_behaviour_max"] == 0.0
+
+
+def test_constants_get_no_gradient() -> None:
+    leaves = [torch.zeros(2, requires_grad=True) for _ in range(5)]
+    current, old, behaviour, advantage, reference = leaves
+    settings = LossSettings(kl_coef=0.1)
+    policy_loss(current, old, behaviour, advantage + 1, settings, reference=reference).loss.sum().backward()
+    assert [leaf.grad is None for leaf in leaves] == [False, True, True, True, True]
+
+
+@given(st.floats(-50, 0), st.floats(-50, 0))
+def test_k3_is_never_negative_and_always_finite(current: float, reference: float) -> None:
+    value = k3(torch.tensor([current]), torch.tensor([reference])).item()
+    assert 0 <= value <= math.exp(10) - 11 + 1
+
+
+def test_k3_by_hand_with_its_gradient_and_clamp() -> None:
+    current = torch.tensor([-1.0, -1.5, -40.0], requires_grad=True)
+    value = k3(current, torch.tensor([-1.5, -1.0, -1.0]))
+    assert value[:2].tolist() == pytest.approx([0.106531, 0.148721], abs=1e-6)
+    value.sum().backward()
+    assert current.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), 0.0])
+
+
+def test_kl_shares_the_correction_weight_and_entropy_does_not() -> None:
+    old, behaviour, reference = torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([-1.2])
+    settings = LossSettings(kl_coef=0.5, entropy_coef=0.1)
+    entropy = torch.tensor([2.0])
+    result = policy_loss(old.clone(), old, behaviour, torch.ones(1), settings, reference=reference, entropy=entropy)
+    kl = math.exp(-0.2) + 0.2 - 1
+    assert result.loss.item() == pytest.approx(math.exp(0.5) * (-1 + 0.5 * kl) - 0.1 * 2.0)
+    metrics = result.metrics.finalize()
+    assert (metrics["kl"], metrics["entropy"]) == (pytest.approx(kl), 2.0)
+
+
+def test_a_term_without_its_input_is_an_error() -> None:
+    zeros = torch.zeros(2)
+    with pytest.raises(ValueError, match="kl_coef"):
+        policy_loss(zeros, zeros, zeros, zeros, LossSettings(kl_coef=0.1))
+    with pytest.raises(ValueError, match="entropy_coef"):
+        policy_loss(zeros, zeros, zeros, zeros, LossSettings(entropy_coef=0.1))
+
+
+def test_aggregations_by_hand() -> None:
+    loss, segment = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
+    expected = {
+        "token-mean": 2.5,
+        "seq-mean-token-sum": 5.0,
+        "seq-mean-token-mean": 3.0,
+        "seq-mean-token-sum-norm": 0.2,
+    }
+    for aggregation, value in expected.items():
+        weights = token_weights(segment, settings_for(aggregation), Denominator(tokens=4, sequences=2))
+        assert (weights * loss).sum().item() == pytest.approx(value)
+    with pytest.raises(ValueError, match="0 tokens"):
+        token_weights(segment, PLAIN, Denominator(tokens=0, sequences=2))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_one_denominator_however_trajectories_are_split(aggregation: str, lengths: list[int], parts: list[int]) -> None:
+    settings, denominator = settings_for(aggregation), Denominator(sum(lengths), len(lengths))
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    loss = torch.randn(len(segment), generator=torch.Generator().manual_seed(0))
+    whole = (token_weights(segment, settings, denominator) * loss).sum()
+    assigned = torch.tensor(parts)[segment]
+    split = 0.0
+    for part in range(4):
+        here = assigned == part
+        local = torch.unique(segment[here], return_inverse=True)[1]
+        split += (token_weights(local, settings, denominator) * loss[here]).sum().item()
+    assert split == pytest.approx(whole.item(), rel=1e-4, abs=1e-5)
+
+
+def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(2)
+    current, old, behaviour = (-torch.rand(40, generator=generator) * 3 for _ in range(3))
+    advantage, lag = torch.randn(40, generator=generator), torch.arange(40) % 6
+    settings = LossSettings()
+
+    def metrics(part: slice) -> LossMetrics:
+        tensors = (t[part] for t in (current, old, behaviour, advantage))
+        return policy_loss(*tensors, settings, entropy=old[part].neg(), lag=lag[part]).metrics
+
+    merged = LossMetrics.zero().merge(metrics(slice(0, 7))).merge(metrics(slice(7, 40))).finalize()
+    assert merged == pytest.approx(metrics(slice(None)).finalize())
+    assert set(merged) >= {"old_behaviour_k3/lag_0", "old_behaviour_k3/lag_3", "entropy"}
+    assert "kl" not in merged
+
+
+def test_metrics_by_hand() -> None:
+    current, old = logprobs(1.5, 0.5, 4.0, 1.0), torch.zeros(4)
+    behaviour = logprobs(0.25, 1.0, 1.0, 1.0)
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    values = policy_loss(current, old, behaviour, advantage, LossSettings()).metrics.finalize()
+    assert values["ratio_max"] == pytest.approx(4.0)
+    assert (values["clip_low"], values["clip_high"], values["clip_dual"], values["capped"]) == (0.25, 0.25, 0.25, 0.25)
+    assert values["effective_sample_size"] == pytest.approx(7**2 / (4 * 19))
+    assert values["old_behaviour_mean"] == pytest.approx(math.log(4) / 4)
+    assert values["old_behaviour_max"] == pytest.approx(math.log(4))
+    assert values["old_behaviour_k3"] == pytest.approx((4 - math.log(4) - 1) / 4)
+
+
+def test_no_tokens_give_no_metrics_and_broken_ones_stay_finite() -> None:
+    empty = torch.zeros(0)
+    result = policy_loss(empty, empty, empty, empty, LossSettings())
+    assert result.metrics.finalize() == {}
+    far = policy_loss(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([-900.0]), torch.ones(1), LossSettings())
+    assert all(math.isfinite(value) for value in far.metrics.finalize().values())
+    assert far.loss.item() == -2.0

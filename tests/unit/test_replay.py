@@ -1,0 +1,101 @@
+"""Replay: when a stored success takes a place, which one, and what is stored."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+from rayloop.core.types import Fate, State, TrajectoryId, Version
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.replay import ReplayBuffer
+from rayloop.grpo.settings import AdvantageSettings, ReplaySettings
+from tests.unit.groups import make_group
+
+ON = ReplaySettings(enabled=True)
+
+
+def buffer_with_success(settings: ReplaySettings = ON, **changes: object) -> ReplayBuffer:
+    buffer = ReplayBuffer(settings, seed=1)
+    buffer.inject(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes), step=0)
+    return buffer
+
+
+def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
+    injection = buffer_with_success().inject(make_group(1, [0.0] * 8), step=1)
+    first = injection.group.members[0]
+    assert (first.summary.id, first.replayed, first.fate) == (TrajectoryId(0, 1), True, None)
+    assert injection.group.replay_of == TrajectoryId(0, 1)
+    assert injection.displaced is not None
+    assert injection.displaced.summary.id == TrajectoryId(1, 0)
+    assert injection.displaced.fate == Fate(State.SURPLUS, "replaced_by_replay")
+    advantages = [m.advantage for m in with_advantages(injection.group, AdvantageSettings()).members]
+    assert [round(a, 3) for a in advantages] == [2.475] + [-0.354] * 7
+
+
+def test_other_groups_and_other_tasks_are_left_alone() -> None:
+    buffer = buffer_with_success()
+    for group in (
+        make_group(1, [0.0, 1.0]),
+        make_group(2, [1.0, 1.0]),
+        make_group(3, [0.0, 0.0], task_id="other"),
+        make_group(4, [None, None]),
+    ):
+        injection = buffer.inject(group, step=1)
+        assert (injection.group, injection.displaced) == (group, None)
+
+
+def test_off_by_default() -> None:
+    buffer = buffer_with_success(ReplaySettings())
+    group = make_group(1, [0.0, 0.0])
+    assert buffer.inject(group, step=1).group == group
+    assert len(buffer) == 0
+
+
+def test_the_environments_result_decides_not_the_reward() -> None:
+    buffer = buffer_with_success()
+    rewarded_failure = make_group(1, [0.9, 0.9], env_result=0.0)
+    assert buffer.inject(rewarded_failure, step=1).displaced is not None
+    assert len(buffer) == 1
+
+
+def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
+    buffer = buffer_with_success()
+    injection = buffer.inject(make_group(1, [0.15] * 4), step=1)
+    assert injection.displaced is not None
+    stored = [str(member.summary.id) for member in buffer.state()["task"]]
+    assert stored == ["0/1", "1/0", "1/1", "1/2", "1/3"]
+
+
+def test_first_in_first_out_per_task() -> None:
+    buffer = ReplayBuffer(ReplaySettings(enabled=True, capacity=3), seed=0)
+    for issue in range(3):
+        buffer.inject(make_group(issue, [1.0, 1.0]), step=0)
+    assert [str(member.summary.id) for member in buffer.state()["task"]] == ["1/1", "2/0", "2/1"]
+
+
+def test_too_old_samples_are_not_injected() -> None:
+    settings = ReplaySettings(enabled=True, max_age=3)
+    group = make_group(1, [0.0, 0.0])
+    versions = {"first_version": Version(0, 2), "last_version": Version(0, 2)}
+    assert buffer_with_success(settings, **versions).inject(group, step=5).displaced is not None
+    assert buffer_with_success(settings, **versions).inject(group, step=6).displaced is None
+
+
+def test_a_resumed_run_draws_the_same() -> None:
+    buffer = ReplayBuffer(ON, seed=7)
+    buffer.inject(make_group(0, [1.0] * 8), step=0)
+    resumed = ReplayBuffer(ON, seed=7)
+    resumed.restore(pickle.loads(pickle.dumps(buffer.state())))
+    failed = [make_group(issue, [0.0, 0.0]) for issue in range(1, 30)]
+    drawn = [buffer.inject(group, step=1).group.replay_of for group in failed]
+    assert drawn == [resumed.inject(group, step=1).group.replay_of for group in failed]
+    assert len(set(drawn)) > 4
+
+
+def test_a_stored_sample_forgets_its_groups_statistics() -> None:
+    group = make_group(0, [1.0, 0.0])
+    annotated = group.map({0: replace(group.members[0], advantage=0.7, reference="its log-probs")})
+    buffer = ReplayBuffer(ON, seed=0)
+    buffer.inject(annotated, step=0)
+    (stored,) = buffer.state()["task"]
+    assert (stored.advantage, stored.reference) == (None, None)
