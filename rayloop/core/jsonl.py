@@ -1,0 +1,95 @@
+"""Append-only JSON lines: one record per line, whole lines only, non-finite numbers as null."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+
+class JsonLines:
+    """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it.
+
+    The file is opened at the first ``append``; a line that a killed process left unfinished is removed then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line. Raises OSError when the disk refuses, TypeError for a value that JSON cannot hold."""
+        if self._file is None:
+            _drop_torn_line(self.path)
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file.write(encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The records, in order. An unfinished last line is left out; a missing file has no records."""
+        if self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+    def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
+        """Move the records that ``keep`` refuses to the file ``aside``; returns their number.
+
+        A crash in between leaves them in both files, never in none.
+        """
+        self.close()
+        records = list(self)
+        dropped = [record for record in records if not keep(record)]
+        if dropped:
+            _write(aside, dropped)
+            _write(self.path, [record for record in records if keep(record)])
+        return len(dropped)
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of JSON. numpy scalars become numbers, paths text, NaN and infinities null."""
+    return json.dumps(_finite(record), default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r:.80}")
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text("".join(encode(record) + "\n" for record in records), encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

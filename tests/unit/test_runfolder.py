@@ -1,0 +1,168 @@
+"""The run folder: who may use it, what is written, and what a resumed run does to later records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayloop.core import runlock
+from rayloop.core.failures import RunNameInUse
+from rayloop.core.jsonl import JsonLines
+from rayloop.core.runfolder import RunFolder, rollout_record
+from rayloop.core.runlock import Holder
+from rayloop.core.types import (
+    EndReason,
+    Fate,
+    Group,
+    ImageRef,
+    Member,
+    Sampling,
+    Scored,
+    State,
+    Summary,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
+
+HOLD = """
+import sys
+from rayloop.core.runfolder import RunFolder
+with RunFolder(sys.argv[1], "run").acquired():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path: Path):
+    """A second process that holds the run folder until its stdin is closed."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_live_process_keeps_its_run_name(tmp_path: Path, other_process: subprocess.Popen) -> None:
+    with pytest.raises(RunNameInUse, match=f"process {other_process.pid} on"), RunFolder(tmp_path, "run").acquired():
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_recovered(tmp_path: Path, other_process: subprocess.Popen) -> None:
+    other_process.kill()
+    other_process.wait()
+    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == other_process.pid
+    with RunFolder(tmp_path, "run").acquired() as folder:
+        assert json.loads(folder.lock.path.read_text())["pid"] == Holder.this_process().pid
+
+
+def test_a_released_lock_is_free(tmp_path: Path, other_process: subprocess.Popen) -> None:
+    other_process.communicate()
+    assert (tmp_path / "run" / "run.lock").read_text() == ""
+    with RunFolder(tmp_path, "run").acquired() as folder:
+        assert folder.path.is_dir()
+
+
+def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_host() -> None:
+    me = Holder.this_process()
+    assert not me.gone(silence=1e9)
+    assert Holder(me.pid, me.host, "another boot", me.started).gone(silence=0)
+    assert Holder(me.pid, me.host, me.boot_id, me.started - 60).gone(silence=0)
+    elsewhere = Holder(me.pid, "another-host", "another boot", me.started)
+    assert elsewhere.gone(silence=runlock.SILENCE + 1)
+    assert not elsewhere.gone(silence=runlock.SILENCE - 1)
+
+
+def test_a_former_run_is_continued_or_refused(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "run").acquired("never") as folder:
+        folder.write_config("steps: 3\n")
+        folder.metrics.append({"step": 2})
+    with pytest.raises(RunNameInUse, match=r"last step: 2.*checkpoint.resume=auto"):
+        RunFolder(tmp_path, "run").acquired("never").__enter__()
+    with RunFolder(tmp_path, "run").acquired("auto") as folder:
+        folder.write_config("steps: 4\n")
+    assert folder.config.read_text() == "steps: 4\n"
+    assert (folder.path / "config.yaml.attempt-1").read_text() == "steps: 3\n"
+
+
+def test_a_failure_inside_releases_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, "run").acquired():
+        raise ZeroDivisionError
+    assert (tmp_path / "run" / "run.lock").read_text() == ""
+
+
+def test_records_carry_the_schema_and_survive_a_torn_line(tmp_path: Path) -> None:
+    records = JsonLines(tmp_path / "metrics.jsonl")
+    records.append({"step": 1, "reward/mean": np.float32(0.5), "actor/grad_norm": float("nan")})
+    records.close()
+    with records.path.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert [record["step"] for record in records] == [1]
+    records.append({"step": 3})
+    first, second = records
+    assert (first["schema_version"], first["reward/mean"], first["actor/grad_norm"]) == (1, 0.5, None)
+    assert second["step"] == 3
+    with pytest.raises(TypeError, match="cannot be written as JSON"):
+        records.append({"step": object()})
+
+
+def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "run")
+    with folder.acquired():
+        for attempt, last in ((1, 5), (2, 4), (3, 4)):
+            folder.truncate_after(2 if attempt > 1 else 0)
+            for step in range(3 if attempt > 1 else 1, last + 1):
+                folder.metrics.append({"step": step, "attempt": attempt})
+                folder.rollouts.write(step, [], {})
+    assert [(record["step"], record["attempt"]) for record in folder.metrics] == [(1, 1), (2, 1), (3, 3), (4, 3)]
+    for attempt, steps in ((1, [3, 4, 5]), (2, [3, 4])):
+        aside = JsonLines(folder.path / f"metrics.jsonl.attempt-{attempt}")
+        assert [(record["step"], record["attempt"]) for record in aside] == [(step, attempt) for step in steps]
+    assert sorted(path.name for path in folder.rollouts.path.glob("step_000005*")) == ["step_000005.jsonl.attempt-1"]
+    assert folder.rollouts.file(4).exists()
+
+
+def _member(sample: int, outcome: Scored | Unscored, fate: Fate | None = None) -> Member:
+    version = Version(1, 4)
+    summary = Summary(
+        TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version
+    )
+    return Member(summary, outcome, advantage=0.5 if isinstance(outcome, Scored) else None, fate=fate)
+
+
+def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
+    png = b"\x89PNG..."
+    image = ImageRef("ab" * 32, 8, 9, (1, 2, 2), 1)
+    prompt = Turn("user", (1, 2), (image,))
+    answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4))
+    trajectory = Trajectory(
+        TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
+    )
+    members = (
+        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(State.FILTERED, "too_long")),
+        _member(1, Unscored(UnscoredKind.TIMEOUT, "judge")),
+    )
+    group = Group(7, Task("task-a", ()), members)
+    records = [rollout_record(group, member, trajectory, lambda ids: " ".join(map(str, ids))) for member in members]
+    folder = RunFolder(tmp_path, "run")
+    folder.rollouts.path.mkdir(parents=True)
+    folder.rollouts.write(12, records, trajectory.image_bytes)
+
+    scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text().splitlines())
+    assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
+    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1 2", ["3 4"])
+    assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
+    assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
+    assert (scored["fate"], scored["unscored"]) == ("filtered: too_long", None)
+    assert (unscored["reward"], unscored["unscored"], unscored["fate"]) == (None, "timeout: judge", "kept")
