@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.types import ImageRef
 from rayloop.engines.settings import ModelSettings
 
@@ -97,10 +97,11 @@ class Vision:
         self._cache_bytes = cache_bytes
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
-        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32; read from ``ref.path`` without ``data``.
+        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
 
-        Raises DataFailure when the image is missing, corrupt, not the one that ``ref.sha256`` names, or yields another
-        grid than ``ref.grid``.
+        Without ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the one
+        that ``ref.sha256`` names, or yields another grid than ``ref.grid``; InfrastructureFailure when the file system
+        fails.
         """
         if (cached := self._cache.get(ref.sha256)) is not None:
             self._cache.move_to_end(ref.sha256)
@@ -118,7 +119,8 @@ class Vision:
     def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:
         try:
             with Image.open(io.BytesIO(data)) as image:
-                features = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+                features = self._processor(images=[upright], return_tensors="pt")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataFailure(name, f"the image cannot be decoded: {error}") from error
         return features["pixel_values"], tuple(features["image_grid_thw"][0].tolist())
@@ -130,8 +132,10 @@ def _read(ref: ImageRef, data: bytes | None, name: str) -> bytes:
             raise DataFailure(name, "the image has neither bytes nor a path")
         try:
             data = Path(ref.path).read_bytes()
+        except FileNotFoundError as error:
+            raise DataFailure(name, "the image does not exist") from error
         except OSError as error:
-            raise DataFailure(name, f"the image cannot be read: {error}") from error
+            raise InfrastructureFailure(f"{name}: the image cannot be read: {error}") from error
     if hashlib.sha256(data).hexdigest() != ref.sha256:
         raise DataFailure(name, "the image's content is not the one the prompt was rendered for")
     return data
@@ -155,10 +159,14 @@ def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tenso
     image = token_ids == config.image_token_id
     expected = int(grids.prod(-1).sum()) // config.vision_config.spatial_merge_size**2
     if int(image.sum()) != expected:
-        raise DataFailure("token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}")
+        raise DataFailure(
+            "token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}"
+        )
     if not len(grids):
         return text.expand(4, -1)
-    rotary, _ = model.base_model.get_rope_index(token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids)
+    rotary, _ = model.base_model.get_rope_index(
+        token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids
+    )
     return torch.cat([text, rotary[:, 0]])
 
 
@@ -171,7 +179,9 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
-        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published")
+        raise ConfigError(
+            f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published"
+        )
     return {name: by_index[i] for i, name in enumerate(names)}
 
 

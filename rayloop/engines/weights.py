@@ -81,7 +81,9 @@ class ObjectStore:
     On CPU the arrays share memory with ``tensors``: return them from the actor before the next update.
     """
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Manifest, dict[str, npt.NDArray[np.uint8]]]:
+    def pack(
+        self, version: Version, tensors: Mapping[str, Tensor]
+    ) -> tuple[Manifest, dict[str, npt.NDArray[np.uint8]]]:
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         return manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()}
 

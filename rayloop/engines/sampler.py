@@ -1,0 +1,94 @@
+"""Sampling from the policy's distribution for a batch of sequences, and noticing where a turn ends.
+
+The distribution is ``log_softmax(mask(logits) / temperature)`` (specs/algorithm.md, section 1). All sequences of a
+batch are at the same position of their turn; B is their number, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from rayloop.core.types import Sampling
+
+
+def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
+    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone.
+
+    The context length keeps the turns of an episode apart when they share a seed.
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))).random(n)
+
+
+class Sampler:
+    """One batch's distributions and uniform streams ``draws`` [B, N]."""
+
+    def __init__(
+        self, samplings: Sequence[Sampling], draws: npt.NDArray[np.float64], vocabulary: int, device: torch.device
+    ) -> None:
+        temperature = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float32, device=device)
+        self._greedy = temperature[:, 0] == 0
+        self._temperature = temperature.masked_fill(self._greedy[:, None], 1.0)
+        self._min_tokens = torch.tensor([[s.min_tokens] for s in samplings], device=device)
+        self._longest_min = max(s.min_tokens for s in samplings)
+        self._banned = _table([s.banned_tokens for s in samplings], vocabulary).to(device)
+        self._ends = _table([s.end_tokens for s in samplings], vocabulary).to(device)
+        self._draws = torch.from_numpy(draws).to(device)
+
+    def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool.
+
+        ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences take the most likely token.
+        """
+        mask = self._banned
+        if position < self._longest_min:
+            mask = mask | (self._ends & (position < self._min_tokens))
+        logprobs = torch.log_softmax(logits.float().masked_fill(mask, -torch.inf) / self._temperature, dim=-1)
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        draw = torch.minimum(self._draws[:, position : position + 1] * total, total.nextafter(torch.zeros_like(total)))
+        sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0]
+        tokens = torch.where(self._greedy, logprobs.argmax(-1), sampled)[:, None]
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], self._ends.gather(1, tokens)[:, 0]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these sequences, in this order."""
+        self._greedy, self._temperature = self._greedy[rows], self._temperature[rows]
+        self._min_tokens, self._draws = self._min_tokens[rows], self._draws[rows]
+        self._banned, self._ends = self._banned[rows], self._ends[rows]
+
+
+class StopStrings:
+    """Whether a sequence's text contains one of its stop strings. A turn shorter than ``min_tokens`` never stops."""
+
+    def __init__(self, tokenizer: Tokenizer, samplings: Sequence[Sampling]) -> None:
+        self._tokenizer = tokenizer
+        self._samplings = samplings
+        # A token is at least one byte, so a stop string completed by the newest token lies in this many last tokens.
+        self._window = [max((len(stop.encode()) for stop in s.stop), default=0) for s in samplings]
+        self._any = any(self._window)
+
+    def reached(self, rows: Sequence[int], tokens: npt.NDArray[np.int64], n: int) -> list[bool]:
+        """For each of ``rows`` of ``tokens`` [B, N], of which the first ``n`` are sampled."""
+        if not self._any:
+            return [False] * len(rows)
+        tails: list[list[int]] = []
+        for row in rows:
+            sampling, window = self._samplings[row], self._window[row]
+            start = max(0, n - window) if n > sampling.min_tokens else 0
+            tails.append(tokens[row, start:n].tolist() if window and n >= sampling.min_tokens else [])
+        texts = self._tokenizer.decode_batch(tails, skip_special_tokens=False)
+        return [any(stop in text for stop in self._samplings[row].stop) for row, text in zip(rows, texts, strict=True)]
+
+
+def _table(tokens: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
+    """[B, V] bool: the listed tokens of each sequence."""
+    table = torch.zeros(len(tokens), vocabulary, dtype=torch.bool)
+    for row, listed in zip(table, tokens, strict=True):
+        row[list(listed)] = True
+    return table
