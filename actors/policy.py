@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -27,6 +27,23 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|.
+
+    ``swapped`` is the mean change of the trainer's own log-probs over trajectories with images when these are swapped.
+    """
+
+    tokens: int
+    mean: float
+    max: float
+    images: int = 0
+    swapped: float = 0.0
+
+    def report(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "mean": self.mean, "max": self.max, "images": self.images, "swapped": self.swapped}
+
+
+@dataclass(frozen=True, slots=True)
 class RankSettings:
     model: ModelSettings
     engine: FsdpSettings
@@ -36,6 +53,8 @@ class RankSettings:
     folder: str
     """Where the filesystem transport writes publications."""
     seed: int
+    adapter_reference: bool = False
+    """``reference: adapter_off``: this engine, with its adapter disabled, is the reference."""
 
 
 class PolicyRank:
@@ -69,6 +88,11 @@ class PolicyRank:
         began = time.perf_counter()
         payloads = _fetch([a.payload for update in updates for a in update])
         references = _fetch([a.reference for update in updates for a in update if a.reference is not None])
+        if self.settings.adapter_reference:
+            distinct = list(payloads)
+            found = self.engine.logprobs([payloads[ref] for ref in distinct], reference=True)
+            references = dict(zip(distinct, found, strict=True))
+            updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
         fetched = time.perf_counter() - began
         report = self.engine.train(
             [
@@ -78,11 +102,25 @@ class PolicyRank:
         )
         return {**report, "timing_s/fetch": fetched}
 
-    def logprobs(self, payloads: Sequence[Any], *, reference: bool = False, swap_images: bool = False) -> list[Any]:
-        """Log-probs of the sampled tokens of each trajectory, [sampled_tokens] float32 arrays."""
-        trajectories = _fetch(payloads)
-        chosen = [trajectories[ref] for ref in payloads]
-        return list(self.engine.logprobs(chosen, reference=reference, swap_images=swap_images))
+    def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> list[dict[str, float]]:
+        """Behaviour log-probs against the trainer's, one row of sums per trajectory (see ``Comparison``)."""
+        fetched = _fetch(payloads)
+        trajectories = [fetched[ref] for ref in payloads]
+        found = self.engine.logprobs(trajectories)
+        swapped = self.engine.logprobs(trajectories, swap_images=True) if swap_images else found
+        rows = []
+        for trajectory, ours, other in zip(trajectories, found, swapped, strict=True):
+            flat = trajectory.flatten()
+            difference = abs(ours - flat.behaviour_logprobs[flat.loss_mask])
+            images = len(trajectory.images)
+            rows.append(
+                {
+                    "tokens": len(ours), "sum": float(difference.sum()), "max": float(difference.max(initial=0.0)),
+                    "images": images, "image_tokens": len(ours) if images else 0,
+                    "swapped": float(abs(other - ours).sum()) if images else 0.0,
+                }
+            )  # fmt: skip
+        return rows
 
     def export(self, version: Version) -> tuple[Manifest | None, Any]:
         """Gather the weights; rank 0 returns manifest and source, the others (None, None)."""

@@ -17,7 +17,6 @@ class ReferenceActor:
     def health(self) -> None:
         return None
 
-    def annotate(self, *trajectories: Trajectory) -> Any:
-        """One float32 array [sampled_tokens] per trajectory (a single array for a single trajectory, as Ray wants it)."""
-        logprobs = self.scorer.logprobs(trajectories)
-        return logprobs[0] if len(logprobs) == 1 else tuple(logprobs)
+    def annotate(self, *trajectories: Trajectory) -> tuple[Any, ...]:
+        """(None, array, ...): one float32 array [sampled_tokens] per trajectory; the driver awaits the None only."""
+        return (None, *self.scorer.logprobs(trajectories))

@@ -13,8 +13,9 @@ from actors.settings import RewardSettings
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import RewardSource, ScoreContext
+from rayloop.core.runfolder import RolloutRecord, rollout_record
 from rayloop.core.threads import in_thread
-from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import Group, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
 from rayloop.envs.rendering import load_tokenizer, model_folder
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,12 @@ class RewardActor:
             return await self._attempts(trajectory, task, ScoreContext(step, texts))
         finally:
             self._scoring -= 1
+
+    def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:
+        """For the run folder: a record of each member of ``group`` (in order), and the images that travelled with them."""
+        images = {sha: data for trajectory in trajectories for sha, data in trajectory.image_bytes.items()}
+        pairs = zip(group.members, trajectories, strict=True)
+        return [rollout_record(group, member, t, lambda ids: self._tokenizer.decode(list(ids))) for member, t in pairs], images
 
     async def _attempts(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         errors: list[Exception] = []

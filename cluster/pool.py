@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 
 from actors.lease import Lease
 from cluster.config import RecoverySettings
-from rayloop.core.failures import RolesExhausted, WorkerLost
+from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
 
 LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
 """What a caller sees when a worker died, became unreachable, or outlived its deadline."""
@@ -33,6 +33,11 @@ def is_lost(error: BaseException) -> bool:
 def cause(error: BaseException) -> BaseException:
     """The error raised inside the actor, without Ray's wrapping."""
     return error.cause if isinstance(error, RayTaskError) else error
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text: Ray puts the remote traceback before it."""
+    return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
 
 
 async def within(deadline: float, awaitable: Awaitable[Any], what: str) -> Any:
@@ -87,6 +92,8 @@ class Pool:
             await within(self.settings.start_timeout, worker.handle.health.remote(), f"{self.role} worker {slot} (starting)")
             if self._admit is not None:
                 await self._admit(worker.handle)
+        except RayActorError as error:
+            raise WorkerStartFailed(f"a {self.role} actor did not start: {last_line(error)}") from error
         except BaseException:
             ray.kill(worker.handle)
             raise
@@ -136,7 +143,7 @@ class Pool:
                         f"{self.settings.replacements}; see events.jsonl for the causes"
                     )
                 await self._start(slot)
-            except LOST as error:
+            except (*LOST, WorkerStartFailed) as error:
                 self._event("replacement_failed", role=self.role, worker=serial, why=str(error))
                 continue
             except Exception as error:
@@ -149,15 +156,17 @@ class Pool:
     async def call(self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1) -> Any:
         """Run one call on some worker; a lost worker is replaced and the call made again elsewhere, ``attempts`` times.
 
-        Only for calls that may run twice. Raises what the method raised, or WorkerLost when the attempts are spent.
+        Only for calls that may run twice. With ``returns`` > 1 the first returned value is awaited and the others stay
+        references that the caller owns: (value, ref, ...). Raises what the method raised, or WorkerLost when the attempts
+        are spent.
         """
         error: BaseException | None = None
         for _ in range(attempts):
             lease = await self.lease()
             try:
-                ref = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
-                pending = asyncio.gather(*ref) if returns > 1 else ref
-                return await within(deadline, pending, f"{self.role}.{method}")
+                refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
+                value = await within(deadline, refs if returns == 1 else refs[0], f"{self.role}.{method}")
+                return value if returns == 1 else (value, *refs[1:])
             except Exception as caught:
                 if not is_lost(caught):
                     raise

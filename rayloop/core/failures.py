@@ -78,6 +78,10 @@ class EnvironmentHung(InfrastructureFailure):
     """An environment's ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go."""
 
 
+class WorkerStartFailed(RayloopError):
+    """An actor's constructor raised; the message carries its last line."""
+
+
 class PolicyLost(InfrastructureFailure):
     """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
 

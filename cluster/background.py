@@ -1,0 +1,50 @@
+"""Two small helpers of the loop: background tasks that cannot fail silently, and timing inside the callee."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@asynccontextmanager
+async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines beside the block. One that fails cancels the block and its error is raised; the block's end cancels them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise first(errors) from errors
+
+
+def first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single error within nested groups."""
+    error = errors.exceptions[0]
+    return first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def timed(name: str) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+    """Add the seconds that an async method takes to ``self.timings[name]``."""
+
+    def decorate(method: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+        @functools.wraps(method)
+        async def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            began = time.perf_counter()
+            try:
+                return await method(*args, **kwargs)
+            finally:
+                timings: dict[str, float] = args[0].timings  # type: ignore[attr-defined]
+                timings[name] = timings.get(name, 0.0) + time.perf_counter() - began
+
+        return wrapper
+
+    return decorate

@@ -1,0 +1,146 @@
+"""Checkpoints: written aside, marked complete, renamed, and only then named ``latest``.
+
+    checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
+        trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
+        driver.pkl                      everything the driver must know to continue (cluster/state.py)
+        COMPLETE                        JSON: step, and the size of every file; written last, then the folder is renamed
+    checkpoints/latest                  name of the newest complete checkpoint
+    checkpoints/lineage                 number of restores so far
+
+A crash at any byte leaves the previous checkpoint loadable: what is being written is called ``*.tmp`` and is never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import CheckpointError, ConfigError
+
+MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    step: int
+
+    @property
+    def trainer(self) -> str:
+        return str(self.folder / TRAINER)
+
+    def state(self) -> Any:
+        with open(self.folder / DRIVER, "rb") as file:
+            return pickle.load(file)
+
+
+def complete(folder: Path) -> Checkpoint | None:
+    """The checkpoint in ``folder``, or None unless its marker and every file that the marker lists are there in full."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in marker["files"].items())
+        return Checkpoint(folder, marker["step"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class CheckpointStore:
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def next_lineage(self) -> int:
+        """A number that no earlier start of this run has had."""
+        path = self.folder / "lineage"
+        lineage = int(path.read_text()) + 1 if path.exists() else 1
+        _write(path, str(lineage).encode())
+        return lineage
+
+    def find(self, resume: str) -> Checkpoint | None:
+        """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder.
+
+        Raises ConfigError when a named folder holds no complete checkpoint.
+        """
+        if resume == "never":
+            return None
+        if resume != "auto":
+            found = complete(Path(resume))
+            if found is None:
+                raise ConfigError(f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)")
+            return found
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Checkpoint]:
+        found = [complete(path) for path in self.folder.glob("step_*") if path.suffix != ".tmp"]
+        return sorted((c for c in found if c is not None), key=lambda c: (-c.step, -c.folder.stat().st_mtime_ns))
+
+    async def save(self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]]) -> Checkpoint:
+        """Write a checkpoint and prune old ones. Raises CheckpointError, with the bytes at stake; nothing half-done stays."""
+        name = f"step_{step:06d}"
+        final = next(path for path in (self.folder / f"{name}{'-' * (n > 0)}{n or ''}" for n in count()) if not path.exists())
+        aside = self.folder / f"{name}.tmp"
+        try:
+            await asyncio.to_thread(self._clear_aside)
+            (aside / TRAINER).mkdir(parents=True)
+            await save_trainer(str(aside / TRAINER))
+            await asyncio.to_thread(self._commit, aside, final, step, state)
+        except OSError as error:
+            written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(self._explain(step, error, written)) from error
+        return Checkpoint(final, step)
+
+    def _explain(self, step: int, error: OSError, written: int) -> str:
+        free = shutil.disk_usage(self.folder).free
+        need = max((_size(c.folder) for c in self.newest_first()), default=written)
+        return (
+            f"the checkpoint of step {step} could not be written below {self.folder}: {error}. It needs about {need:,} bytes "
+            f"({written:,} were written), {free:,} are free; the previous checkpoint is intact"
+        )
+
+    def _clear_aside(self) -> None:
+        for path in self.folder.glob("*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _commit(self, aside: Path, final: Path, step: int, state: Any) -> None:
+        _write(aside / DRIVER, pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
+        files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
+        for file in files:
+            _sync(file)
+        marker = {"step": step, "files": {str(f.relative_to(aside)): f.stat().st_size for f in files}}
+        _write(aside / MARKER, json.dumps(marker, indent=1).encode())
+        os.replace(aside, final)
+        _sync(self.folder)
+        _write(self.folder / "latest", final.name.encode())
+        for old in self.newest_first()[self.keep :]:
+            shutil.rmtree(old.folder)
+
+
+def _size(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file atomically and durably."""
+    aside = path.with_name(path.name + ".writing")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

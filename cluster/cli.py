@@ -1,0 +1,69 @@
+"""The command line: ``python -m cluster`` (installed as ``rayloop``).
+
+Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configuration cannot work; 75 stopped after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from cluster.config import RunConfig
+from rayloop.core.config import check_components, dump, load
+from rayloop.core.failures import RayloopError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code. A RayloopError is printed as one paragraph on stderr."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        return code
+    except RayloopError as error:
+        print(f"rayloop: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("rayloop: interrupted before anything could be saved", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m cluster", description="Train vision-language agents with GRPO on Ray.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a policy, or continue a run")
+    train.add_argument("config", type=Path, help="YAML file of the run")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=20 model.path=/models/qwen")
+    train.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
+    train.set_defaults(command=_train)
+    sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
+    sft.add_argument("config", type=Path)
+    sft.add_argument("overrides", nargs="*", metavar="key=value")
+    sft.set_defaults(command=_sft)
+    return top
+
+
+def read(path: Path, overrides: list[str]) -> RunConfig:
+    """The checked configuration. Raises ConfigError with file and line."""
+    config = load(path, overrides, RunConfig)
+    check_components(config)
+    return config
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(dump(config), end="")
+        return 0
+    from cluster.train import train
+
+    return train(config, arguments.address)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from cluster.sft import SftConfig, sft
+
+    config = load(arguments.config, arguments.overrides, SftConfig)
+    check_components(config)
+    return sft(config)

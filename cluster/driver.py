@@ -1,0 +1,236 @@
+"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors.
+
+``Driver.run`` and ``Driver.finish`` are the algorithm; everything they call stands in the order of the call:
+production (who plays what), publication (weights), checkpoint, evaluation, reporting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.lease import Lease
+from cluster.background import background, timed
+from cluster.checkpoint import CheckpointStore
+from cluster.config import RunConfig
+from cluster.evaluation import evaluate
+from cluster.player import Player
+from cluster.production import Production
+from cluster.publication import Publisher
+from cluster.report import Reporter
+from cluster.services import Services
+from cluster.state import capture, reinstate
+from rayloop.core.failures import CheckpointError, PolicyLost, Preempted
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import Group, State, Version
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filtering import apply_filters
+from rayloop.grpo.replay import ReplayBuffer
+
+
+class Driver:
+    """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
+
+    ``folder`` is the run folder, visible to all nodes.
+    """
+
+    def __init__(self, config: RunConfig, folder: str, resume: str) -> None:
+        self.config, self.folder, self.resume = config, Path(folder), resume
+        self.step, self.version = 0, Version(0, 0)
+        self.inherited: dict[int, int] = {}
+        self.stopping = False
+        self.failed_saves = 0
+        self.timings: dict[str, float] = {}
+        self.ledger = Ledger()
+        self.replay = ReplayBuffer(config.algorithm.replay, config.seed)
+        self.reporter = Reporter(config, self.folder)
+        self.services = Services(config, folder, self.reporter.event)
+        self.publisher = Publisher(config, self.services, self.reporter)
+        self.checkpoints = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep)
+
+    def prepare(self) -> None:
+        """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
+        self.production = Production(self.config, self.ledger, self.reporter)
+        self.held_out = Production.read(self.config.data.eval, self.config, self.reporter) if self.config.evaluation.every else None
+        me = ray.get_runtime_context().current_actor
+        self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
+
+    # The loop ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        await self.restore()
+        await self.publish()
+        await self.verify()
+        async with background(self.produce(), self.supervise()):  # a dead producer cancels collect(): no silent hang
+            await self.evaluate()
+            while self.step < self.config.steps:
+                groups = await self.collect()
+                report = await self.train(groups)
+                self.step += 1
+                await self.publish()
+                await self.evaluate()
+                await self.record(report, groups)
+                await self.checkpoint()
+
+    async def finish(self, group: Group) -> Group:
+        """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
+        group = self.production.replayed(self.replay.inject(group, self.step))  # before the statistics; off unless asked for
+        group = with_advantages(group, self.config.algorithm.advantage)  # over the scored members
+        group = apply_filters(group, self.config.algorithm.filtering.filters)  # may leave it partial, or empty
+        return await self.annotate(group)  # skipped without a KL term; off the training path
+
+    # What the loop calls -------------------------------------------------------------------------------------------
+
+    async def main(self) -> dict[str, Any]:
+        """Start the actors, run, and rebuild the policy when a rank dies. Returns the last step's summary.
+
+        Raises a RayloopError; Preempted after a requested stop that came before the last step.
+        """
+        try:
+            self.prepare()
+            await self.services.start(self.publisher.admit)
+            self.initial = await capture(self)
+            for restarts in range(self.config.recovery.policy_restarts + 1):
+                try:
+                    await self.run()
+                    break
+                except PolicyLost as error:
+                    self.reporter.event("policy_lost", step=self.step, why=str(error))
+                    if restarts == self.config.recovery.policy_restarts:
+                        raise
+                    await self.services.policy.rebuild()
+            self.production.close()
+            self.ledger.check()
+            return self.reporter.close(self.step, self.ledger.counts())
+        except Preempted:
+            await self.checkpoint()
+            raise Preempted(f"stopped at step {self.step} of {self.config.steps}, saved; run again to continue") from None
+        finally:
+            self.services.stop()
+
+    async def restore(self) -> None:
+        """Begin a new lineage from the newest complete checkpoint, or from the start model."""
+        lineage = self.checkpoints.next_lineage()
+        checkpoint = self.checkpoints.find(self.resume)
+        self.resume = "auto"
+        if checkpoint is not None:
+            await self.services.policy.load(checkpoint.trainer)
+        reinstate(self, checkpoint.state() if checkpoint else self.initial)
+        self.reporter.begin(self.step, lineage, checkpoint.folder.name if checkpoint else None)
+        self.version = Version(lineage, self.step)
+
+    @timed("update_weights")
+    async def publish(self) -> None:
+        self.version = Version(self.version.lineage, self.step)
+        await self.publisher.publish(self.version)
+
+    async def verify(self) -> None:
+        """Parity of the log-probs, and the self-test of the publication, before the first step."""
+        await self.publisher.verify(self.version, self.production.probe_tasks(), self.player)
+
+    async def produce(self) -> None:
+        """Start groups as the staleness bound admits them."""
+        await self.production.run(self.player, self.finish, self.services.rollout.size, lambda: (self.step, self.version))
+
+    async def supervise(self) -> None:
+        """Notice actors that died while nobody was calling them."""
+        while True:
+            await asyncio.sleep(self.config.recovery.health_every)
+            for pool in self.services.pools:
+                await pool.check()
+
+    @timed("gen")
+    async def collect(self) -> tuple[Group, ...]:
+        """The groups of this step: ready ones, ranked and cut to the target."""
+        return await self.production.collect(self.version, self.inherited)
+
+    async def annotate(self, group: Group) -> Group:
+        """Attach the reference's log-probs (as references) to the kept members."""
+        kept = [(i, m) for i, m in enumerate(group.members) if m.kept]
+        if self.services.reference is None or not kept:
+            return group
+        c = self.config.reference
+        payloads = [member.payload for _, member in kept]
+        _, *arrays = await self.services.reference.call(
+            "annotate", *payloads, deadline=c.timeout, attempts=c.attempts, returns=1 + len(kept)
+        )
+        return group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
+
+    @timed("update_actor")
+    async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
+        """One step of the trainer; each rank fetches and packs its share."""
+        on_policy = self.config.algorithm.replay.treat_as_on_policy
+        nominal = self.config.algorithm.groups_per_step
+        report = await self.services.policy.train(
+            groups, seed=self.config.seed, version=self.version, treat_as_on_policy=on_policy, nominal=nominal
+        )
+        self.production.settle(groups, State.TRAINED)
+        return report
+
+    @timed("testing")
+    async def evaluate(self) -> None:
+        """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step."""
+        due = self.held_out is not None and (self.step % self.config.evaluation.every == 0 or self.step == self.config.steps)
+        if due and self.held_out is not None:
+            self.reporter.evaluated(self.step, await evaluate(self.config, self.held_out, self.player, self.step))
+
+    async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
+        """Metrics of the step, and a sample of its groups with texts and images."""
+        self.ledger.check()
+        trained = {group.issue: group for group in groups}
+        sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
+        await self.dump(sample[: self.config.keep_rollouts])
+        self.reporter.step(
+            self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.reissued
+        )
+        self.timings.clear()
+
+    async def dump(self, groups: list[Group]) -> None:
+        """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records."""
+        described = await asyncio.gather(*(self.player.describe(group) for group in groups))
+        records = [record for rows, _ in described for record in rows]
+        images = {sha: data for _, found in described for sha, data in found.items()}
+        if records:
+            self.reporter.rollouts(self.step, records, images)
+
+    @timed("save_checkpoint")
+    async def checkpoint(self) -> None:
+        """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
+        last = self.stopping or self.step == self.config.steps
+        if self.step % self.config.checkpoint.every and not last and not self.failed_saves:
+            return
+        try:
+            began = time.monotonic()
+            saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save)
+            self.failed_saves = 0
+            self.reporter.event("checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3))
+        except CheckpointError as error:
+            self.failed_saves += 1
+            self.reporter.event("checkpoint_failed", step=self.step, failures=self.failed_saves, why=str(error))
+            if self.failed_saves > self.config.checkpoint.max_failures or last:
+                raise
+
+    # What other processes call -------------------------------------------------------------------------------------
+
+    async def lease_engine(self, episode: str, lost: int) -> Lease:
+        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        return await self.player.replace_engine(episode, lost)
+
+    async def updates(self, since: int) -> list[tuple[str, Any]]:
+        """For the console: what was reported after the first ``since`` reports."""
+        return self.reporter.updates[since:]
+
+    async def workers(self) -> dict[str, list[Any]]:
+        """Live actor handles by role (for monitoring and fault injection)."""
+        roles = {pool.role: [w.handle for w in pool.workers.values()] for pool in self.services.pools}
+        return {**roles, "policy": list(self.services.policy.ranks)}
+
+    async def stop(self) -> None:
+        """End as preempted: abandon the generation under way (or finish the update under way) and save."""
+        self.stopping = True
+        self.production.stop()

@@ -1,0 +1,126 @@
+"""The policy as the driver sees it: one handle for all ranks. Every method is collective and has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from actors.policy import Assignment, Comparison
+from cluster.config import PolicySettings
+from cluster.pool import cause, is_lost, within
+from rayloop.core.failures import PolicyLost
+from rayloop.core.protocols import Manifest
+from rayloop.core.types import Group, Member, Version
+from rayloop.grpo.minibatches import mini_batches
+from rayloop.grpo.shares import shares
+from rayloop.grpo.staleness import lag
+
+
+class PolicyGroup:
+    """Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt (``rebuild``)."""
+
+    def __init__(self, settings: PolicySettings, spawn: Callable[[int], Any]) -> None:
+        self.settings = settings
+        self._spawn = spawn
+        self.ranks: list[Any] = []
+
+    async def start(self) -> None:
+        self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
+        init_method = await within(self.settings.start_timeout, self.ranks[0].address.remote(), "policy rank 0 (starting)")
+        await self._all("join", init_method, deadline=self.settings.start_timeout)
+
+    async def rebuild(self) -> None:
+        """Replace all ranks. They hold the start model until ``load``."""
+        self.stop()
+        await self.start()
+
+    async def _all(self, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> list[Any]:
+        return await self._each(method, [args] * len(self.ranks), deadline=deadline, **kwargs)
+
+    async def _each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, deadline: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call all ranks; the first failure counts, since the others then wait for a peer that will not come."""
+        calls = [
+            asyncio.ensure_future(
+                within(deadline or self.settings.step_timeout, getattr(rank, method).remote(*a, **kwargs), f"policy rank {i} ({method})")
+            )
+            for i, (rank, a) in enumerate(zip(self.ranks, args, strict=True))
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except Exception as error:
+            if is_lost(error) or (len(self.ranks) > 1 and isinstance(cause(error), RuntimeError)):
+                raise PolicyLost(f"the policy group failed in {method}: {str(error).splitlines()[0]}") from error
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def train(
+        self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
+    ) -> dict[str, float]:
+        """One training step on the kept members of the groups; each rank fetches and packs its share.
+
+        Mini-batches are cut at group boundaries and shuffled by seed and step; within one, trajectories are spread over
+        the ranks by length. ``nominal`` is the number of groups of a full step. Returns the trainer's metrics.
+        """
+
+        def assignment(member: Member) -> Assignment:
+            assert member.advantage is not None
+            return Assignment(
+                member.payload, member.advantage, member.reference,
+                on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
+            )  # fmt: skip
+
+        plan: list[list[list[Assignment]]] = [[] for _ in self.ranks]
+        for update in mini_batches(len(groups), self.settings.update, seed, version.step, nominal):
+            members = [member for index in update for member in groups[index].kept]
+            for rank, share in enumerate(shares([m.summary.length for m in members], len(self.ranks))):
+                plan[rank].append([assignment(members[i]) for i in share])
+        return (await self._each("train", [(p,) for p in plan]))[0]
+
+    async def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> Comparison:
+        """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories."""
+        args = [([payloads[i] for i in share],) for share in shares([1] * len(payloads), len(self.ranks))]
+        rows = [row for part in await self._each("compare", args, swap_images=swap_images) for row in part]
+        tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
+        return Comparison(
+            int(tokens), sum(row["sum"] for row in rows) / max(1, tokens), max(row["max"] for row in rows),
+            sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
+        )  # fmt: skip
+
+    async def export(self, version: Version) -> tuple[Manifest, Any]:
+        """Gather the weights. Returns the manifest and a *reference* to the source, owned by the driver."""
+        refs = [rank.export.options(num_returns=2).remote(version) for rank in self.ranks]
+        pending = asyncio.gather(*(manifest for manifest, _ in refs))
+        try:
+            manifests = await within(self.settings.step_timeout, pending, "policy (export)")
+        except Exception as error:
+            if is_lost(error):
+                raise PolicyLost(f"the policy group failed in export: {str(error).splitlines()[0]}") from error
+            raise
+        return manifests[0], refs[0][1]
+
+    async def parameter_groups(self) -> list[str]:
+        return (await self._all("parameter_groups"))[0]
+
+    async def perturb(self, group: str) -> None:
+        await self._all("perturb", group)
+
+    async def restore_parameters(self) -> None:
+        await self._all("restore_parameters")
+
+    async def save(self, folder: str) -> None:
+        await self._all("save", folder)
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", folder)
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+        self.ranks = []

@@ -1,0 +1,315 @@
+"""Production: which task is played next, when, and what becomes of its group until a step takes it.
+
+With ``max_staleness: 0`` groups start in rounds, only while the loop waits in ``collect``; a round ends before the next
+begins, so nothing in flight survives a publish. Otherwise groups start whenever the staleness bound leaves room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from cluster.config import RunConfig
+from cluster.player import Player
+from cluster.pool import within
+from cluster.report import Reporter
+from rayloop.core.dataset import Dataset, TaskCursor
+from rayloop.core.failures import ConfigError, DataFailure, Preempted, Stalled, WorkerLost
+from rayloop.core.ledger import Ledger
+from rayloop.core.seeds import derive
+from rayloop.core.types import (
+    Fate,
+    Group,
+    PlayRequest,
+    Scored,
+    State,
+    Task,
+    TrajectoryId,
+    UnscoredKind,
+    Version,
+)
+from rayloop.grpo.filtering import Verdict, generation_verdict, select
+from rayloop.grpo.replay import Injection
+from rayloop.grpo.staleness import AcceptanceRate, is_stale, open_slots
+
+Finish = Callable[[Group], Awaitable[Group]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Issue:
+    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
+
+    number: int
+    index: int
+    visit: int
+
+
+class Production:
+    """``ready`` holds finished groups in issue order; ``in_flight`` what is being played."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger, reporter: Reporter) -> None:
+        self.config, self.ledger, self.reporter = config, ledger, reporter
+        self.dataset = self.read(config.data.train, config, reporter)
+        self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
+        self.ready: list[Group] = []
+        self.in_flight: dict[int, Issue] = {}
+        self.reissue: list[Issue] = []
+        self.next_number = 0
+        self.quarantined: set[str] = set()
+        self.environment_failures: Counter[str] = Counter()
+        settings = config.algorithm
+        self.acceptance = AcceptanceRate(4 * settings.target, 1 / settings.filtering.max_generation_batches)
+        self.finished: list[Group] = []
+        """Groups that ended since the last step, as they were after the filters (for metrics)."""
+        self.issued_this_step = 0
+        self._collecting = False
+        self._stopping = False
+        self._bad: DataFailure | None = None
+        self._changed = asyncio.Event()
+        self._last_commit: asyncio.Future[None] | None = None
+
+    @staticmethod
+    def read(path: str | None, config: RunConfig, reporter: Reporter) -> Dataset:
+        """A dataset of the configuration; bad rows are quarantined, or raised when ``data.strict``."""
+        assert path is not None
+        return Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
+
+    # Starting groups -----------------------------------------------------------------------------------------------
+
+    async def run(self, player: Player, finish: Finish, engines: int, now: Callable[[], tuple[int, Version]]) -> None:
+        """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
+        self.reissue = sorted([*self.reissue, *self.in_flight.values()], key=lambda issue: issue.number)
+        if self.in_flight:
+            self.ledger.reissue_live()
+        self.in_flight.clear()
+        self._last_commit = None
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for _ in range(self._admissible()):
+                    issue = self._next_issue()
+                    self.in_flight[issue.number] = issue
+                    self.issued_this_step += 1
+                    self.ledger.issue(self._ids(issue))
+                    group.create_task(self._produce(issue, player, finish, self._turn(), now))
+                await self._change()
+
+    def _ids(self, issue: Issue) -> list[TrajectoryId]:
+        return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
+
+    def _admissible(self) -> int:
+        """How many groups may start now."""
+        c = self.config.algorithm
+        stale = c.staleness.max_staleness
+        if self._stopping or (stale == 0 and (self.in_flight or not self._collecting)):
+            return 0
+        rate = self.acceptance.value
+        slots = open_slots(stale, c.target, self.survivors, len(self.in_flight) * c.group_size, rate)
+        if slots and c.filtering.groups_per_generation:
+            wanted = c.filtering.groups_per_generation
+        else:
+            wanted = math.ceil(slots / (c.group_size * rate))
+        return min(wanted, (stale + 1) * self._budget - self.issued_this_step)
+
+    @property
+    def _budget(self) -> int:
+        """Groups that one step may spend."""
+        c = self.config.algorithm
+        return c.filtering.max_generation_batches * (c.filtering.groups_per_generation or c.groups_per_step)
+
+    @property
+    def survivors(self) -> int:
+        """Trajectories that are ready to be trained."""
+        return sum(len(group.kept) for group in self.ready)
+
+    def _next_issue(self) -> Issue:
+        if self.reissue:
+            return self.reissue.pop(0)
+        for _ in range(len(self.dataset)):
+            index = self.cursor.next()
+            if self.dataset[index].id not in self.quarantined:
+                self.next_number += 1
+                return Issue(self.next_number, index, self.cursor.visits(index))
+        raise ConfigError(f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl")
+
+    def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
+        """In deterministic mode groups are committed in issue order: each waits for the one before it."""
+        mine = asyncio.get_running_loop().create_future()
+        before, self._last_commit = self._last_commit, mine
+        return (before if self.config.rollout.deterministic else None), mine
+
+    async def _produce(
+        self, issue: Issue, player: Player, finish: Finish,
+        turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]], now: Callable[[], tuple[int, Version]],
+    ) -> None:  # fmt: skip
+        """Play one group, wait for its turn, finish it."""
+        before, done = turn
+        try:
+            group = await self._play(issue, player, now()[0])
+            if before is not None:
+                await asyncio.shield(before)
+            group = await finish(group)
+            self._commit(group)
+        finally:
+            done.done() or done.set_result(None)
+
+    async def _play(self, issue: Issue, player: Player, step: int) -> Group:
+        task, size = self.dataset[issue.index], self.config.algorithm.group_size
+        sampling = self.config.rollout.sampling.sampling()
+        requests = [
+            PlayRequest(
+                task, id, 0, derive(self.config.seed, task.id, id.sample, issue.visit), sampling,
+                cohort=size if self.config.rollout.deterministic else None,
+            )
+            for id in self._ids(issue)
+        ]  # fmt: skip
+        members = await asyncio.gather(*(player.play(request, step) for request in requests))
+        return Group(issue.number, task, tuple(members))
+
+    def _commit(self, group: Group) -> None:
+        """Take a finished group in: what was kept is ready, the rest has its fate."""
+        for member in group.members:
+            if not member.replayed:
+                self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
+        self.acceptance.observe(len(group.kept), len(group.members))
+        if any(not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE for m in group.members):
+            self._environment_failed(group.task)
+        self.finished.append(group)
+        if group.kept:
+            self.ready.append(group)
+            self.ready.sort(key=lambda g: g.issue)
+        del self.in_flight[group.issue]
+        self._changed.set()
+
+    def replayed(self, injection: Injection) -> Group:
+        """Account for a replay: the displaced member leaves the group and the ledger."""
+        if injection.displaced is not None:
+            assert injection.displaced.fate is not None
+            self.ledger.move(injection.displaced.summary.id, injection.displaced.fate)
+            self.ledger.replay()
+        return injection.group
+
+    # Taking a step's groups ----------------------------------------------------------------------------------------
+
+    async def collect(self, version: Version, inherited: dict[int, int]) -> tuple[Group, ...]:
+        """Wait until the step's target is ready or its budget is spent, then rank and cut.
+
+        ``version`` is the one that will train. Raises GenerationBudgetSpent, Stalled, Preempted.
+        """
+        c = self.config.algorithm
+        self._collecting = True
+        self._changed.set()
+        try:
+            while True:
+                if self._stopping:
+                    raise Preempted("asked to stop")
+                if self._bad is not None and self.config.data.strict:
+                    raise self._bad
+                self._expire(version, inherited)
+                if self._verdict() is Verdict.TRAIN:
+                    break
+                await self._change()
+        finally:
+            self._collecting = False
+        chosen = select(self.ready, c.target, c.filtering)
+        self.settle(chosen.train, None)
+        if c.filtering.carry_over:
+            self.ready = list(chosen.left_over)
+        else:
+            self.ready = []
+            self.settle([_with_fate(g, Fate(State.SURPLUS, "left_over")) for g in chosen.left_over], None)
+        self.issued_this_step = 0
+        return chosen.train
+
+    def _verdict(self) -> Verdict:
+        """Train, or wait for more. The budget counts as spent only once nothing is in flight."""
+        c = self.config.algorithm
+        if self.survivors < c.target and (self.in_flight or self.issued_this_step < self._budget):
+            return Verdict.MORE
+        used = c.filtering.max_generation_batches if self.issued_this_step >= self._budget else 0
+        fates = Counter(
+            f"{m.fate.state}[{m.fate.reason}]" for group in self.finished for m in group.members if m.fate is not None
+        )
+        return generation_verdict(self.survivors, c.target, used, c.filtering, fates)
+
+    def _expire(self, version: Version, inherited: dict[int, int]) -> None:
+        """Members too old for ``version`` become stale; replayed ones have their own age limit."""
+        limit = self.config.algorithm.staleness.max_staleness
+        fresh = []
+        for group in self.ready:
+            old = {
+                i: dataclasses.replace(m, fate=Fate(State.STALE))
+                for i, m in enumerate(group.members)
+                if m.kept and not m.replayed and is_stale(m.summary.first_version, version, limit, inherited)
+            }
+            self.settle([group.map(old)], None)
+            if group.map(old).kept:
+                fresh.append(group.map(old))
+        self.ready = fresh
+
+    def settle(self, groups: Sequence[Group], state: State | None) -> None:
+        """Write final states into the ledger: ``state`` for kept members, or, with None, the new fates of the others."""
+        for group in groups:
+            for member in group.members:
+                id = member.summary.id
+                if member.replayed or self.ledger.state_of(id) is None:
+                    continue
+                if state is not None and member.kept:
+                    self.ledger.move(id, Fate(state))
+                elif state is None and member.fate is not None:
+                    self.ledger.move(id, member.fate)
+
+    async def _change(self) -> None:
+        """Wait until something happened. Raises Stalled, naming what is awaited."""
+        self._changed.clear()
+        limit = self.config.recovery.stall_timeout
+        try:
+            await within(limit, self._changed.wait(), "production")
+        except WorkerLost:
+            if not self._collecting:
+                return
+            waiting = ", ".join(str(number) for number in sorted(self.in_flight)[:8]) or "none"
+            raise Stalled(
+                f"nothing finished for {limit:g} s while collecting: {self.survivors} of {self.config.algorithm.target} "
+                f"trajectories are ready, groups in flight: {waiting}"
+            ) from None
+
+    # Tasks that fail -----------------------------------------------------------------------------------------------
+
+    def quarantine(self, task: Task, path: str, reason: str) -> None:
+        """Never play this task again, and write down why. With ``data.strict`` the run stops."""
+        if task.id in self.quarantined:
+            return
+        self.quarantined.add(task.id)
+        self._bad = DataFailure(path or task.id, reason)
+        self.reporter.bad_row(self._bad)
+        self._changed.set()
+
+    def _environment_failed(self, task: Task) -> None:
+        self.environment_failures[task.id] += 1
+        if self.environment_failures[task.id] >= self.config.environment.task_failures:
+            self.quarantine(task, "", f"its environment failed in {self.environment_failures[task.id]} groups")
+
+    def probe_tasks(self) -> list[Task]:
+        """The first tasks of the dataset, for the parity check and the self-test."""
+        return [self.dataset[i] for i in range(min(self.config.publish.probes, len(self.dataset)))]
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """The run is over: what is still being played is cancelled, what is ready will not be trained."""
+        for issue in self.in_flight.values():
+            for id in self._ids(issue):
+                if self.ledger.state_of(id) is not None:
+                    self.ledger.move(id, Fate(State.CANCELLED))
+        self.settle([_with_fate(group, Fate(State.SURPLUS, "run_ended")) for group in self.ready], None)
+        self.in_flight.clear()
+        self.ready = []
+
+
+def _with_fate(group: Group, fate: Fate) -> Group:
+    return group.map({i: dataclasses.replace(m, fate=fate) for i, m in enumerate(group.members) if m.kept})

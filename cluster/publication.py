@@ -1,0 +1,116 @@
+"""Publication of weights to the rollout engines, and the proof at the start that they arrive (specs/algorithm.md, 10, 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.policy import Comparison
+from cluster.config import RunConfig
+from cluster.player import Player
+from cluster.pool import within
+from cluster.report import Reporter
+from cluster.services import Services
+from rayloop.core.failures import DataFailure, ParityError, PublicationError, WorkerLost
+from rayloop.core.protocols import Manifest
+from rayloop.core.seeds import derive
+from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, UnscoredKind, Version
+
+VISIBLE = 10.0
+"""A perturbation is visible when it moves the log-probs by this many times the tolerance."""
+
+
+class Publisher:
+    """Exports the policy's weights and loads them into every engine. A replacement engine is admitted with the current ones."""
+
+    def __init__(self, config: RunConfig, services: Services, reporter: Reporter) -> None:
+        self.config, self.services, self.reporter = config, services, reporter
+        self._current: tuple[Manifest, Any] | None = None
+
+    async def publish(self, version: Version) -> None:
+        """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
+
+        Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
+        """
+        self._current = await self.services.policy.export(version)
+        await self.services.rollout.everywhere("load", *self._current, deadline=self.config.publish.timeout)
+
+    async def admit(self, engine: Any) -> None:
+        """Bring a new engine to the current weights (none before the first publication)."""
+        loaded = None
+        while self._current is not None and self._current is not loaded:
+            loaded = self._current
+            await within(self.config.publish.timeout, engine.load.remote(*loaded), "a new rollout engine (load)")
+
+    async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+        """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``)."""
+        try:
+            await self._parity(tasks, player)
+            if self.config.publish.self_test:
+                await self._self_test(version, tasks, player)
+        except (ParityError, PublicationError) as error:
+            if self.config.publish.parity == "stop":
+                raise
+            self.reporter.event("parity_warning", why=str(error))
+
+    async def _parity(self, tasks: Sequence[Task], player: Player) -> None:
+        self._probes = await self._probe(tasks, player, "parity")
+        found = await self.services.policy.compare(self._probes, swap_images=True)
+        self.reporter.event("parity", **found.report(), tolerance=self.config.tolerance)
+        if not found.mean <= self.config.tolerance:
+            raise ParityError(
+                f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
+                f"{self.config.tolerance:.0e} is allowed. Check that engine and trainer use the same weights, dtype, attention, "
+                "pixels, temperature and banned tokens"
+            )
+        if found.images and not found.swapped > found.mean:
+            raise ParityError(
+                f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
+                "the pixels do not reach the model"
+            )
+
+    async def _self_test(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+        """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
+        images = (await self.services.policy.compare(self._probes)).images
+        groups = await self.services.policy.parameter_groups()
+        for number, group in enumerate(groups, start=1):
+            if group in ("vision", "merger") and not images:
+                self.reporter.event("self_test", group=group, skipped="no probe has an image")
+                continue
+            await self.services.policy.perturb(group)
+            try:
+                await self.publish(Version(version.lineage, version.step - number))
+                moved = await self.services.policy.compare(self._probes)
+                follows = await self.services.policy.compare(await self._probe(tasks, player, group))
+            finally:
+                await self.services.policy.restore_parameters()
+            self.reporter.event("self_test", group=group, moved=moved.mean, follows=follows.mean)
+            self._judge(group, moved, follows)
+        await self.publish(version)
+
+    def _judge(self, group: str, moved: Comparison, follows: Comparison) -> None:
+        if not follows.mean <= self.config.tolerance:
+            raise PublicationError(
+                f"publishing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
+                f"{follows.mean:.2e} away from them ({self.config.tolerance:.0e} is allowed): this part did not arrive"
+            )
+        if not moved.mean > VISIBLE * self.config.tolerance:
+            raise PublicationError(
+                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}: the self-test could not see whether "
+                "they arrive"
+            )
+
+    async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:
+        """Payloads of fresh episodes on the tasks, at the run's own sampling settings. Tasks with bad data are passed over."""
+        payloads = []
+        for number, task in enumerate(tasks):
+            seed = derive(self.config.seed, "probe", purpose, task.id)
+            request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
+            played = await player.episode(request)
+            if not isinstance(played, PlayFailed):
+                payloads.append(played[1])
+            elif played.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
+                raise WorkerLost(f"the {purpose} probe on task {task.id} failed: {played.outcome.reason}")
+        if not payloads:
+            raise DataFailure(self.config.data.train, f"none of the {len(tasks)} probe tasks could be played")
+        return payloads

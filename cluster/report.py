@@ -1,0 +1,134 @@
+"""What a run tells about itself: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import RunConfig
+from rayloop.core.failures import DataFailure
+from rayloop.core.runfolder import RolloutRecord, RunFolder
+from rayloop.core.types import Group, Member, Scored
+
+if TYPE_CHECKING:
+    from cluster.production import Production
+
+
+class Reporter:
+    """Writes the run folder. ``updates`` is what the console polls: ("event", record) or ("step", metrics)."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config = config
+        self.folder = RunFolder.at(folder)
+        self.updates: list[tuple[str, Any]] = []
+        self._evaluation: dict[str, float] = {}
+        self._step = 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened once, with the step during which it did."""
+        record = {"event": kind, "step": self._step, **fields}
+        self.folder.events.append(record)
+        self.updates.append(("event", record))
+
+    def bad_row(self, failure: DataFailure) -> None:
+        record = {"path": failure.path, "reason": failure.reason}
+        self.folder.quarantine.append(record)
+        self.updates.append(("event", {"event": "quarantined", **record}))
+
+    def begin(self, step: int, lineage: int, checkpoint: str | None) -> None:
+        """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside."""
+        self._step = step
+        moved = self.folder.truncate_after(step)
+        self.event("begin", lineage=lineage, restored=checkpoint, superseded_records=moved)
+
+    def evaluated(self, step: int, scores: dict[str, float]) -> None:
+        """Held-out scores: an event at once, and part of the step's metrics."""
+        self._evaluation = scores
+        self.event("evaluated", **scores)
+
+    def step(
+        self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
+        ledger: Mapping[str, int], timings: Mapping[str, float], reissued: int,
+    ) -> dict[str, float]:  # fmt: skip
+        """Write one record to metrics.jsonl and forget what was collected for it."""
+        self._step = step
+        seconds = sum(timings.values())
+        metrics = {
+            "step": float(step),
+            **production_metrics(production.finished, groups, self.config.algorithm.target),
+            **report,
+            **self._evaluation,
+            **{f"timing_s/{name}": value for name, value in timings.items()},
+            "timing_s/step": seconds,
+            "perf/trajectories_per_second": sum(len(g.members) for g in production.finished) / max(seconds, 1e-9),
+            "rollout/acceptance": production.acceptance.value,
+            "rollout/reissued": float(reissued),
+            **{f"ledger/{name}": float(count) for name, count in ledger.items()},
+        }
+        self.folder.metrics.append({**metrics, "step": step})
+        self.updates.append(("step", metrics))
+        self._evaluation = {}
+        production.finished.clear()
+        return metrics
+
+    def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
+        self.folder.rollouts.write(step, records, images)
+
+    def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
+        """The run's last word."""
+        self.event("finished", ledger=dict(ledger))
+        self.folder.close()
+        return {"steps": step, "ledger": dict(ledger)}
+
+
+def production_metrics(finished: Sequence[Group], trained: Sequence[Group], target: int) -> dict[str, float]:
+    """What the groups that ended since the last step were like, and how many of their trajectories the step took."""
+    members = [m for g in finished for m in g.members]
+    played = [m for m in members if m.summary.length]
+    metrics: dict[str, float] = {
+        "rollout/groups": float(len(finished)),
+        "rollout/trajectories": float(len(members)),
+        "rollout/trained": float(sum(len(g.kept) for g in trained)),
+        "rollout/trained_share": sum(len(g.kept) for g in trained) / target,
+        "rollout/replayed": float(sum(g.replay_of is not None for g in trained)),
+        **_reward_metrics(members),
+    }
+    if played:
+        summaries = [m.summary for m in played]
+        metrics |= {
+            "response_length/mean": mean(s.sampled_tokens for s in summaries),
+            "response_length/max": float(max(s.sampled_tokens for s in summaries)),
+            "prompt_length/mean": mean(s.length - s.sampled_tokens for s in summaries),
+            "rollout/tokens": float(sum(s.sampled_tokens for s in summaries)),
+            "rollout/turns/mean": mean(s.turns for s in summaries),
+            "rollout/seconds/mean": mean(s.seconds for s in summaries),
+            "rollout/seconds/max": max(s.seconds for s in summaries),
+        }
+        ends = Counter(str(s.end_reason) for s in summaries)
+        metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
+    fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
+    return metrics | {name: float(count) for name, count in fates.items()}
+
+
+def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
+    """Over fresh scored members: the policy's performance, before any filter."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for member in members:
+        if isinstance(member.outcome, Scored) and not member.replayed:
+            values["reward"].append(member.outcome.value)
+            if member.summary.source:
+                values[f"reward/{member.summary.source}"].append(member.outcome.value)
+            for name, value in member.outcome.components.items():
+                values[f"reward/component/{name}"].append(value)
+            for flag in member.outcome.flags:
+                values[f"flag/{flag}"].append(1.0)
+    flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
+    means = {f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")}
+    if not values["reward"]:
+        return {}
+    return means | flags | {
+        "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
+    }  # fmt: skip

@@ -1,0 +1,153 @@
+"""Builds the actors of a run: one placement group, one pool per role, and the policy's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.environment import EnvironmentActor
+from actors.policy import PolicyRank, RankSettings
+from actors.reference import ReferenceActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from cluster.config import Placement, RunConfig
+from cluster.policy import PolicyGroup
+from cluster.pool import Pool
+from rayloop.core.failures import ResourcesUnavailable
+
+CONCURRENCY = 1000
+"""Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
+
+
+def demand(config: RunConfig) -> list[tuple[str, Placement]]:
+    """One entry per actor, in the order of the placement group's bundles."""
+    roles = [
+        ("policy", config.policy.ranks, config.policy.placement),
+        ("rollout", config.rollout.actors, config.rollout.placement),
+        ("environment", config.environment.actors, config.environment.placement),
+        ("reward", config.reward.actors, config.reward.placement),
+        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
+    ]
+    return [(role, placement) for role, count, placement in roles for _ in range(count)]
+
+
+def _bundle(placement: Placement) -> dict[str, float]:
+    bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+
+
+def bundles(config: RunConfig) -> list[dict[str, float]]:
+    """What each actor reserves, as Ray's placement groups want it."""
+    return [_bundle(placement) for _, placement in demand(config)]
+
+
+def total(each: list[dict[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for bundle in each:
+        for name, amount in bundle.items():
+            sums[name] = sums.get(name, 0.0) + amount
+    return sums
+
+
+async def reserve(config: RunConfig) -> PlacementGroup:
+    """Reserve what all actors need, at once. Raises ResourcesUnavailable with the arithmetic."""
+    wanted = bundles(config)
+    needed, present = total(wanted), ray.cluster_resources()
+    short = {name: amount for name, amount in needed.items() if amount > present.get(name, 0.0) + 1e-6}
+    if short:
+        lacks = ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in short.items())
+        raise ResourcesUnavailable(f"the run needs {lacks}. Lower the roles' actors or placement, or join more nodes")
+    group = placement_group(wanted, strategy="PACK")
+    try:
+        await asyncio.wait_for(group.ready(), config.recovery.start_timeout)
+    except TimeoutError:
+        remove_placement_group(group)
+        free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} of {present[name]:g} {name}s" for name in needed)
+        raise ResourcesUnavailable(
+            f"the run's {len(wanted)} actors could not be placed within {config.recovery.start_timeout:g} s: free are {free}. "
+            "Another run may hold the rest, or no single node has room for one actor"
+        ) from None
+    return group
+
+
+class Services:
+    """All actors of a run. Owned by the driver actor: when it dies, Ray ends them too; nothing is detached."""
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+        self.config, self.folder = config, folder
+        self._event = on_event
+        self._group: PlacementGroup | None = None
+        self._first = {}
+        for index, (role, _) in enumerate(demand(config)):
+            self._first.setdefault(role, index)
+
+    async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
+        """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
+        c = self.config
+        self._group = await reserve(c)
+        weights = f"{self.folder}/weights"
+        self.policy = PolicyGroup(
+            c.policy,
+            spawn=lambda rank: self._spawn(
+                PolicyRank, "policy", rank, c.policy.placement,
+                RankSettings(
+                    c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, weights, c.seed,
+                    adapter_reference=c.reference.kind == "adapter_off",
+                ),
+                rank, c.policy.ranks,
+            ),
+        )  # fmt: skip
+        self.rollout = self._pool(
+            RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
+            c.model, c.rollout.engine, c.publish.transport, weights, admit=admit_engine,
+        )  # fmt: skip
+        self.environment = self._pool(
+            EnvironmentActor, "environment", c.environment.actors, c.environment.placement, c.model, c.environment.episode
+        )
+        self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
+        self.pools = [self.rollout, self.environment, self.reward]
+        self.reference: Pool | None = None
+        if c.reference.kind == "actor":
+            self.reference = self._pool(
+                ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
+            )
+            self.pools.append(self.reference)
+        await asyncio.gather(self.policy.start(), *(pool.start() for pool in self.pools))
+
+    def _pool(
+        self, actor: type, role: str, size: int, placement: Placement, *args: Any,
+        admit: Callable[[Any], Awaitable[None]] | None = None,
+    ) -> Pool:  # fmt: skip
+        def spawn(slot: int) -> Any:
+            return self._spawn(actor, role, slot, placement, *args)
+
+        return Pool(role, size, spawn, self.config.recovery, self._event, admit)
+
+    def _spawn(self, actor: type, role: str, slot: int, placement: Placement, *args: Any) -> Any:
+        """Create one actor in its bundle. The class name shown in the dashboard is the role's."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._first[role] + slot)
+        options: dict[str, Any] = {
+            "num_cpus": placement.num_cpus,
+            "num_gpus": placement.num_gpus,
+            "resources": placement.resources or None,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+        }
+        if role != "policy":
+            options["max_concurrency"] = CONCURRENCY
+        return ray.remote(actor).options(**options).remote(*args)
+
+    def stop(self) -> None:
+        """End every actor and give the resources back."""
+        if self._group is None:
+            return
+        for pool in self.pools:
+            pool.stop()
+        self.policy.stop()
+        remove_placement_group(self._group)
+        self._group = None

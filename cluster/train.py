@@ -1,0 +1,107 @@
+"""The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end into an exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from cluster.config import RunConfig
+from cluster.driver import Driver
+from cluster.pool import cause, last_line
+from cluster.progress import Progress
+from cluster.session import session
+from rayloop.core.config import dump
+from rayloop.core.failures import RayloopError
+from rayloop.core.runfolder import RunFolder
+
+POLL = 0.5
+"""Seconds between two looks at the driver."""
+CONCURRENCY = 10_000
+"""Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
+
+
+class DriverLost(RayloopError):
+    """The driver actor died more often than ``recovery.driver_restarts`` allows."""
+
+
+def train(config: RunConfig, address: str | None) -> int:
+    """Run to the end. Returns 0; raises RayloopError (its exit code is the command's)."""
+    folder = RunFolder(config.output, config.name)
+    with folder.acquired(config.checkpoint.resume), session(config, address), Progress(config.steps) as progress:
+        folder.write_config(dump(config))
+        progress.note(f"run folder {folder.path}")
+        result = _run(config, folder.path.resolve(), progress)
+        progress.close(result)
+    return 0
+
+
+def _run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint."""
+    resume = config.checkpoint.resume
+    for restarts in range(config.recovery.driver_restarts + 1):
+        # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
+        driver = ray.remote(Driver).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(folder), resume)
+        try:
+            with _stop_on_signal(driver, progress):
+                return _follow(driver, progress)
+        except RayTaskError as error:
+            if isinstance(cause(error), RayloopError):
+                raise cause(error) from error
+            raise
+        except RayActorError as error:
+            progress.note(f"the driver actor died (restart {restarts} of {config.recovery.driver_restarts}): {last_line(error)}")
+            resume = "auto"
+        finally:
+            ray.kill(driver)
+    raise DriverLost(f"the driver actor died {config.recovery.driver_restarts + 1} times; recovery.driver_restarts is spent")
+
+
+def _follow(driver: Any, progress: Progress) -> dict[str, Any]:
+    """Show what the driver reports until it ends. Returns its result; raises what it raised."""
+    running, seen = driver.main.remote(), 0
+    while True:
+        ended, _ = ray.wait([running], timeout=POLL)
+        try:
+            updates = ray.get(driver.updates.remote(seen), timeout=60)
+        except (GetTimeoutError, RayActorError):
+            updates = []  # ``running`` will tell
+        seen += len(updates)
+        for kind, record in updates:
+            progress.step(record) if kind == "step" else progress.note(describe(record))
+        if ended:
+            result: dict[str, Any] = ray.get(running)
+            return result
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line for an event."""
+    rest = ", ".join(f"{key} {_short(value)}" for key, value in record.items() if key not in ("event", "step"))
+    return f"[{record.get('step', '')}] {record['event']}: {rest}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def _stop_on_signal(driver: Any, progress: Progress) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once."""
+
+    def stop(number: int, frame: Any) -> None:
+        progress.note(f"received {signal.Signals(number).name}: saving; send it again to stop at once")
+        signal.signal(number, lambda *_: sys.exit(1))
+        driver.stop.remote()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
