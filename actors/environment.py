@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from actors.lease import Lease, LeasedEngine
+from actors.lease import Lease, LeasedEngine, cause
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
@@ -51,7 +51,7 @@ class EnvironmentActor:
             seconds = time.monotonic() - began
             return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
         except Exception as error:
-            return _failed(request, error), None
+            return _failed(request, cause(error)), None
         finally:
             self._running -= 1
             engine.leave()
@@ -63,7 +63,7 @@ class EnvironmentActor:
             raise EnvironmentHung(f"making {self._settings.environment.use} gave {error}") from error
 
 
-def _failed(request: PlayRequest, error: Exception) -> PlayFailed:
+def _failed(request: PlayRequest, error: BaseException) -> PlayFailed:
     """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
     kind, path = UnscoredKind.ENVIRONMENT_FAILURE, ""
     if isinstance(error, DataFailure):

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from rayloop.core.failures import WorkerLost
 from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
@@ -17,6 +17,11 @@ LOST = (RayActorError, ObjectLostError, WorkerLost, TimeoutError)
 """What a request sees when its engine died, became unreachable, lost the answer, or outlived the deadline."""
 
 logger = logging.getLogger(__name__)
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error raised inside the actor, without Ray's wrapping."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,9 @@ class LeasedEngine:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
             try:
                 return await asyncio.wait_for(self._lease.handle.generate.remote(sent, sampling), self._timeout)
-            except LOST as error:
+            except Exception as error:
+                if not isinstance(cause(error), LOST):
+                    raise
                 logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
                 self._cohort = None
                 self._lease = await self._driver.lease_engine.remote(self._key, self._lease.worker)

@@ -1,0 +1,70 @@
+"""An environment that follows a script whatever the policy says: for tests, demonstrations and load measurements."""
+
+from __future__ import annotations
+
+import io
+import time
+
+from PIL import Image
+from pydantic import Field
+
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message, Task
+
+
+class ScriptedImage(_Settings):
+    """A generated picture: a horizontal gradient."""
+
+    width: int = Field(56, ge=1)
+    height: int = Field(56, ge=1)
+
+    def source(self) -> ImageSource:
+        ramp = Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")
+        encoded = io.BytesIO()
+        ramp.save(encoded, "PNG")
+        return ImageSource(data=encoded.getvalue())
+
+
+class ScriptedStep(_Settings):
+    """The answer to one turn."""
+
+    text: str = ""
+    images: tuple[ScriptedImage, ...] = ()
+    error: str | None = None
+    """Report the action as unusable."""
+    done: bool = False
+    seconds: float = Field(0.0, ge=0)
+    """How long the step takes."""
+
+
+class ScriptedTool:
+    """Answers the k-th turn with the k-th step of the script; the episode is done when the script is."""
+
+    class Settings(_Settings):
+        steps: tuple[ScriptedStep, ...] = ()
+        role: str = "user"
+        """The role of the observations."""
+        result: float | None = None
+        """What the environment reports as the episode's result."""
+
+    def __init__(self, settings: ScriptedTool.Settings) -> None:
+        self._settings = settings
+        self._steps = iter(settings.steps)
+
+    def reset(self, task: Task) -> Observation:
+        self._steps = iter(self._settings.steps)
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        step = next(self._steps, None)
+        if step is None:
+            return StepResult(done=True)
+        time.sleep(step.seconds)
+        parts = (*((step.text,) if step.text else ()), *(image.source() for image in step.images))
+        return StepResult(Observation((Message(self._settings.role, parts),)), step.done, step.error)
+
+    def evaluate(self) -> float | None:
+        return self._settings.result
+
+    def close(self) -> None: ...

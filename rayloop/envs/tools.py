@@ -1,0 +1,130 @@
+"""Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.images import decode
+from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
+from rayloop.core.types import ImageSource, Message, Task
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolError(Exception):
+    """A call that cannot be carried out as the policy wrote it. The message is shown to the policy."""
+
+
+def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of the last tool call in ``text``, None when there is none. Raises ToolError if malformed."""
+    found = _CALL.findall(text)
+    if not found:
+        return None
+    try:
+        call = json.loads(found[-1])
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the tool call is not valid JSON: {error}") from error
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        raise ToolError('a tool call must look like {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ToolError("the arguments of a tool call must be an object")
+    return call["name"], arguments
+
+
+class CropTool:
+    """Cuts a box out of one of the task's images, in the image's own resolution."""
+
+    name = "crop"
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "box": {
+                "type": "array",
+                "items": {"type": "number", "minimum": 0, "maximum": 1},
+                "minItems": 4,
+                "maxItems": 4,
+                "description": "x1, y1, x2, y2 as fractions of the image's width and height",
+            },
+            "image": {"type": "integer", "minimum": 0, "default": 0, "description": "index of the image"},
+        },
+        "required": ["box"],
+    }
+
+    def __init__(self, images: Sequence[ImageSource], min_side: int) -> None:
+        self._images, self._min_side = images, min_side
+
+    def __call__(self, **arguments: Any) -> ToolResult:
+        """The cut-out as PNG. Raises ToolError for a box or image that does not exist, or too small a cut-out."""
+        box, index = arguments.get("box"), arguments.get("image", 0)
+        if not (isinstance(index, int) and 0 <= index < len(self._images)):
+            raise ToolError(f"there is no image {index!r}, the conversation began with {len(self._images)}")
+        if not (isinstance(box, list) and len(box) == 4 and all(isinstance(v, (int, float)) for v in box)):
+            raise ToolError("box must be [x1, y1, x2, y2]")
+        x1, y1, x2, y2 = box
+        if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
+            raise ToolError(f"box {box} must satisfy 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1")
+        image = decode(self._bytes(self._images[index]))
+        edges = (round(x1 * image.width), round(y1 * image.height), round(x2 * image.width), round(y2 * image.height))
+        cut = image.crop(edges)
+        if min(cut.size) < self._min_side:
+            raise ToolError(f"the box covers {cut.width}x{cut.height} pixels, each side needs {self._min_side}")
+        encoded = io.BytesIO()
+        cut.save(encoded, "PNG")
+        return ToolResult(f"{cut.width}x{cut.height} pixels", (ImageSource(data=encoded.getvalue()),))
+
+    def _bytes(self, source: ImageSource) -> bytes:
+        if source.data is not None:
+            return source.data
+        with open(str(source.path), "rb") as file:
+            return file.read()
+
+
+class ImageTools:
+    """The task's messages, then tool calls on its images until a turn calls none: that turn is the answer."""
+
+    class Settings(_Settings):
+        min_side: int = Field(28, ge=1)
+        """A crop with a side of fewer pixels is refused: it would be enlarged from almost nothing."""
+        role: str = "tool"
+        """The role under which the chat template shows results."""
+
+    def __init__(self, settings: ImageTools.Settings) -> None:
+        self._settings = settings
+        self._tools: dict[str, Tool] = {}
+
+    def reset(self, task: Task) -> Observation:
+        images = [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+        crop = CropTool(images, self._settings.min_side)
+        self._tools = {crop.name: crop}
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        """Carry out the call. A call that cannot be is answered with the reason, as an error."""
+        try:
+            call = tool_call(text)
+            if call is None:
+                return StepResult(done=True)
+            name, arguments = call
+            if name not in self._tools:
+                raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
+            result = self._tools[name](**arguments)
+        except ToolError as error:
+            return StepResult(self._shown(f"Error: {error}"), error=str(error))
+        return StepResult(self._shown(result.text, *result.images))
+
+    def evaluate(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self._tools = {}
+
+    def _shown(self, *parts: str | ImageSource) -> Observation:
+        return Observation((Message(self._settings.role, parts),))
