@@ -1,0 +1,124 @@
+"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
+
+``python -m rayloop.core.metrics`` prints docs/metrics.md. Producers write plain strings; ``validate`` finds names that
+are missing here. ``<...>`` in a name stands for any text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``unit`` "1" is a plain number or a fraction."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = tuple(
+    Metric(*row)
+    for row in (
+        ("step", "1", "Optimizer steps finished; the first is 1."),
+        # What the policy earned, over the trajectories that were finished for the step, before any filter
+        ("reward/mean", "reward", "Mean reward of the scored trajectories finished for the step, before any filter."),
+        ("reward/std", "reward", "Standard deviation of the same rewards."),
+        ("reward/min", "reward", "Smallest of the same rewards."),
+        ("reward/max", "reward", "Largest of the same rewards."),
+        ("reward/<source>/mean", "reward", "The mean by data source."),
+        ("reward/component/<name>/mean", "reward", "Mean of one component of the reward."),
+        ("flag/<name>", "fraction", "Share of scored trajectories that carry this flag."),
+        # Held-out tasks
+        ("val/reward/mean", "reward", "Mean reward on the held-out tasks."),
+        ("val/<source>/reward/mean", "reward", "The same by data source."),
+        ("val/<component>/mean", "reward", "Mean of one component of the reward on the held-out tasks."),
+        ("val/scored", "trajectories", "Held-out tasks that got a reward."),
+        ("val/unscored", "trajectories", "Held-out tasks without a reward; they are left out of the means."),
+        # The trainer
+        ("actor/loss", "1", "The loss (policy gradient, KL, entropy) as aggregated, mean over the step's updates."),
+        ("actor/kl", "nats/token", "Mean k3 estimate of KL(current, reference), without its coefficient."),
+        ("actor/entropy", "nats/token", "Mean entropy of the policy's distribution (masked, at its temperature)."),
+        ("actor/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
+        ("actor/lr", "1", "Learning rate of the last update."),
+        ("actor/updates", "updates", "Optimizer updates done in the step."),
+        ("actor/skipped_updates", "updates", "Updates skipped because the gradient was not finite."),
+        ("actor/tokens", "tokens", "Sampled tokens trained on, once per epoch."),
+        ("actor/sequences", "trajectories", "Trajectories trained on, once per epoch."),
+        ("actor/tokens_per_second", "tokens/s", "The trainer's speed while it trains, over all ranks."),
+        ("actor/ratio_max", "1", "Largest probability ratio of the clipped loss."),
+        ("actor/clip_low", "fraction", "Tokens whose ratio was clipped from below."),
+        ("actor/clip_high", "fraction", "Tokens whose ratio was clipped from above."),
+        ("actor/clip_dual", "fraction", "Tokens bounded by the dual clip."),
+        ("actor/capped", "fraction", "Tokens whose correction weight reached its cap."),
+        ("actor/effective_sample_size", "fraction", "(sum w)^2 / (n sum w^2) of uncapped weights; 1 is on-policy."),
+        ("actor/old_behaviour_mean", "nats", "Mean |log-prob| difference of trainer and sampling engine."),
+        ("actor/old_behaviour_max", "nats", "Largest such difference."),
+        ("actor/old_behaviour_k3", "nats/token", "k3 estimate of KL between sampling engine and trainer."),
+        ("actor/old_behaviour_k3/lag_<lag>", "nats/token", "The same by version lag (3: or more)."),
+        # Generation
+        ("rollout/groups", "groups", "Groups finished for the step."),
+        ("rollout/trajectories", "trajectories", "Trajectories finished for the step."),
+        ("rollout/trained", "trajectories", "Trajectories the step trained on."),
+        ("rollout/trained_share", "fraction", "The same as a share of the target groups_per_step * group_size."),
+        ("rollout/acceptance", "fraction", "Running share of trajectories that survive the filters."),
+        ("rollout/replayed", "groups", "Trained groups with a stored success in them (ARPO)."),
+        ("rollout/reissued", "attempts", "Episodes played again because infrastructure failed, since the run began."),
+        ("rollout/tokens", "tokens", "Sampled tokens of the finished trajectories."),
+        ("rollout/turns/mean", "turns", "Sampled turns per trajectory."),
+        ("rollout/seconds/mean", "s", "Wall time of an episode."),
+        ("rollout/seconds/max", "s", "The slowest episode."),
+        ("response_length/mean", "tokens", "Sampled tokens per trajectory."),
+        ("response_length/max", "tokens", "Sampled tokens of the longest answer."),
+        ("prompt_length/mean", "tokens", "Tokens per trajectory that were not sampled: prompt, observations, images."),
+        ("end_reason/<reason>", "fraction", "Share of finished trajectories that ended for this reason."),
+        # Why trajectories were not trained (of those finished for the step)
+        ("filtered/<reason>", "trajectories", "Removed by this filter."),
+        ("excluded/<reason>", "trajectories", "Without a usable reward, for this reason."),
+        ("stale/<reason>", "trajectories", "Sampled too many versions ago."),
+        ("surplus/<reason>", "trajectories", "Beyond the target of the step."),
+        ("cancelled/<reason>", "trajectories", "Given up while in flight."),
+        ("ledger/<state>", "trajectories", "Totals since the run began, by state and reason (`filtered[all_wrong]`)."),
+        # Time
+        ("timing_s/step", "s", "The whole step: the sum of its parts."),
+        ("timing_s/gen", "s", "Waiting for the step's groups."),
+        ("timing_s/update_actor", "s", "The trainer's step, fetching included."),
+        ("timing_s/update_weights", "s", "Publication of the weights to all engines."),
+        ("timing_s/testing", "s", "Evaluation on held-out tasks."),
+        ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
+        ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),
+        ("perf/trajectories_per_second", "trajectories/s", "Finished trajectories per second of the step."),
+    )
+)
+
+HEADER = """# Metrics
+
+Made by `python -m rayloop.core.metrics` from the table in `rayloop/core/metrics.py`; do not edit. One record per
+step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
+
+| name | unit | meaning |
+|---|---|---|
+"""
+
+
+def validate(names: Iterable[str]) -> tuple[str, ...]:
+    """The names that are not in the table, in order."""
+    return tuple(name for name in names if not any(pattern.fullmatch(name) for pattern in _patterns()))
+
+
+def reference() -> str:
+    """docs/metrics.md."""
+    return HEADER + "".join(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |\n" for m in METRICS)
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(re.sub(r"<\w+>", ".+", re.escape(m.name))) for m in METRICS)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

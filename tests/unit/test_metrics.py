@@ -1,0 +1,85 @@
+"""The table of metrics: what producers write is in it, and docs/metrics.md says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cluster.evaluation import summarise
+from cluster.report import production_metrics
+from rayloop.core.metrics import METRICS, reference, validate
+from rayloop.core.types import (
+    EndReason,
+    Fate,
+    Group,
+    Member,
+    Scored,
+    State,
+    Summary,
+    Task,
+    TrajectoryId,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
+from rayloop.grpo.metrics import LossMetrics
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert DOCS.read_text() == reference(), "run: python -m rayloop.core.metrics > docs/metrics.md"
+
+
+def test_names_are_unique_and_explained() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert all(metric.unit and metric.meaning.endswith(".") for metric in METRICS)
+
+
+def test_unknown_names_are_found_and_families_allowed() -> None:
+    assert validate(["reward/mean", "ledger/filtered[all_wrong]", "reward/geo3k/easy/mean"]) == ()
+    assert validate(["reward/mena", "ledger/", "xreward/mean", "actor/anything"]) == (
+        "reward/mena",
+        "ledger/",
+        "xreward/mean",
+        "actor/anything",
+    )
+
+
+def test_what_the_driver_records_is_in_the_table() -> None:
+    version = Version(0, 1)
+    outcomes = (
+        (Scored(1.0, {"exact": 1.0}, ("late",)), None),
+        (Scored(0.0, {"exact": 0.0}), Fate(State.FILTERED, "max_length")),
+        (Unscored(UnscoredKind.TIMEOUT), Fate(State.EXCLUDED, "timeout")),
+    )
+    members = tuple(
+        Member(
+            Summary(TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version),
+            outcome,
+            fate=fate,
+        )
+        for i, (outcome, fate) in enumerate(outcomes)
+    )
+    group = Group(0, Task("t", ()), members)
+    produced = production_metrics([group], [group], target=4)
+    assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
+    assert validate(produced) == ()
+    assert validate(summarise(list(members))) == ()
+
+
+def test_what_the_loss_reports_is_in_the_table() -> None:
+    ones = torch.ones(5)
+    metrics = LossMetrics.of(
+        ratio=ones,
+        clips=(ones > 0, ones > 0, ones > 0),
+        capped=ones > 0,
+        drift=ones,
+        drift_k3=ones,
+        kl=ones,
+        entropy=ones,
+        lag=torch.arange(5),
+    ).finalize()
+    assert len(metrics) == 15
+    assert validate(f"actor/{name}" for name in metrics) == ()
