@@ -1,0 +1,54 @@
+"""UI grounding rows: a screenshot, an instruction, and the box of the element that the instruction means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.dataset import field, image_source
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Message, Task
+
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2 as fractions of the image's width and height, x1 < x2 and y1 < y2."""
+
+
+class GroundingRows:
+    """Reads rows {id, image, instruction, bbox}; ``page`` becomes the task's source, and splits the metrics."""
+
+    class Settings(_Settings):
+        prompt: str = (
+            "{instruction}\n"
+            "Answer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
+        )
+        """The user's text; ``{instruction}`` is replaced by the row's."""
+        image_first: bool = False
+        """Image before text. Text first lets a small model read the image knowing what to look for."""
+
+    def __init__(self, settings: GroundingRows.Settings) -> None:
+        self._settings = settings
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        text = self._settings.prompt.replace("{instruction}", str(field(row, "instruction", where)))
+        image = image_source(str(field(row, "image", where)), root)
+        parts = (image, text) if self._settings.image_first else (text, image)
+        return Task(
+            str(field(row, "id", where)),
+            (Message("user", parts),),
+            box(field(row, "bbox", where), where),
+            str(row.get("page", "")),
+            {"instruction": row["instruction"]},
+        )
+
+
+def box(values: Any, where: str) -> Box:
+    """Four fractions in order. Raises DataFailure for anything else: pixel boxes are never guessed at or clamped."""
+    numbers = list(values) if isinstance(values, (list, tuple)) else []
+    if len(numbers) == 4 and all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers):
+        x1, y1, x2, y2 = map(float, numbers)
+        if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1:
+            return x1, y1, x2, y2
+    raise DataFailure(where, f"bbox must be [x1, y1, x2, y2], 0 <= x1 < x2 <= 1, 0 <= y1 < y2 <= 1, not {values!r}")

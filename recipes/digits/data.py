@@ -1,0 +1,52 @@
+"""Sorting digits: a text-only task that a tiny model learns in minutes. Makes the rows and reads them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.dataset import field
+from rayloop.core.failures import DataFailure
+from rayloop.core.seeds import derive
+from rayloop.core.types import Message, Task
+
+
+def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Training and evaluation rows {id, digits}; no sequence of digits occurs twice. Equal arguments, equal rows.
+
+    Raises ValueError when there are fewer sequences of these lengths than rows asked for.
+    """
+    if not 1 <= shortest <= longest:
+        raise ValueError(f"lengths must satisfy 1 <= shortest <= longest, not {shortest} and {longest}")
+    if train + evaluation > (available := sum(10**length for length in range(shortest, longest + 1))):
+        raise ValueError(f"{train + evaluation} rows asked for, only {available} sequences have these lengths")
+    generator = random.Random(derive(seed, "digits"))
+    sequences: dict[tuple[int, ...], None] = {}
+    while len(sequences) < train + evaluation:
+        sequences[tuple(generator.choices(range(10), k=generator.randint(shortest, longest)))] = None
+    drawn = [list(sequence) for sequence in sequences]
+    return (
+        [{"id": f"train-{i}", "digits": digits} for i, digits in enumerate(drawn[:train])],
+        [{"id": f"eval-{i}", "digits": digits} for i, digits in enumerate(drawn[train:])],
+    )
+
+
+class DigitRows:
+    """Reads rows {id, digits}; the ground truth is the sorted digits."""
+
+    class Settings(_Settings):
+        prompt: str = "Sort: {digits}"
+        """The user's text; ``{digits}`` is replaced by the digits, separated by blanks."""
+
+    def __init__(self, settings: DigitRows.Settings) -> None:
+        self._settings = settings
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        digits = field(row, "digits", where)
+        if not (isinstance(digits, list) and all(type(d) is int and 0 <= d <= 9 for d in digits)):
+            raise DataFailure(where, f"digits must be a list of integers from 0 to 9, not {digits!r}")
+        text = self._settings.prompt.replace("{digits}", " ".join(map(str, digits)))
+        return Task(str(field(row, "id", where)), (Message("user", (text,)),), sorted(digits), "digits")

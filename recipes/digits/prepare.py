@@ -1,0 +1,33 @@
+"""Writes the digits dataset: ``python -m recipes.digits.prepare --out DIR`` makes DIR/train.jsonl and DIR/eval.jsonl."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.digits.data import rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make rows of digits to sort.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--train", type=int, default=2000, help="training rows")
+    parser.add_argument("--eval", type=int, default=200, help="evaluation rows, none of which is a training row")
+    parser.add_argument("--shortest", type=int, default=3, help="fewest digits")
+    parser.add_argument("--longest", type=int, default=5, help="most digits")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    try:
+        train, evaluation = rows(chosen.train, chosen.eval, chosen.shortest, chosen.longest, chosen.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    for name, made in (("train", train), ("eval", evaluation)):
+        (chosen.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+        print(f"{chosen.out / f'{name}.jsonl'}: {len(made)} rows")
+
+
+if __name__ == "__main__":
+    main()
