@@ -1,0 +1,104 @@
+"""The originals' numbers, reproduced; and the runner that compares them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vectors import check, main, matches, read
+
+FILES = sorted((Path(__file__).parent.parent / "data" / "vectors").glob("*.json"))
+CASES = [(path.stem, i) for path in FILES for i in range(len(read(str(path))))]
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    good = {
+        "recipe": "arpo",
+        "reward": "grpo_outcome_advantage",
+        "inputs": {"group_rewards": [1, 0]},
+        "expected": [0.707106, -0.707106],
+    }
+    return good | changes
+
+
+def run(tmp_path: Path, rows: object, *options: str) -> int:
+    path = tmp_path / "vectors.json"
+    path.write_text(json.dumps(rows))
+    return main([str(path), *options])
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_agrees_with_the_original(name: str, number: int) -> None:
+    (path,) = (path for path in FILES if path.stem == name)
+    file = read(str(path))
+    verdict = check(file[number], file)
+    assert verdict.ok, f"{verdict.entry.reward}: expected {verdict.entry.expected}, got {verdict.got}"
+
+
+def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--strict", *map(str, FILES)]) == 0
+    assert f"{len(CASES)} agree, 0 mismatch, 0 unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_a_changed_number_is_a_mismatch(name: str, tmp_path: Path) -> None:
+    """Every entry alone, each number moved by 1e-3, each string and each expected error replaced."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: change(item) for key, item in value.items() if key != "raises"}
+        if isinstance(value, list):
+            return [change(item) for item in value]
+        return f"{value}?" if isinstance(value, str) else value + 1e-3
+
+    (path,) = (path for path in FILES if path.stem == name)
+    for row in json.loads(path.read_text()):
+        wrong = 12.5 if row["expected"] == {"raises": "AssertionError"} else change(row["expected"])
+        assert run(tmp_path, [row | {"expected": wrong}]) == 1, row
+
+
+def test_a_wrong_vector_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, [entry(), entry(expected=[0.5, -0.5])]) == 1
+    out = capsys.readouterr().out
+    assert "MISMATCH arpo: grpo_outcome_advantage" in out
+    assert "1 agree, 1 mismatch" in out
+
+
+def test_an_error_that_does_not_come_or_comes_unexpectedly_is_a_mismatch(tmp_path: Path) -> None:
+    assert run(tmp_path, [entry(expected={"raises": "AssertionError"})]) == 1
+    assert run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected=[0.0])]) == 1
+    assert run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected={"raises": "AssertionError"})]) == 0
+
+
+def test_unknown_entries_are_listed_and_fail_only_when_strict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for odd in (entry(reward="somebody's score"), entry(inputs={"group_rewards": [1, 0], "temperature": 2})):
+        assert run(tmp_path, [odd]) == 0
+        assert "UNKNOWN" in capsys.readouterr().out
+        assert run(tmp_path, [odd], "--strict") == 1
+
+
+def test_inputs_of_the_wrong_kind_are_a_mismatch_not_a_crash(tmp_path: Path) -> None:
+    assert run(tmp_path, [entry(inputs={"group_rewards": None})]) == 1
+
+
+@pytest.mark.parametrize("rows", [{"not": "a list"}, [{"recipe": "x"}]])
+def test_a_file_that_is_no_list_of_entries_is_refused(rows: object, tmp_path: Path) -> None:
+    assert run(tmp_path, rows) == 2
+    assert main([str(tmp_path / "absent.json")]) == 2
+
+
+def test_matching_knows_kinds() -> None:
+    assert matches(1, 1.000001)
+    assert matches((1.0, {"a": 2, "b": 3}), [1, {"a": 2}])
+    assert not matches(1.0, True)
+    assert not matches(True, 1)
+    assert not matches(1.0001, 1.0)
+    assert not matches([1.0], [1.0, 2.0])
+    assert not matches({}, {"a": 1})
+    assert not matches("a", "b")
+    assert not matches(0, None)

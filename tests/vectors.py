@@ -1,0 +1,108 @@
+"""Compare rayloop with the numbers that the original systems return: ``python tests/vectors.py FILE.json...``
+
+A file is a JSON list of entries ``{recipe, reward, inputs, expected, note?}``. The entry's ``reward`` names the
+original function; a table of rules (one module per recipe in tests/vector_rules) maps it to our function with the
+options that express the original. Numbers agree within 1e-5 (relative above 1); ``{"raises": ...}`` is met by any typed error.
+
+Prints every mismatch and every entry that no rule knows. Exit code: 0 when nothing mismatched, 1 otherwise, 2 when a
+file cannot be read. ``--strict``: unknown entries fail too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rayloop.core.failures import RayloopError
+from tests.vector_rules import algorithm
+from tests.vector_rules.entries import Entry, Rule, Unknown
+
+RULES: dict[str, Rule] = {**algorithm.RULES}
+"""The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``ok`` None: no rule knows the entry, and ``got`` says why."""
+
+    entry: Entry
+    ok: bool | None
+    got: Any = None
+
+
+def read(path: str) -> list[Entry]:
+    """The entries of a file. Raises OSError, ValueError (not JSON, or not a list of entries)."""
+    rows = json.loads(Path(path).read_text())
+    if not isinstance(rows, list):
+        raise ValueError("expected a JSON list of entries")
+    for i, row in enumerate(rows):
+        if missing := {"recipe", "reward", "inputs", "expected"} - set(row):
+            raise ValueError(f"entry {i} has no {sorted(missing)}")
+    return [Entry(r["recipe"], r["reward"], r["inputs"], r["expected"], r.get("note", "")) for r in rows]
+
+
+def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
+    """What our code makes of one entry; ``file`` are all entries of its file."""
+    rule = next((rule for pattern, rule in RULES.items() if re.search(pattern, entry.reward)), None)
+    if rule is None:
+        return Verdict(entry, None, "no rule for this name")
+    try:
+        got = rule(entry, file)
+    except Unknown as why:
+        return Verdict(entry, None, str(why))
+    except (RayloopError, ValueError) as error:
+        got = {"raises": f"{type(error).__name__}: {error}"}
+        return Verdict(entry, isinstance(entry.expected, Mapping) and "raises" in entry.expected, got)
+    except (TypeError, LookupError, AttributeError) as error:
+        return Verdict(entry, False, f"the rule broke on these inputs: {type(error).__name__}: {error}")
+    return Verdict(entry, matches(got, entry.expected), got)
+
+
+def matches(got: Any, expected: Any) -> bool:
+    """Equal, numbers within the tolerance; of a mapping only the keys that are expected count."""
+    if isinstance(expected, Mapping):
+        return isinstance(got, Mapping) and all(key in got and matches(got[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return isinstance(got, list | tuple) and len(got) == len(expected) and all(map(matches, got, expected))
+    if isinstance(expected, bool) or isinstance(got, bool) or not isinstance(expected, int | float):
+        return type(got) is type(expected) and got == expected
+    return isinstance(got, int | float) and math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE.json")
+    parser.add_argument("--strict", action="store_true", help="entries that no rule knows fail too")
+    options = parser.parse_args(arguments)
+    verdicts: list[Verdict] = []
+    for path in options.files:
+        try:
+            file = read(path)
+        except (OSError, ValueError) as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return 2
+        verdicts += [check(entry, file) for entry in file]
+    wrong = [v for v in verdicts if v.ok is False]
+    unknown = [v for v in verdicts if v.ok is None]
+    for v in wrong:
+        print(f"MISMATCH {v.entry.recipe}: {v.entry.reward}\n  inputs   {json.dumps(v.entry.inputs)}")
+        print(f"  expected {json.dumps(v.entry.expected)}\n  got      {v.got}")
+    for v in unknown:
+        print(f"UNKNOWN  {v.entry.recipe}: {v.entry.reward} ({v.got})")
+    print(f"{len(verdicts) - len(wrong) - len(unknown)} agree, {len(wrong)} mismatch, {len(unknown)} unknown")
+    return 1 if wrong or (options.strict and unknown) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
