@@ -29,6 +29,7 @@ class Sample:
     behaviour: Tensor  # [N] float32, log-probs of the engine that sampled
     reference: Tensor | None  # [N] float32
     sampling: Sampling
+    old: Tensor | None = None  # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
     pixels: tuple[Tensor, ...] = ()  # per image [patches, D] float32
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
     advantage: float = 0.0
@@ -59,6 +60,7 @@ class Batch:
     behaviour: Tensor  # [N] float32
     advantage: Tensor  # [N] float32
     reference: Tensor | None  # [N] float32
+    old: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool
     lag: Tensor  # [N] int64
     temperature: Tensor  # [N] float32, never 0

@@ -38,7 +38,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
     counts = [s.predict.numel() for s in samples]
     starts = torch.tensor([0, *(s.length for s in samples)]).cumsum(0)
-    sampling = _common_sampling([s for s, n in zip(samples, counts, strict=True) if n])
+    predicting = [s for s in samples if s.predict.numel()]
+    sampling = _common_sampling(predicting)
 
     def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
@@ -56,7 +57,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
         segment=per_token(range(len(samples)), torch.int64),
         behaviour=torch.cat([s.behaviour for s in samples]),
         advantage=per_token([s.advantage for s in samples], torch.float32),
-        reference=_references([s for s, n in zip(samples, counts, strict=True) if n]),
+        reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
+        old=_all_or_none([s.old for s in predicting], "old log-probs"),
         on_policy=per_token([s.on_policy for s in samples], torch.bool),
         lag=per_token([s.lag for s in samples], torch.int64),
         temperature=per_token([s.sampling.temperature or 1.0 for s in samples], torch.float32),
@@ -66,12 +68,14 @@ def pack(samples: Sequence[Sample]) -> Batch:
     )
 
 
-def _references(samples: Sequence[Sample]) -> Tensor | None:
-    """[N], or None when no sample has reference log-probs. Raises ValueError when only some do."""
-    present = [s.reference for s in samples if s.reference is not None]
-    if present and len(present) != len(samples):
-        raise ValueError(f"{len(samples) - len(present)} of {len(samples)} packed samples lack reference log-probs")
-    return torch.cat(present) if present else None
+def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
+    """[N] of all samples, or None when no sample has them. Raises ValueError when only some do."""
+    present = [value for value in values if value is not None]
+    if len(present) == len(values):
+        return torch.cat([torch.zeros(0), *present])
+    if present:
+        raise ValueError(f"{len(values) - len(present)} of {len(values)} packed samples lack {name}")
+    return None
 
 
 def _common_sampling(samples: Sequence[Sample]) -> Sampling:

@@ -1,0 +1,73 @@
+"""How a model is spread over the ranks: process group, FSDP2 units, gathering and noise on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rayloop.engines.scorer import COMPUTE_DTYPES, Scorer
+from rayloop.engines.settings import FsdpSettings
+
+
+def join(rank: int, world_size: int, init_method: str, timeout: float) -> DeviceMesh:
+    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    return init_device_mesh("cuda" if cuda else "cpu", (world_size,))
+
+
+def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModule:
+    """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root.
+
+    Parameters stay float32; they are cast to ``settings.dtype`` when gathered, and gradients are reduced in float32.
+    """
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[settings.dtype], reduce_dtype=torch.float32)
+    for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # The root is the Scorer, not the model: its forward pass is what gathers the head.
+    return fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor (sharing its memory), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; may share memory with the shard. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total(
+    values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """The values reduced over all ranks, as float64. Collective."""
+    reduced = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    return reduced.tolist()
+
+
+@torch.no_grad()
+def add_noise(parameter: nn.Parameter, scale: float, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Add noise of ``scale`` times the parameter's root mean square; returns the shard as it was. Collective."""
+    shard = local(parameter)
+    before = shard.clone()
+    square, count = total([shard.double().square().sum().item(), shard.numel()], device)
+    noise = torch.randn(shard.shape, generator=generator).to(shard)
+    shard.add_(noise, alpha=scale * (square / max(1.0, count)) ** 0.5)
+    return before

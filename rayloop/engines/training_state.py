@@ -1,0 +1,53 @@
+"""A trainer's checkpoint: sharded tensors through torch.distributed.checkpoint, random states in a file per rank.
+
+Tensors may be loaded by another number of ranks than saved them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rayloop.core.failures import CheckpointError
+
+
+def save(folder: str, state: dict[str, Any], rank: int) -> None:
+    """Write ``state`` (nested dicts of tensors) and this rank's random state. Collective. Raises CheckpointError."""
+    try:
+        dcp.save(state, checkpoint_id=folder)
+        torch.save(_random_state(), _random_file(folder, rank))
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"{folder}: the trainer's state cannot be written: {error}") from error
+
+
+def load(folder: str, state: dict[str, Any], rank: int) -> None:
+    """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective.
+
+    Raises CheckpointError when a tensor is missing, of another shape, or unreadable.
+    """
+    try:
+        dcp.load(state, checkpoint_id=folder)
+        if _random_file(folder, rank).exists():
+            _set_random_state(torch.load(_random_file(folder, rank), weights_only=True))
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{folder}: the trainer's state cannot be read: {error}. Was it saved with the same model and optimizer?"
+        ) from error
+
+
+def _random_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"random_{rank}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
