@@ -1,0 +1,110 @@
+"""What a person sees of a run: a table of the last steps on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+ROWS = 10
+ABSENT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``show`` formats a step's metrics; ``word`` is the label in plain lines."""
+
+    title: str
+    word: str
+    show: Callable[[Mapping[str, float]], str]
+
+
+def _value(name: str, form: str) -> Callable[[Mapping[str, float]], str]:
+    return lambda metrics: format(metrics[name], form) if name in metrics else ABSENT
+
+
+def _kept(metrics: Mapping[str, float]) -> str:
+    return f"{_value('rollout/trained', '.0f')(metrics)}/{_value('rollout/trajectories', '.0f')(metrics)}"
+
+
+def _filtered(metrics: Mapping[str, float]) -> str:
+    """Share of the finished trajectories that filters removed."""
+    finished = metrics.get("rollout/trajectories", 0.0)
+    removed = sum(value for name, value in metrics.items() if name.startswith("filtered/"))
+    return f"{removed / finished:.0%}" if finished else ABSENT
+
+
+COLUMNS = (
+    Column("reward", "reward", _value("reward/mean", ".3f")),
+    Column("trained/\nfinished", "trained", _kept),
+    Column("filtered", "filtered", _filtered),
+    Column("loss", "loss", _value("actor/loss", ".4f")),
+    Column("grad\nnorm", "grad", _value("actor/grad_norm", ".3g")),
+    Column("entropy", "entropy", _value("actor/entropy", ".3f")),
+    Column("generate\ns", "gen_s", _value("timing_s/gen", ".1f")),
+    Column("train\ns", "train_s", _value("timing_s/update_actor", ".1f")),
+    Column("publish\ns", "publish_s", _value("timing_s/update_weights", ".1f")),
+    Column("held-out\nreward", "held_out", _value("val/reward/mean", ".3f")),
+)
+
+
+class Progress:
+    """Shows steps as they are recorded. Use as a context manager; ``console`` is stdout unless given."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Show one step: a record of metrics.jsonl, with ``step`` in it."""
+        step = f"{metrics['step']:.0f}/{self.total_steps}"
+        cells = tuple(column.show(metrics) for column in COLUMNS)
+        if self._live is None:
+            pairs = (f"{column.word} {cell}" for column, cell in zip(COLUMNS, cells, strict=True) if cell != ABSENT)
+            self.console.print(Text(f"step {step}  " + "  ".join(pairs)))
+            return
+        self._rows.append((step, *cells))
+        self._live.update(self._table(), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Say something once, above the table."""
+        self.console.print(Text(text))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Say how the run ended: the summary's values, nested ones on lines of their own."""
+        plain = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        self.note("done: " + ", ".join(f"{name} {value}" for name, value in plain.items()))
+        for name, nested in summary.items():
+            if isinstance(nested, Mapping):
+                self.note(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in nested.items() if value))
+
+    def _table(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("step", justify="right", vertical="bottom")
+        for column in COLUMNS:
+            table.add_column(column.title, justify="right", vertical="bottom")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(Text(), table)
