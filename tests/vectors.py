@@ -2,7 +2,8 @@
 
 A file is a JSON list of entries ``{recipe, reward, inputs, expected, note?}``. The entry's ``reward`` names the
 original function; a table of rules (one module per recipe in tests/vector_rules) maps it to our function with the
-options that express the original. Numbers agree within 1e-5 (relative above 1); ``{"raises": ...}`` is met by any typed error.
+options that express the original. Numbers agree within 1e-5 (relative above 1); any typed error meets a
+``{"raises": ...}``.
 
 Prints every mismatch and every entry that no rule knows. Exit code: 0 when nothing mismatched, 1 otherwise, 2 when a
 file cannot be read. ``--strict``: unknown entries fail too.

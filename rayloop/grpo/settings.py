@@ -22,13 +22,20 @@ class AdvantageSettings(Settings):
     std_floor: float = Field(0.0, ge=0)
     """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
     baseline: Literal["mean", "binarised"] = "mean"
-    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score."""
+    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score, so that
+    successes stay positive even when all rewards are equal."""
     tolerance: float = Field(0.0, ge=0)
     """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0."""
     min_group: int = Field(2, ge=1)
     """A group with fewer scored members is excluded. 1 only makes sense with ``singleton: raw``."""
     singleton: Literal["error", "raw"] = "error"
     """A lone sample has no baseline. ``raw`` (verl's original) takes the reward itself as advantage."""
+
+    @model_validator(mode="after")
+    def _singleton(self) -> AdvantageSettings:
+        if self.min_group == 1 and self.singleton == "error":
+            raise ValueError("min_group: 1 admits lone samples, which singleton: error refuses; set singleton: raw")
+        return self
 
 
 class EqualRewards(Settings):

@@ -104,6 +104,8 @@ def test_huge_rewards_are_exact_and_impossible_ones_are_refused() -> None:
 def test_a_lone_sample_is_an_error_or_its_own_advantage() -> None:
     with pytest.raises(ConfigError, match="singleton"):
         advantages([0.1], AdvantageSettings())
+    with pytest.raises(ValueError, match="set singleton: raw"):
+        AdvantageSettings(min_group=1)
     lone = advantages([0.1], AdvantageSettings(singleton="raw"))
     assert (lone.values, lone.mean, lone.std) == ((0.1,), 0.0, 1.0)
 
