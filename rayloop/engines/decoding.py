@@ -22,7 +22,7 @@ from rayloop.engines.sampler import Sampler, StopStrings, uniforms
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tensors: ``token_ids`` [T], ``positions`` [R, T], ``pixels`` [patches, dim] each, ``grids`` [n, 3]."""
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``pixels`` [patches, dim] per image, ``grids`` [n, 3]."""
 
     token_ids: Tensor
     positions: Tensor

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -99,9 +101,9 @@ class Vision:
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
         """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
 
-        Without ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the one
-        that ``ref.sha256`` names, or yields another grid than ``ref.grid``; InfrastructureFailure when the file system
-        fails.
+        Without ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the
+        one that ``ref.sha256`` names, or yields another grid than ``ref.grid``; InfrastructureFailure when the file
+        system fails.
         """
         if (cached := self._cache.get(ref.sha256)) is not None:
             self._cache.move_to_end(ref.sha256)
@@ -205,3 +207,14 @@ def _part(name: str) -> str:
     if "embed_tokens" in name:
         return "embedding"
     return "head" if name.startswith("lm_head") else "language"
+
+
+def save_model(source: str, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in Path(source).iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(file, target / file.name)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
+    )

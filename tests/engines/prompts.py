@@ -1,0 +1,80 @@
+"""Building prompts for engine tests: images by content, expanded image tokens, and an engine loaded with a version."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rayloop.core.types import ImageRef, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.transformers import TransformersEngine
+from rayloop.engines.weights import manifest
+
+PATCH, MERGE = 14, 2
+
+
+def image(width: int, height: int, seed: int = 0) -> PromptImage:
+    """A random PNG whose sides are multiples of 28 pixels, so that the processor does not resize it."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    data = file.getvalue()
+    grid = (1, height // PATCH, width // PATCH)
+    return PromptImage(
+        ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, grid[1] * grid[2] // MERGE**2), data
+    )
+
+
+def prompt(folder: Path, *parts: str | PromptImage, seed: int = 0) -> TokenPrompt:
+    """Text and images in reading order as one expanded prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [
+        part if isinstance(part, str) else "<|vision_start|>" + "<|image_pad|>" * part.ref.tokens + "<|vision_end|>"
+        for part in parts
+    ]
+    images = tuple(part for part in parts if not isinstance(part, str))
+    return TokenPrompt(tuple(tokenizer("".join(texts)).input_ids), images, seed=seed)
+
+
+def special(folder: Path, *tokens: str) -> tuple[int, ...]:
+    return tuple(AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens)))
+
+
+def vision_tokens(folder: Path) -> tuple[int, ...]:
+    return special(folder, "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+async def engine(folder: Path, version: Version = Version(0, 0), **settings: object) -> TransformersEngine:
+    """An engine that serves the folder's own weights as ``version``."""
+    model = ModelSettings(path=str(folder))
+    served = TransformersEngine(model, TransformersEngineSettings.model_validate({"threads": 1, **settings}))
+    weights = hf_state(load_model(model))
+    await served.load(manifest(version, weights), weights)
+    return served
+
+
+def full_logprobs(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:
+    """Log-probs [N] of ``sampled`` from one forward of the whole sequence, by the model's own position ids."""
+    settings = ModelSettings(path=str(folder))
+    model = load_model(settings)
+    vision = load_vision(settings, model.config)
+    inputs: dict[str, Tensor] = {"input_ids": torch.tensor([[*prompt.token_ids, *sampled]])}
+    if prompt.images and vision is not None:
+        inputs["pixel_values"] = torch.cat([vision.pixels(i.ref, i.data) for i in prompt.images])
+        inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in prompt.images])
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    logits[:, list(sampling.banned_tokens)] = -torch.inf
+    logits[: sampling.min_tokens, list(sampling.end_tokens)] = -torch.inf
+    scaled = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+    return scaled.gather(1, torch.tensor(sampled)[:, None])[:, 0]

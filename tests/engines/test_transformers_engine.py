@@ -1,0 +1,471 @@
+"""The transformers engine: its tokens and log-probs are the model's, whatever is decoded beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
+from rayloop.core.protocols import GenerationEngine
+from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.transformers import TransformersEngine
+from rayloop.engines.weights import manifest
+from tests.engines.prompts import engine, full_logprobs, image, prompt, special, vision_tokens
+
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+
+
+def many(folder: Path, **settings: object) -> Callable[..., list[Completion]]:
+    """Decode requests together on a fresh engine."""
+
+    def run(*requests: tuple[TokenPrompt, Sampling]) -> list[Completion]:
+        async def go() -> list[Completion]:
+            served = await engine(folder, **settings)
+            try:
+                return await asyncio.gather(*(served.generate(*request) for request in requests))
+            finally:
+                served.close()
+
+        return asyncio.run(go())
+
+    return run
+
+
+def close(left: Completion, right: Completion) -> bool:
+    return left.token_ids == right.token_ids and np.allclose(left.logprobs, right.logprobs, atol=1e-4)
+
+
+def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...]) -> list[int]:
+    """transformers' own generate, one prompt at a time."""
+    settings = ModelSettings(path=str(folder))
+    model = load_model(settings)
+    vision = load_vision(settings, model.config)
+    ids = torch.tensor([request.token_ids])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if request.images and vision is not None:
+        inputs["pixel_values"] = torch.cat([vision.pixels(i.ref, i.data) for i in request.images])
+        inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in request.images])
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    out = model.generate(
+        **inputs,
+        max_new_tokens=n,
+        min_new_tokens=n,
+        do_sample=False,
+        eos_token_id=None,
+        suppress_tokens=list(banned) or None,
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def test_greedy_text_equals_generate(tiny_text: Path) -> None:
+    requests = [
+        prompt(tiny_text, text) for text in ("What is 3 + 9?", "Click", "The answer is 12. Click the red button")
+    ]
+    completions = many(tiny_text)(*((request, GREEDY) for request in requests))
+    for request, completion in zip(requests, completions, strict=True):
+        assert list(completion.token_ids) == hf_greedy(tiny_text, request, 12, ())
+        assert completion.finish is FinishReason.LENGTH
+        assert completion.version == Version(0, 0)
+
+
+def test_greedy_images_equal_generate(tiny_vlm: Path) -> None:
+    banned = vision_tokens(tiny_vlm)
+    requests = [
+        prompt(tiny_vlm, "See ", image(84, 56), " and click"),
+        prompt(tiny_vlm, "No image here, only a rather long text"),
+        prompt(tiny_vlm, image(56, 112, seed=1), "against", image(140, 84, seed=2), image(56, 56, seed=3), "?"),
+    ]
+    sampling = dataclasses.replace(GREEDY, banned_tokens=banned)
+    completions = many(tiny_vlm)(*((request, sampling) for request in requests))
+    for request, completion in zip(requests, completions, strict=True):
+        assert list(completion.token_ids) == hf_greedy(tiny_vlm, request, 12, banned)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_equal_a_full_forward(tiny_vlm: Path, temperature: float) -> None:
+    sampling = Sampling(
+        temperature,
+        max_tokens=10,
+        min_tokens=3,
+        end_tokens=special(tiny_vlm, "<|im_end|>"),
+        banned_tokens=vision_tokens(tiny_vlm),
+    )
+    requests = [
+        prompt(tiny_vlm, "See ", image(84, 56), " and click", seed=1),
+        prompt(tiny_vlm, "Only text", seed=2),
+        prompt(tiny_vlm, image(56, 112, seed=1), image(140, 84, seed=2), "?", seed=3),
+    ]
+    for request, done in zip(requests, many(tiny_vlm)(*((r, sampling) for r in requests)), strict=True):
+        expected = full_logprobs(tiny_vlm, request, done.token_ids, sampling)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_image_changes_the_logprobs(tiny_vlm: Path) -> None:
+    sampling = dataclasses.replace(GREEDY, banned_tokens=vision_tokens(tiny_vlm))
+    one, other = (prompt(tiny_vlm, "See ", image(84, 56, seed=seed)) for seed in (1, 2))
+    left, right = many(tiny_vlm)((one, sampling), (other, sampling))
+    assert not np.allclose(left.logprobs, right.logprobs, atol=1e-3)
+
+
+def test_a_group_shares_prefill_and_equals_separate_requests(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampling(max_tokens=8, banned_tokens=vision_tokens(tiny_vlm))
+    group = [prompt(tiny_vlm, image(84, 56), "what?", seed=seed) for seed in range(5)]
+    stranger = prompt(tiny_vlm, "another and longer prompt, to pad the group", seed=9)
+    alone = [many(tiny_vlm)((request, sampling))[0] for request in [*group, stranger]]
+
+    encoded: list[int] = []
+    model_type = type(load_model(ModelSettings(path=str(tiny_vlm))))
+    forward = model_type.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoded.append(len(kwargs.get("image_grid_thw", ())))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(model_type, "forward", counting)
+    together = many(tiny_vlm)(*((request, sampling) for request in [*group, stranger]))
+    assert all(close(*pair) for pair in zip(alone, together, strict=True))
+    assert len({completion.token_ids for completion in together[:5]}) > 1
+    assert sum(encoded) == 1
+    assert len(encoded) == 8
+
+
+def test_a_seed_fixes_the_tokens_and_turns_of_an_episode_differ(tiny_text: Path) -> None:
+    sampling = Sampling(max_tokens=16)
+    first = prompt(tiny_text, "What is", seed=5)
+    longer = dataclasses.replace(first, token_ids=first.token_ids + first.token_ids[-1:])
+    once, again, other, later = many(tiny_text)(
+        (first, sampling), (first, sampling), (dataclasses.replace(first, seed=6), sampling), (longer, sampling)
+    )
+    assert once == again
+    assert once.token_ids != other.token_ids
+    assert once.token_ids != later.token_ids
+
+
+def test_samples_follow_the_distribution(tiny_text: Path) -> None:
+    """First tokens over many seeds against the model's probabilities: chi-square within 5 standard deviations."""
+    sampling = Sampling(temperature=1.3, max_tokens=1)
+    base = prompt(tiny_text, "What is 3 + 9?")
+    n = 3000
+    done = many(tiny_text, max_batch=n)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(n)))
+    model = load_model(ModelSettings(path=str(tiny_text)))
+    with torch.no_grad():
+        logits = model(torch.tensor([base.token_ids])).logits[0, -1]
+    expected = n * torch.softmax(logits / sampling.temperature, -1).double().numpy()
+    counts = np.bincount([completion.token_ids[0] for completion in done], minlength=len(expected))
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    predicted = np.append(expected[common], expected[~common].sum())
+    chi_square = float(((observed - predicted) ** 2 / predicted).sum())
+    degrees = len(observed) - 1
+    assert degrees > 50
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalised(tiny_text: Path) -> None:
+    base = prompt(tiny_text, "The answer is")
+    free = many(tiny_text)(*((dataclasses.replace(base, seed=seed), Sampling(max_tokens=6)) for seed in range(8)))
+    banned = tuple({token for completion in free for token in completion.token_ids})
+    sampling = Sampling(max_tokens=6, banned_tokens=banned)
+    done = many(tiny_text)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(8)))
+    assert not {token for completion in done for token in completion.token_ids} & set(banned)
+    expected = full_logprobs(tiny_text, base, done[0].token_ids, sampling)
+    torch.testing.assert_close(torch.tensor(done[0].logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_end_tokens_end_a_turn_but_not_before_min_tokens(tiny_text: Path) -> None:
+    base = prompt(tiny_text, "The answer is")
+    every = tuple(range(280))
+    ends = Sampling(max_tokens=9, end_tokens=every)
+    later = dataclasses.replace(ends, min_tokens=4)
+    soon, held = many(tiny_text)((base, ends), (base, later))
+    assert soon.finish is held.finish is FinishReason.END_TOKEN
+    assert soon.token_ids[-1] in every
+    assert len(held.token_ids) > 4
+    assert not set(held.token_ids[:4]) & set(every)
+    for completion, sampling in ((soon, ends), (held, later)):
+        expected = full_logprobs(tiny_text, base, completion.token_ids, sampling)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(tiny_text: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_text)
+    base = prompt(tiny_text, "The answer is")
+    free, *_ = many(tiny_text)((base, GREEDY))
+    text = tokenizer.decode(free.token_ids)
+    stop = text[len(tokenizer.decode(free.token_ids[:5])) - 1 :][:2]
+    n = next(n for n in range(1, 13) if stop in tokenizer.decode(free.token_ids[:n]))
+    assert n < 12
+    stopped, held = many(tiny_text)(
+        (base, dataclasses.replace(GREEDY, stop=("never this", stop))),
+        (base, dataclasses.replace(GREEDY, stop=(stop,), min_tokens=n + 2)),
+    )
+    assert stopped.token_ids == free.token_ids[:n]
+    assert stopped.finish is FinishReason.STOP_STRING
+    assert held.token_ids == free.token_ids[: n + 2]
+
+
+def test_requests_keep_their_own_budget_and_the_batch_shrinks(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = [prompt(tiny_vlm, "See", image(56, 56, seed=i), "x" * i, seed=i) for i in range(4)]
+    budgets = [2, 12, 3, 7]
+    alone = [
+        many(tiny_vlm)((r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm))))[0]
+        for r, n in zip(base, budgets, strict=True)
+    ]
+    sizes: list[int] = []
+    model_type = type(load_model(ModelSettings(path=str(tiny_vlm))))
+    forward = model_type.forward
+
+    def measuring(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(kwargs["input_ids"]))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(model_type, "forward", measuring)
+    done = many(tiny_vlm)(
+        *(
+            (r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm)))
+            for r, n in zip(base, budgets, strict=True)
+        )
+    )
+    assert [len(completion.token_ids) for completion in done] == budgets
+    assert all(close(*pair) for pair in zip(alone, done, strict=True))
+    assert sizes[0] == 4
+    assert sizes[-1] == 1
+
+
+def test_bfloat16_is_close_to_float32(tiny_vlm: Path) -> None:
+    request = prompt(tiny_vlm, "See ", image(84, 56))
+    sampling = dataclasses.replace(GREEDY, max_tokens=1, banned_tokens=vision_tokens(tiny_vlm))
+    half = many(tiny_vlm, dtype="bfloat16")((request, sampling))[0]
+    expected = full_logprobs(tiny_vlm, request, half.token_ids, sampling)
+    torch.testing.assert_close(torch.tensor(half.logprobs), expected, atol=0.1, rtol=0)
+
+
+def test_one_broken_prompt_does_not_harm_the_others(tiny_vlm: Path) -> None:
+    good, bad = prompt(tiny_vlm, "See ", image(84, 56)), prompt(tiny_vlm, "See ", image(84, 56, seed=1))
+    corrupt = dataclasses.replace(bad, images=(dataclasses.replace(bad.images[0], data=b"not an image"),))
+    stray = dataclasses.replace(good, images=())
+
+    async def go() -> None:
+        served = await engine(tiny_vlm)
+        answers = await asyncio.gather(
+            *(served.generate(p, GREEDY) for p in (corrupt, good, stray)), return_exceptions=True
+        )
+        assert isinstance(answers[0], DataFailure)
+        assert isinstance(answers[1], Completion)
+        assert isinstance(answers[2], DataFailure)
+        served.close()
+
+    asyncio.run(go())
+
+
+def test_text_model_refuses_images(tiny_text: Path) -> None:
+    with pytest.raises(DataFailure, match="text-only"):
+        many(tiny_text)((dataclasses.replace(prompt(tiny_text, "x"), images=(image(56, 56),)), GREEDY))
+
+
+def served(folder: Path, test: Callable[[TransformersEngine], Coroutine[Any, Any, None]], **settings: object) -> None:
+    """Run ``test`` with an engine that serves version 0.0."""
+
+    async def go() -> None:
+        started = await engine(folder, **settings)
+        try:
+            await asyncio.wait_for(test(started), 30)
+        finally:
+            started.close()
+
+    asyncio.run(go())
+
+
+def test_cancelling_a_request_leaves_the_rest(tiny_text: Path) -> None:
+    async def test(engine: TransformersEngine) -> None:
+        base = prompt(tiny_text, "What")
+        doomed = asyncio.create_task(engine.generate(base, Sampling(max_tokens=200)))
+        kept = asyncio.create_task(engine.generate(base, Sampling(max_tokens=20)))
+        await asyncio.sleep(0.05)
+        doomed.cancel()
+        assert len((await kept).token_ids) == 20
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        assert len((await engine.generate(base, GREEDY)).token_ids) == 12
+
+    served(tiny_text, test)
+
+
+def test_turns_are_delivered_as_they_end(tiny_text: Path) -> None:
+    async def test(engine: TransformersEngine) -> None:
+        base = prompt(tiny_text, "What")
+        slow = asyncio.create_task(engine.generate(base, Sampling(max_tokens=400)))
+        assert len((await engine.generate(base, Sampling(max_tokens=1))).token_ids) == 1
+        assert not slow.done()
+        assert engine.health().running == 1
+        slow.cancel()
+
+    served(tiny_text, test)
+
+
+def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path) -> None:
+    async def test(engine: TransformersEngine) -> None:
+        base = prompt(tiny_text, "What")
+        running = asyncio.create_task(engine.generate(base, Sampling(max_tokens=200)))
+        while not engine.health().running:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        assert running.done()
+        held = asyncio.create_task(engine.generate(base, GREEDY))
+        await asyncio.sleep(0.1)
+        assert not held.done()
+        assert engine.health().waiting == 1
+        await engine.resume()
+        await held
+
+    served(tiny_text, test, batch_wait=0.0)
+
+
+def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> None:
+    """Bit-equal log-probs in any order of arrival, with strangers about."""
+    sampling = Sampling(max_tokens=10)
+    members = [
+        dataclasses.replace(prompt(tiny_text, "What " + "is " * i, seed=i), cohort=Cohort("g", 3)) for i in range(3)
+    ]
+    stranger = prompt(tiny_text, "Click the red button below the dialog and wait", seed=9)
+
+    def decode(order: list[int], strangers: int) -> dict[int, Completion]:
+        done: dict[int, Completion] = {}
+
+        async def test(engine: TransformersEngine) -> None:
+            async def play(i: int) -> None:
+                done[i] = await engine.generate(members[i], sampling)
+
+            beside = [asyncio.create_task(engine.generate(stranger, sampling)) for _ in range(strangers)]
+            waiting = []
+            for i in order:
+                waiting.append(asyncio.create_task(play(i)))
+                await asyncio.sleep(0.03)
+            await asyncio.gather(*waiting, *beside)
+
+        served(tiny_text, test)
+        return done
+
+    assert decode([0, 1, 2], 0) == decode([2, 0, 1], 4)
+
+
+def test_a_cohort_waits_for_its_members_until_they_leave_or_time_is_up(tiny_text: Path) -> None:
+    def member(seed: int, key: str) -> TokenPrompt:
+        return dataclasses.replace(prompt(tiny_text, "What", seed=seed), cohort=Cohort(key, 2))
+
+    async def patient(engine: TransformersEngine) -> None:
+        first = asyncio.create_task(engine.generate(member(0, "a"), GREEDY))
+        await asyncio.sleep(0.2)
+        assert not first.done()
+        await engine.leave("a")
+        await first
+        await engine.generate(member(0, "a"), GREEDY)
+
+    async def hasty(engine: TransformersEngine) -> None:
+        await engine.generate(member(0, "b"), GREEDY)
+
+    served(tiny_text, patient)
+    served(tiny_text, hasty, cohort_wait=0.2)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return hf_state(load_model(ModelSettings(path=str(folder))))
+
+
+def test_load_replaces_the_weights_and_a_tied_head_follows(tiny_vlm: Path) -> None:
+    request = prompt(tiny_vlm, "See ", image(84, 56))
+    sampling = dataclasses.replace(GREEDY, banned_tokens=vision_tokens(tiny_vlm))
+
+    async def test(engine: TransformersEngine) -> None:
+        before = await engine.generate(request, sampling)
+        for part in ("embed_tokens", "layers.1.mlp.up_proj", "visual.blocks.0", "visual.merger"):
+            changed = {name: tensor * 1.5 if part in name else tensor for name, tensor in weights(tiny_vlm).items()}
+            await engine.load(manifest(Version(0, 1), changed), changed)
+            after = await engine.generate(request, sampling)
+            assert after.version == engine.health().version == Version(0, 1)
+            assert after.logprobs != before.logprobs, part
+        await engine.load(manifest(Version(1, 1), weights(tiny_vlm)), weights(tiny_vlm))
+        assert dataclasses.replace(before, version=Version(1, 1)) == await engine.generate(request, sampling)
+        scaled = {name: tensor * 0.5 if "embed" in name else tensor for name, tensor in weights(tiny_vlm).items()}
+        await engine.load(manifest(Version(1, 2), scaled), scaled)
+        model = engine._model
+        assert torch.equal(model.lm_head.weight, scaled["model.embed_tokens.weight"])
+
+    served(tiny_vlm, test)
+
+
+def dropped(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+
+
+def unknown(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**tensors, "stray.weight": torch.zeros(2)}
+
+
+def flipped(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    damaged = tensors["model.norm.weight"].clone()
+    damaged.view(torch.uint8)[0] ^= 1
+    return {**tensors, "model.norm.weight": damaged}
+
+
+@pytest.mark.parametrize(
+    ("damage", "sent_that_way"),
+    [(dropped, False), (unknown, False), (flipped, False), (dropped, True), (unknown, True)],
+)
+def test_a_failed_load_serves_nothing_until_a_good_one(
+    tiny_text: Path, damage: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], sent_that_way: bool
+) -> None:
+    """Damage on the way is found by the manifest; a publication of another model by the engine's own names."""
+    good = weights(tiny_text)
+    received = damage(good)
+    sent = manifest(Version(0, 1), received if sent_that_way else good)
+
+    async def test(engine: TransformersEngine) -> None:
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(prompt(tiny_text, "What"), GREEDY))
+        with pytest.raises(PublicationError, match=r"model\.norm\.weight|stray\.weight"):
+            await engine.load(sent, received)
+        await engine.resume()
+        assert engine.health().version is None
+        with pytest.raises(WorkerLost, match="no weights"):
+            await waiting
+        with pytest.raises(WorkerLost, match="no weights"):
+            await engine.generate(prompt(tiny_text, "What"), GREEDY)
+        await engine.load(manifest(Version(0, 2), good), good)
+        assert (await engine.generate(prompt(tiny_text, "What"), GREEDY)).version == Version(0, 2)
+
+    served(tiny_text, test)
+
+
+def test_nothing_is_served_before_the_first_load(tiny_text: Path) -> None:
+    async def go() -> None:
+        fresh: GenerationEngine = TransformersEngine(ModelSettings(path=str(tiny_text)), TransformersEngineSettings())
+        assert fresh.health().version is None
+        with pytest.raises(WorkerLost, match="no weights"):
+            await fresh.generate(prompt(tiny_text, "What"), GREEDY)
+
+    asyncio.run(go())
+
+
+def test_a_crash_while_decoding_reaches_the_callers_and_the_next_batch_runs(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(engine: TransformersEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._model), "forward", lambda *args, **kwargs: torch.zeros(2) + torch.zeros(3))
+            with pytest.raises(WorkerLost, match="must match"):
+                await engine.generate(prompt(tiny_text, "What"), GREEDY)
+        await engine.generate(prompt(tiny_text, "What"), GREEDY)
+
+    served(tiny_text, test)

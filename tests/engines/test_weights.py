@@ -1,0 +1,112 @@
+"""Publication: what arrives is what was sent, or the error names what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rayloop.core.failures import PublicationError
+from rayloop.core.types import Version
+from rayloop.engines.settings import FilesystemTransport, ObjectStoreTransport
+from rayloop.engines.weights import Filesystem, ObjectStore, Transport, manifest, transport, verify
+
+VERSION = Version(1, 7)
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a.weight": torch.randn(3, 5, generator=generator),
+        "b.weight": torch.randn(4, 2, generator=generator).bfloat16(),
+        "c.transposed": torch.randn(2, 6, generator=generator).t(),
+        "d.scalar": torch.tensor(2.5),
+    }
+
+
+def test_manifest_describes_the_bytes() -> None:
+    described = manifest(VERSION, tensors())
+    assert described.version == VERSION
+    assert described.tensors["b.weight"].dtype == "bfloat16"
+    assert described.tensors["b.weight"].nbytes == 16
+    assert described.tensors["c.transposed"].shape == (6, 2)
+    verify(described, tensors())
+
+
+def test_manifest_refuses_integers() -> None:
+    with pytest.raises(PublicationError, match="counter"):
+        manifest(VERSION, {"counter": torch.arange(3)})
+
+
+def test_verify_names_every_fault() -> None:
+    described = manifest(VERSION, tensors())
+    sent = tensors()
+    del sent["a.weight"]
+    with pytest.raises(PublicationError, match=r"1\.7.*a\.weight: missing; stray: unknown"):
+        verify(described, {**sent, "stray": torch.zeros(1)})
+    flipped = tensors()
+    flipped["a.weight"].view(torch.uint8)[1, 3] ^= 1
+    short = {**flipped, "b.weight": flipped["b.weight"][:3], "c.transposed": flipped["c.transposed"].reshape(2, 6)}
+    with pytest.raises(PublicationError) as error:
+        verify(described, short)
+    assert "a.weight: corrupt" in str(error.value)
+    assert "b.weight: 12 of 16 bytes" in str(error.value)
+    assert "c.transposed: is float32 [2, 6], not float32 [6, 2]" in str(error.value)
+    with pytest.raises(PublicationError, match=r"a\.weight: is int32"):
+        verify(described, {**tensors(), "a.weight": tensors()["a.weight"].view(torch.int32)})
+
+
+@pytest.mark.parametrize("kind", [ObjectStoreTransport(), FilesystemTransport()])
+def test_transports_deliver_the_same_tensors(kind: ObjectStoreTransport | FilesystemTransport, tmp_path: Path) -> None:
+    chosen: Transport = transport(kind, tmp_path)
+    described, source = chosen.pack(VERSION, tensors())
+    assert isinstance(source, dict) == isinstance(kind, ObjectStoreTransport)
+    received = chosen.unpack(described, source)
+    assert received.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor), name
+
+
+def test_object_store_reads_read_only_arrays_and_finds_damage() -> None:
+    store = ObjectStore()
+    described, source = store.pack(VERSION, tensors())
+    frozen = {name: array.copy() for name, array in source.items()}
+    for array in frozen.values():
+        array.setflags(write=False)
+    assert torch.equal(store.unpack(described, frozen)["a.weight"], tensors()["a.weight"])
+    with pytest.raises(PublicationError, match=r"a\.weight: 59 of 60 bytes"):
+        store.unpack(described, {**source, "a.weight": source["a.weight"][:-1]})
+    damaged = source["b.weight"].copy()
+    damaged[5] ^= np.uint8(128)
+    with pytest.raises(PublicationError, match=r"b\.weight: corrupt"):
+        store.unpack(described, {**source, "b.weight": damaged})
+
+
+def test_filesystem_prunes_and_finds_damage(tmp_path: Path) -> None:
+    files = Filesystem(tmp_path)
+    packed = {step: files.pack(Version(0, step), tensors()) for step in (8, 9, 10)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-0.10.safetensors", "weights-0.9.safetensors"]
+    with pytest.raises(PublicationError, match=r"0\.8.*cannot be read"):
+        files.unpack(*packed[8])
+    described, path = packed[10]
+    content = bytearray(Path(path).read_bytes())
+    content[-1] ^= 1
+    Path(path).write_bytes(content)
+    with pytest.raises(PublicationError, match="corrupt"):
+        files.unpack(described, path)
+    Path(path).write_bytes(content[:-8])
+    with pytest.raises(PublicationError, match="cannot be read"):
+        files.unpack(described, path)
+
+
+def test_a_stale_file_is_noticed(tmp_path: Path) -> None:
+    files = Filesystem(tmp_path)
+    described, path = files.pack(VERSION, tensors())
+    changed = dataclasses.replace(described, tensors={**described.tensors, "f": described.tensors["a.weight"]})
+    with pytest.raises(PublicationError, match="f: missing"):
+        files.unpack(changed, path)
