@@ -23,7 +23,7 @@ quickstart: $(VENV)/.run
 
 docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
-	$(BIN)/python -m cluster.config > docs/config.md
+	$(BIN)/python -m rayloop.core.reference cluster.config:RunConfig > docs/config.md
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

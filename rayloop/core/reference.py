@@ -1,8 +1,13 @@
-"""The reference of a settings class in markdown, made from its fields and docstrings (docs/config.md)."""
+"""The reference of a settings class in markdown, made from its fields and docstrings.
+
+``python -m rayloop.core.reference cluster.config:RunConfig`` prints docs/config.md.
+"""
 
 from __future__ import annotations
 
 import inspect
+import pkgutil
+import sys
 from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
@@ -11,6 +16,23 @@ from pydantic.fields import FieldInfo
 
 from rayloop.core.schema import item, kind_of, members, models, walk
 from rayloop.core.yaml_source import KeyPath, dotted
+
+
+HEADER = """# Configuration
+
+Made by `python -m rayloop.core.reference {target}`; do not edit. {count} keys.
+
+A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
+new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
+relative to the current directory.
+
+"""
+
+
+def page(target: str) -> str:
+    """docs/config.md for the settings class ``module:Class``."""
+    model = pkgutil.resolve_name(target)
+    return HEADER.format(target=target, count=count_fields(model)) + describe(model)
 
 
 def describe(model: type[BaseModel]) -> str:
@@ -111,3 +133,7 @@ def _written(value: Any) -> str:
         case str():
             return str(value) or '""'
     return str(value)
+
+
+if __name__ == "__main__":
+    print(page(sys.argv[1]), end="")

@@ -1,0 +1,117 @@
+"""The structure of the code: import order, sizes, what a process imports, what an installation adds."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FILE_LINES = 400
+FUNCTION_LINES = 60
+HEAVY = ("torch", "transformers", "peft", "vllm", "sglang", "torchvision")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_below(*names: str) -> list[str]:
+    """The modules with these names, and all modules below them."""
+    return [name for name in map(module_name, SOURCES) if any(f"{name}.".startswith(f"{top}.") for top in names)]
+
+
+LIGHT = [
+    *modules_below("rayloop.core", "rayloop.envs", "judge", "actors.environment", "actors.reward", "cluster.driver"),
+    *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
+    *modules_below("rayloop.engines.settings", "cluster.config", "cluster.cli", "recipes"),
+]
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_imports_follow_the_order() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long = []
+    for path in SOURCES:
+        text = path.read_text()
+        if (lines := len(text.splitlines())) >= FILE_LINES:
+            too_long.append(f"{path.relative_to(ROOT)}: {lines} lines, the limit is {FILE_LINES}")
+        for function in functions(ast.parse(text)):
+            assert function.end_lineno is not None
+            if (lines := function.end_lineno - function.lineno + 1) >= FUNCTION_LINES:
+                too_long.append(f"{path.relative_to(ROOT)}:{function.lineno}: {function.name} has {lines} lines")
+    assert not too_long, "\n".join(too_long)
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.name not in ("__init__.py", "__main__.py") and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent
+
+
+def test_light_modules_leave_torch_alone() -> None:
+    """Processes of the driver, environments and rewards start fast and stay small."""
+    assert {"rayloop.core.types", "rayloop.grpo.advantage", "rayloop.envs.episode"} <= set(LIGHT)
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1].split():\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
+        "    if loaded: sys.exit(f'importing {name} loads {loaded}')\n"
+    )
+    command = [sys.executable, "-c", program, " ".join(LIGHT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_configuration_is_read_by_name_guessing() -> None:
+    """``getattr`` and ``hasattr`` with a default hide misspelt keys."""
+    guesses = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))
+        and any("config" in ast.dump(arg).lower() or "settings" in ast.dump(arg).lower() for arg in node.args[:1])
+    ]
+    assert not guesses
+
+
+def test_an_installation_adds_only_our_packages(tmp_path: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    source = tmp_path / "source"
+    for name in filter(None, tracked.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("rayloop-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
+    assert "rayloop/core/types.py" in names
+    presets = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert presets & set(tracked.stdout.split("\0")) <= set(names)

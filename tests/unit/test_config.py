@@ -1,0 +1,296 @@
+"""Loading configurations: origins, layers, overrides, errors that a person can act on, and the way back to YAML."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from cluster.config import RunConfig
+from rayloop.core.config import Component, Settings, check_components, dump, load, local_path
+from rayloop.core.failures import ConfigError
+from rayloop.core.reference import count_fields, describe, page
+
+Write = Callable[..., Path]
+
+
+class Cat(Settings):
+    """Purrs."""
+
+    kind: Literal["cat"] = "cat"
+    lives: int = Field(9, ge=1)
+    """How many are left."""
+
+
+class Dog(Settings):
+    kind: Literal["dog"] = "dog"
+    tricks: tuple[str, ...] = ()
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+class Garden(Settings):
+    size: float = Field(1.0, gt=0, lt=100)
+    sunny: bool = True
+
+
+class House(Settings):
+    name: str
+    pets: tuple[Pet, ...] = (Cat(),)
+    favourite: Pet = Dog()
+    garden: Garden | None = None
+    rooms: dict[str, float] = {}
+    stairs: bool = False
+    part: Component | None = None
+
+    @model_validator(mode="after")
+    def _pets(self) -> House:
+        if self.stairs and len(self.pets) > 2:
+            raise ValueError("stairs are too narrow for three pets")
+        return self
+
+
+class Lamp:
+    """A component with a component inside."""
+
+    class Settings(Settings):
+        watts: int = Field(40, gt=0)
+        inner: Component | None = None
+
+    def __init__(self, settings: Lamp.Settings) -> None:
+        self.settings = settings
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to_file(text: str, name: str = "house.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return to_file
+
+
+def refused(path: Path, *overrides: str, model: type[Settings] = House) -> list[str]:
+    """The problems that loading reports, with the file's folder left out."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, model)
+    header, *problems = str(caught.value).replace(f"{path.parent}/", "").splitlines()
+    return [problem.strip() for problem in problems] or [header]
+
+
+def test_values_and_overrides(write: Write) -> None:
+    path = write(
+        """
+        name: no
+        favourite: {kind: cat, lives: 1_000}
+        pets: [{kind: dog}, {kind: cat}]
+        garden: {size: 1e-6}
+        """
+    )
+    overrides = ["pets.1.lives=3", "garden.sunny=false", "rooms={attic: 2.5}", "rooms.cellar=1", "stairs=true"]
+    house = load(path, overrides, House)
+    assert house == House(
+        name="no",
+        favourite=Cat(lives=1000),
+        pets=(Dog(), Cat(lives=3)),
+        garden=Garden(size=1e-6, sunny=False),
+        rooms={"attic": 2.5, "cellar": 1.0},
+        stairs=True,
+    )
+
+
+def test_every_problem_is_listed_with_its_line(write: Write) -> None:
+    path = write(
+        """\
+        nam: a
+        garden:
+          size: 1e6
+          suny: true
+        pets:
+          - kind: cat
+            lives: zero
+          - {kind: bird}
+          - tricks: [sit]
+        favourite: {kind: dog, lives: 3}
+        """
+    )
+    assert refused(path, "stairs=perhaps") == [
+        "house.yaml: name: must be set",
+        "house.yaml:7: pets.0.lives: got 'zero', expected a whole number",
+        "house.yaml:8: pets.1.kind: got 'bird', expected one of cat, dog",
+        "house.yaml:9: pets.2: needs a `kind`",
+        "house.yaml:10: favourite.lives: unknown key; it is a key of pets.*.lives and favourite.lives. "
+        "Keys here: kind, tricks",
+        "house.yaml:3: garden.size: got 1000000.0, expected a number less than 100",
+        "house.yaml:4: garden.suny: unknown key; did you mean `sunny`? Keys here: size, sunny",
+        "command line: stairs: got 'perhaps', expected true or false",
+        "house.yaml:1: nam: unknown key; did you mean `name`? "
+        "Keys here: name, pets, favourite, garden, rooms, stairs, part",
+    ]
+
+
+def test_a_rule_across_keys_is_told_without_a_line(write: Write) -> None:
+    path = write("name: a\nstairs: true\npets: [{kind: cat}, {kind: cat}, {kind: dog}]\n")
+    assert refused(path) == ["house.yaml: configuration: stairs are too narrow for three pets"]
+
+
+def test_unknown_keys_of_the_run_configuration_name_the_nearest(write: Write) -> None:
+    path = write(
+        """\
+        name: a
+        steps: 1
+        model: {path: m}
+        data: {train: t.jsonl}
+        reward: {source: {use: "a:B"}}
+        algorithm:
+          group_siz: 4
+        lr: 1e-5
+        """
+    )
+    group_size, lr = refused(path, model=RunConfig)
+    assert group_size.startswith("house.yaml:7: algorithm.group_siz: unknown key; did you mean `group_size`?")
+    assert lr.startswith("house.yaml:8: lr: unknown key; it is a key of policy.optimizer.lr.")
+
+
+def test_extends_merges_mappings_replaces_lists_and_keeps_origins(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "presets").mkdir()
+    write("name: base\ngarden: {size: 2, sunny: false}\npets: [{kind: cat}]\nfavourite: {kind: cat, lives: 3}\n")
+    write("extends: ../house.yaml\ngarden: {size: -1}\n", "presets/middle.yaml")
+    path = write("extends: middle.yaml\nname: top\npets: [{kind: dog}]\nfavourite: {kind: dog}\n", "presets/top.yaml")
+
+    house = load(path, ["garden.size=5"], House)
+    assert (house.name, house.pets, house.favourite) == ("top", (Dog(),), Dog())
+    assert house.garden == Garden(size=5, sunny=False)
+    assert refused(path) == ["middle.yaml:2: garden.size: got -1, expected a number greater than 0"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"house.yaml": "extends: house.yaml\n"}, "extends itself"),
+        ({"house.yaml": "extends: b.yaml\n", "b.yaml": "extends: house.yaml\n"}, "extends itself"),
+        ({"house.yaml": "name: a\nextends: c.yaml\n"}, "house.yaml:2: extends: there is no file"),
+        ({"house.yaml": "extends: [b.yaml]\n"}, "house.yaml:1: extends: .* expected the name of one YAML file"),
+        ({"house.yaml": "name: a\n  b: c\n"}, "house.yaml:2: not valid YAML"),
+        ({"house.yaml": "name: a\nname: b\n"}, "house.yaml:2: name: set twice, first at .*house.yaml:1"),
+        ({"house.yaml": "- a\n"}, "house.yaml:1: expected keys and values"),
+        ({"house.yaml": "[a]: b\n"}, "house.yaml:1: .*a key must be a plain text"),
+        ({"house.yaml": "name: !python/name:os.system\n"}, "house.yaml:1: not valid YAML"),
+        ({}, "house.yaml: cannot be read"),
+    ],
+)
+def test_files_that_cannot_work(write: Write, tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        write(text, name)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "house.yaml", [], House)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stairs", "expected key.sub=value"),
+        ("=1", "expected key.sub=value"),
+        ("garden..size=1", "expected key.sub=value"),
+        ("stairs=[", "stairs: .* is not valid YAML"),
+        ("pets.7.lives=1", "pets is a list of 1; use an index below that"),
+        ("pets.first.lives=1", "pets is a list of 1"),
+        ("rooms.0.a=1", "no file sets the list rooms; set it as a whole"),
+        ("name.first=b", "name is 'a', which has no keys"),
+    ],
+)
+def test_malformed_overrides(write: Write, override: str, message: str) -> None:
+    path = write("name: a\npets: [{kind: cat}]\n")
+    with pytest.raises(ConfigError, match=f"^command line: .*{message}"):
+        load(path, [override], House)
+
+
+def test_an_override_of_the_kind_starts_its_mapping_afresh(write: Write) -> None:
+    path = write("name: a\nfavourite: {kind: cat, lives: 3}\n")
+    assert load(path, ["favourite.kind=dog", "favourite.tricks=[sit]"], House).favourite == Dog(tricks=("sit",))
+    assert load(path, ["favourite.kind=cat"], House).favourite == Cat(lives=3)
+
+
+def lamp(**options: Any) -> str:
+    return f"part: {{use: '{Lamp.__module__}:Lamp', with: {options}}}\n"
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This file under its own module name, whatever import mode pytest runs in."""
+    monkeypatch.setitem(sys.modules, Lamp.__module__, sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("importable")
+def test_components_are_checked_under_their_own_path(write: Write) -> None:
+    path = write("name: a\n" + lamp(wats=3, watts=0))
+    with pytest.raises(ConfigError) as caught:
+        check_components(load(path, [], House))
+    _, watts, unknown = str(caught.value).splitlines()
+    assert watts.endswith("house.yaml:2: part.with.watts: got 0, expected a number greater than 0")
+    assert "house.yaml:2: part.with.wats: unknown key; did you mean `watts`?" in unknown
+
+
+@pytest.mark.usefixtures("importable")
+def test_components_inside_components_are_checked(write: Write) -> None:
+    path = write("name: a\n" + lamp(inner={"use": "rayloop.core.types:Nothing"}))
+    with pytest.raises(ConfigError, match=r"house.yaml:2: part.with.inner: use: 'rayloop.core.types:Nothing' cannot"):
+        check_components(load(path, [], House))
+    check_components(load(path, [f"part.with.inner.use={Lamp.__module__}:Lamp"], House))
+
+
+@pytest.mark.parametrize("use", ["rayloop.core.types:Task", "rayloop.nothing:Task", "Task", "", ":", "rayloop.core:"])
+def test_a_component_that_is_none_is_named(write: Write, use: str) -> None:
+    path = write(f"name: a\npart:\n  use: '{use}'\n")
+    with pytest.raises(ConfigError, match=r"house.yaml:3: part: use: "):
+        check_components(load(path, [], House))
+
+
+def test_dump_loads_to_an_equal_object(write: Write) -> None:
+    text = (
+        "name: 'on'\npets: []\ngarden: {size: 1e-7}\nrooms: {'1': .5}\npart: {use: 'a:B', with: {x: [1, null, 'y']}}\n"
+    )
+    house = load(write(text), [], House)
+    expanded = dump(house)
+    again = load(write(expanded, "again.yaml"), [], House)
+    assert again == house
+    assert dump(again) == expanded
+    assert "stairs: false" in expanded
+
+
+@pytest.mark.usefixtures("importable")
+def test_dump_can_expand_components(write: Write) -> None:
+    house = load(write("name: a\n" + lamp()), [], House)
+    again = load(write(dump(house, expand_components=True), "again.yaml"), [], House)
+    assert again.part is not None
+    assert again.part.with_ == {"watts": 40, "inner": None}
+
+
+def test_paths_are_relative_to_the_current_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert local_path("a/b.jsonl") == tmp_path / "a" / "b.jsonl"
+    assert local_path("~/x") == Path.home() / "x"
+
+
+def test_the_reference_describes_every_key() -> None:
+    page = describe(House)
+    assert "## `pets.*` with `kind: cat`" not in page, "a class used at two places has one section"
+    assert "## `pets.*`, `favourite` with `kind: cat`\n\nPurrs.\n" in page
+    assert "| `lives` | integer, >= 1 | `9` | How many are left. |" in page
+    assert "| `size` | number, > 0, < 100 | `1.0` |  |" in page
+    assert "| `name` | text | **required** |  |" in page
+    assert "| `garden` | section or null | `null` |  |" in page
+    assert count_fields(Garden) == 2
+    assert count_fields(House) == 4 + 2 + 2 + 2 + 2  # House without sections, Cat, Dog, Garden, Component
+
+
+def test_the_page_of_the_run_configuration_is_current() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "config.md"
+    assert docs.read_text() == page("cluster.config:RunConfig"), "run: make docs"
