@@ -18,7 +18,6 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
-_ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -47,7 +46,8 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
     name = source.path or "image bytes"
     data = _read(source)
     try:
-        width, height = _header_size(data)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
     except _BROKEN as error:
@@ -59,7 +59,7 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             image.verify()
-        decode(data)
+        width, height = decode(data).size
     except _BROKEN as error:
         raise DataFailure(name, f"truncated or corrupt image: {error}") from error
     return data, width, height
@@ -100,13 +100,6 @@ def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, pat
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)
 """What PIL raises on malformed files, depending on where they break."""
-
-
-def _header_size(data: bytes) -> tuple[int, int]:
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        width, height = image.size
-        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-    return (height, width) if turned else (width, height)
 
 
 def _read(source: ImageSource) -> bytes:

@@ -24,6 +24,8 @@ from rayloop.core.types import ImageSource, Message, PromptImage, Sampling, Toke
 from rayloop.envs.chat_template import load_chat_template, read_json
 
 _VISION = re.compile(r"vision|image|video")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Lone surrogates, as in broken JSON, have no UTF-8 form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class Renderer:
         ids = self._encode(self._closing + text[len(self._history) :])
         return self._rendered(ids[1:] if sampled and sampled[-1] == ids[0] else ids, images)
 
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of a text as data: markup in it stays plain text."""
+        return tuple(self._encode_plain(text))
+
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -126,7 +132,8 @@ class Renderer:
         return ids + self._encode_plain(text[position:])
 
     def _encode_plain(self, text: str) -> list[int]:
-        return list(self._plain.encode(text.replace(self._guard, ""), add_special_tokens=False).ids)
+        whole = _SURROGATE.sub("\ufffd", text.replace(self._guard, ""))
+        return list(self._plain.encode(whole, add_special_tokens=False).ids)
 
     def _image(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
         if self._geometry is None:

@@ -1,4 +1,4 @@
-"""Writes the digits dataset: ``python -m recipes.digits.prepare --out DIR`` makes DIR/train.jsonl and DIR/eval.jsonl."""
+"""Writes the digits dataset: ``python -m recipes.digits.prepare --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""Images are checked before they are decoded, and sized as the processor sizes them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rayloop.core.failures import DataFailure, ImageRefused
+from rayloop.core.images import ImageGeometry, decode, image_ref, probe, smart_resize
+from rayloop.core.types import ImageSource
+from tests.support.pictures import picture, png_header
+
+LIMIT = 50_000_000
+SIDES = st.integers(min_value=1, max_value=4000)
+
+
+@given(height=SIDES, width=SIDES, pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)))
+@settings(max_examples=300, deadline=None)
+def test_smart_resize_equals_the_processors(height: int, width: int, pixels: tuple[int, int]) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as original
+
+    if max(height, width) > 200 * min(height, width):
+        return
+    assert smart_resize(height, width, 28, *pixels) == original(height, width, 28, *pixels)
+
+
+@pytest.mark.parametrize(("width", "height"), [(160, 210), (28, 28), (10, 1500), (1920, 1080), (5, 5)])
+def test_a_reference_has_the_processors_grid(width: int, height: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    data = picture(width, height)
+    ref = image_ref(data, width, height, ImageGeometry(14, 2, 784, 200_000))
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 784, "longest_edge": 200_000})
+    grid = processor(images=[decode(data)], return_tensors="pt")["image_grid_thw"][0]
+    assert ref.grid == tuple(grid.tolist())
+    assert ref.tokens == grid.prod().item() // 4
+    assert ref.sha256 == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+def test_an_intact_image_is_returned_with_its_size(format: str, tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    path.write_bytes(picture(40, 30, format=format))
+    assert probe(ImageSource(path=str(path)), LIMIT) == (path.read_bytes(), 40, 30)
+
+
+@pytest.mark.parametrize("side", [8000, 12_000, 30_000])
+def test_a_bomb_is_refused_by_its_header(side: int) -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    with pytest.raises(ImageRefused, match="limit is 50000000"):
+        probe(ImageSource(data=png_header(side, side)), LIMIT)
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+def test_an_extreme_aspect_ratio_is_refused() -> None:
+    assert probe(ImageSource(data=picture(2000, 10)), LIMIT)[1:] == (2000, 10)
+    with pytest.raises(ImageRefused, match="aspect ratio"):
+        probe(ImageSource(data=picture(2010, 10)), LIMIT)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9])
+def test_a_truncated_file_is_found(format: str, kept: float, tmp_path: Path) -> None:
+    noise = Image.effect_noise((200, 200), 90).convert("RGB")
+    path = tmp_path / "cut.img"
+    noise.save(path, format)
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(DataFailure, match=r"cut\.img"):
+        probe(ImageSource(path=str(path)), LIMIT)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"GIF89a" + bytes(40), png_header(10, 10)])
+def test_what_is_no_image_is_a_data_failure(content: bytes) -> None:
+    with pytest.raises(DataFailure):
+        probe(ImageSource(data=content), LIMIT)
+
+
+@pytest.mark.parametrize("name", ["missing.png", "", "a\0b", "x" * 5000])
+def test_a_file_that_cannot_be_read_is_a_data_failure(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataFailure) as failure:
+        probe(ImageSource(path=f"{tmp_path}/{name}"), LIMIT)
+    assert failure.value.path == f"{tmp_path}/{name}"
+
+
+def test_orientation_turns_size_and_pixels_alike() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = picture(40, 30, format="JPEG", exif=exif)
+    assert probe(ImageSource(data=data), LIMIT)[1:] == (30, 40)
+    assert decode(data).size == (30, 40)
