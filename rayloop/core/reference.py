@@ -17,7 +17,6 @@ from pydantic.fields import FieldInfo
 from rayloop.core.schema import item, kind_of, members, models, walk
 from rayloop.core.yaml_source import KeyPath, dotted
 
-
 HEADER = """# Configuration
 
 Made by `python -m rayloop.core.reference {target}`; do not edit. {count} keys.
