@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayloop.core.types import Completion, ImageSource, Message, Outcome, Sampling, Task, TokenPrompt, Trajectory, Version
+from rayloop.core.types import (
+    Completion,
+    ImageSource,
+    Message,
+    Outcome,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True)
