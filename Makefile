@@ -18,8 +18,14 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-quickstart: $(VENV)/.run
+quickstart: runs/models/digits-warm/config.json
 	$(BIN)/python -m cluster train recipes/digits/quickstart.yaml
+
+runs/data/digits/train.jsonl: | $(VENV)/.run
+	$(BIN)/python -m recipes.digits.prepare --out $(@D)
+
+runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
+	$(BIN)/python -m cluster sft recipes/digits/warm.yaml
 
 docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
