@@ -40,7 +40,13 @@ class Comparison:
     swapped: float = 0.0
 
     def report(self) -> dict[str, float]:
-        return {"tokens": self.tokens, "mean": self.mean, "max": self.max, "images": self.images, "swapped": self.swapped}
+        return {
+            "tokens": self.tokens,
+            "mean": self.mean,
+            "max": self.max,
+            "images": self.images,
+            "swapped": self.swapped,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,10 @@ class PolicyRank:
         fetched = time.perf_counter() - began
         report = self.engine.train(
             [
-                [TrainItem(payloads[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
+                [
+                    TrainItem(payloads[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag)
+                    for a in update
+                ]
                 for update in updates
             ]
         )

@@ -20,7 +20,9 @@ def build_engine(model: ModelSettings, settings: GenerationSettings) -> Generati
 class RolloutActor:
     """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
 
-    def __init__(self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str) -> None:
+    def __init__(
+        self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str
+    ) -> None:
         from rayloop.engines.weights import transport as choose
 
         self.engine = build_engine(model, settings)

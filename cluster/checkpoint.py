@@ -74,7 +74,9 @@ class CheckpointStore:
         if resume != "auto":
             found = complete(Path(resume))
             if found is None:
-                raise ConfigError(f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)")
+                raise ConfigError(
+                    f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)"
+                )
             return found
         return next(iter(self.newest_first()), None)
 
@@ -85,20 +87,22 @@ class CheckpointStore:
     async def save(self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]]) -> Checkpoint:
         """Write a checkpoint and prune old ones. Raises CheckpointError, with the bytes at stake; nothing half-done stays."""
         name = f"step_{step:06d}"
-        final = next(path for path in (self.folder / f"{name}{'-' * (n > 0)}{n or ''}" for n in count()) if not path.exists())
+        final = next(
+            path for path in (self.folder / f"{name}{'-' * (n > 0)}{n or ''}" for n in count()) if not path.exists()
+        )
         aside = self.folder / f"{name}.tmp"
         try:
             await asyncio.to_thread(self._clear_aside)
             (aside / TRAINER).mkdir(parents=True)
             await save_trainer(str(aside / TRAINER))
             await asyncio.to_thread(self._commit, aside, final, step, state)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._explain(step, error, written)) from error
         return Checkpoint(final, step)
 
-    def _explain(self, step: int, error: OSError, written: int) -> str:
+    def _explain(self, step: int, error: Exception, written: int) -> str:
         free = shutil.disk_usage(self.folder).free
         need = max((_size(c.folder) for c in self.newest_first()), default=written)
         return (

@@ -6,10 +6,13 @@ Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configurati
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from cluster.config import RunConfig
+from cluster.environment import private_cluster
 from rayloop.core.config import check_components, dump, load
 from rayloop.core.failures import RayloopError
 
@@ -29,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m cluster", description="Train vision-language agents with GRPO on Ray.")
+    top = argparse.ArgumentParser(
+        prog="python -m cluster", description="Train vision-language agents with GRPO on Ray."
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a policy, or continue a run")
     train.add_argument("config", type=Path, help="YAML file of the run")
@@ -56,9 +61,11 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
-    from cluster.train import train
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    with nullcontext() if address else private_cluster():
+        from cluster.train import train  # imports ray
 
-    return train(config, arguments.address)
+        return train(config, address)
 
 
 def _sft(arguments: argparse.Namespace) -> int:

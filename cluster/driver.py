@@ -30,7 +30,6 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Group, State, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
-from rayloop.grpo.replay import ReplayBuffer
 
 
 class Driver:
@@ -47,7 +46,6 @@ class Driver:
         self.failed_saves = 0
         self.timings: dict[str, float] = {}
         self.ledger = Ledger()
-        self.replay = ReplayBuffer(config.algorithm.replay, config.seed)
         self.reporter = Reporter(config, self.folder)
         self.services = Services(config, folder, self.reporter.event)
         self.publisher = Publisher(config, self.services, self.reporter)
@@ -56,7 +54,9 @@ class Driver:
     def prepare(self) -> None:
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
-        self.held_out = Production.read(self.config.data.eval, self.config, self.reporter) if self.config.evaluation.every else None
+        self.held_out = (
+            Production.read(self.config.data.eval, self.config, self.reporter) if self.config.evaluation.every else None
+        )
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
 
@@ -79,7 +79,7 @@ class Driver:
 
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
-        group = self.production.replayed(self.replay.inject(group, self.step))  # before the statistics; off unless asked for
+        group = self.production.replay(group, self.step)  # ARPO; before the statistics, off unless the recipe says so
         group = with_advantages(group, self.config.algorithm.advantage)  # over the scored members
         group = apply_filters(group, self.config.algorithm.filtering.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
@@ -109,7 +109,9 @@ class Driver:
             return self.reporter.close(self.step, self.ledger.counts())
         except Preempted:
             await self.checkpoint()
-            raise Preempted(f"stopped at step {self.step} of {self.config.steps}, saved; run again to continue") from None
+            raise Preempted(
+                f"stopped at step {self.step} of {self.config.steps}, saved; run again to continue"
+            ) from None
         finally:
             self.services.stop()
 
@@ -135,7 +137,9 @@ class Driver:
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
-        await self.production.run(self.player, self.finish, self.services.rollout.size, lambda: (self.step, self.version))
+        await self.production.run(
+            self.player, self.finish, self.services.rollout.size, lambda: (self.step, self.version)
+        )
 
     async def supervise(self) -> None:
         """Notice actors that died while nobody was calling them."""
@@ -175,7 +179,9 @@ class Driver:
     @timed("testing")
     async def evaluate(self) -> None:
         """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step."""
-        due = self.held_out is not None and (self.step % self.config.evaluation.every == 0 or self.step == self.config.steps)
+        due = self.held_out is not None and (
+            self.step % self.config.evaluation.every == 0 or self.step == self.config.steps
+        )
         if due and self.held_out is not None:
             self.reporter.evaluated(self.step, await evaluate(self.config, self.held_out, self.player, self.step))
 
@@ -208,7 +214,9 @@ class Driver:
             began = time.monotonic()
             saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save)
             self.failed_saves = 0
-            self.reporter.event("checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3))
+            self.reporter.event(
+                "checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3)
+            )
         except CheckpointError as error:
             self.failed_saves += 1
             self.reporter.event("checkpoint_failed", step=self.step, failures=self.failed_saves, why=str(error))

@@ -35,7 +35,12 @@ class Player:
     """``play`` always returns a member: scored, or unscored with the reason. It raises only what must end the run."""
 
     def __init__(
-        self, config: RunConfig, services: Services, driver: Any, on_event: Callable[..., None], on_bad_data: Callable[[Task, str, str], None]
+        self,
+        config: RunConfig,
+        services: Services,
+        driver: Any,
+        on_event: Callable[..., None],
+        on_bad_data: Callable[[Task, str, str], None],
     ) -> None:
         self.config, self.services = config, services
         self.reissued = 0
@@ -67,7 +72,11 @@ class Player:
         return failed
 
     async def _play_once(self, request: PlayRequest) -> PlayFailed | tuple[Summary, Any]:
-        environments, key, affinity = self.services.environment, f"{request.id}@{request.attempt}", str(request.id.group)
+        environments, key, affinity = (
+            self.services.environment,
+            f"{request.id}@{request.attempt}",
+            str(request.id.group),
+        )
         engine = await self.services.rollout.lease(affinity)
         self._engines[key] = engine.worker
         environment = await environments.lease()
@@ -81,7 +90,9 @@ class Player:
             if not is_lost(error):
                 raise
             environments.lost(environment.worker, error)
-            reason = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, f"the environment actor was lost: {str(error).splitlines()[0]}")
+            reason = Unscored(
+                UnscoredKind.ENVIRONMENT_FAILURE, f"the environment actor was lost: {str(error).splitlines()[0]}"
+            )
             return PlayFailed(request.id, request.attempt, reason)
         finally:
             environments.release(environment.worker)
@@ -122,7 +133,9 @@ class Player:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
         members = [m for m in group.members if m.payload is not None]
-        bare = dataclasses.replace(group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members))
+        bare = dataclasses.replace(
+            group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members)
+        )
         c = self.config.reward
         try:
             found: tuple[list[RolloutRecord], dict[str, bytes]] = await self.services.reward.call(

@@ -29,7 +29,9 @@ class PolicyGroup:
 
     async def start(self) -> None:
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        init_method = await within(self.settings.start_timeout, self.ranks[0].address.remote(), "policy rank 0 (starting)")
+        init_method = await within(
+            self.settings.start_timeout, self.ranks[0].address.remote(), "policy rank 0 (starting)"
+        )
         await self._all("join", init_method, deadline=self.settings.start_timeout)
 
     async def rebuild(self) -> None:
@@ -46,7 +48,11 @@ class PolicyGroup:
         """Call all ranks; the first failure counts, since the others then wait for a peer that will not come."""
         calls = [
             asyncio.ensure_future(
-                within(deadline or self.settings.step_timeout, getattr(rank, method).remote(*a, **kwargs), f"policy rank {i} ({method})")
+                within(
+                    deadline or self.settings.step_timeout,
+                    getattr(rank, method).remote(*a, **kwargs),
+                    f"policy rank {i} ({method})",
+                )
             )
             for i, (rank, a) in enumerate(zip(self.ranks, args, strict=True))
         ]

@@ -89,7 +89,9 @@ class Pool:
         self._serial += 1
         worker = Worker(self._serial, slot, self._spawn(slot))
         try:
-            await within(self.settings.start_timeout, worker.handle.health.remote(), f"{self.role} worker {slot} (starting)")
+            await within(
+                self.settings.start_timeout, worker.handle.health.remote(), f"{self.role} worker {slot} (starting)"
+            )
             if self._admit is not None:
                 await self._admit(worker.handle)
         except RayActorError as error:

@@ -23,6 +23,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import (
     Fate,
     Group,
+    Member,
     PlayRequest,
     Scored,
     State,
@@ -32,7 +33,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.grpo.filtering import Verdict, generation_verdict, select
-from rayloop.grpo.replay import Injection
+from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, is_stale, open_slots
 
 Finish = Callable[[Group], Awaitable[Group]]
@@ -56,6 +57,8 @@ class Production:
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.ready: list[Group] = []
         self.in_flight: dict[int, Issue] = {}
+        self.buffer = ReplayBuffer(config.algorithm.replay, config.seed)
+        self._injected: dict[int, tuple[Group, Member | None]] = {}
         self.reissue: list[Issue] = []
         self.next_number = 0
         self.quarantined: set[str] = set()
@@ -132,7 +135,9 @@ class Production:
             if self.dataset[index].id not in self.quarantined:
                 self.next_number += 1
                 return Issue(self.next_number, index, self.cursor.visits(index))
-        raise ConfigError(f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl")
+        raise ConfigError(
+            f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl"
+        )
 
     def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
         """In deterministic mode groups are committed in issue order: each waits for the one before it."""
@@ -170,11 +175,15 @@ class Production:
 
     def _commit(self, group: Group) -> None:
         """Take a finished group in: what was kept is ready, the rest has its fate."""
+        self._account_for_replay(group.issue)
         for member in group.members:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
-        if any(not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE for m in group.members):
+        if any(
+            not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
+            for m in group.members
+        ):
             self._environment_failed(group.task)
         self.finished.append(group)
         if group.kept:
@@ -183,13 +192,18 @@ class Production:
         del self.in_flight[group.issue]
         self._changed.set()
 
-    def replayed(self, injection: Injection) -> Group:
-        """Account for a replay: the displaced member leaves the group and the ledger."""
-        if injection.displaced is not None:
-            assert injection.displaced.fate is not None
-            self.ledger.move(injection.displaced.summary.id, injection.displaced.fate)
-            self.ledger.replay()
+    def replay(self, group: Group, step: int) -> Group:
+        """Let a stored success take a member's place (ARPO). Takes effect in buffer and ledger when the group is committed."""
+        injection = self.buffer.inject(group, step)
+        self._injected[group.issue] = (group, injection.displaced)
         return injection.group
+
+    def _account_for_replay(self, issue: int) -> None:
+        fresh, displaced = self._injected.pop(issue)
+        self.buffer.store(fresh)
+        if displaced is not None and displaced.fate is not None:
+            self.ledger.move(displaced.summary.id, displaced.fate)
+            self.ledger.replay()
 
     # Taking a step's groups ----------------------------------------------------------------------------------------
 
@@ -224,9 +238,10 @@ class Production:
         return chosen.train
 
     def _verdict(self) -> Verdict:
-        """Train, or wait for more. The budget counts as spent only once nothing is in flight."""
+        """Train, or wait for more. A synchronous round is awaited to its end; the budget is spent when nothing is in flight."""
         c = self.config.algorithm
-        if self.survivors < c.target and (self.in_flight or self.issued_this_step < self._budget):
+        enough = self.survivors >= c.target and not (c.staleness.max_staleness == 0 and self.in_flight)
+        if not enough and (self.in_flight or self.issued_this_step < self._budget):
             return Verdict.MORE
         used = c.filtering.max_generation_batches if self.issued_this_step >= self._budget else 0
         fates = Counter(

@@ -126,7 +126,9 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
             for flag in member.outcome.flags:
                 values[f"flag/{flag}"].append(1.0)
     flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
-    means = {f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")}
+    means = {
+        f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")
+    }
     if not values["reward"]:
         return {}
     return means | flags | {

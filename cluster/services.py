@@ -60,14 +60,18 @@ async def reserve(config: RunConfig) -> PlacementGroup:
     needed, present = total(wanted), ray.cluster_resources()
     short = {name: amount for name, amount in needed.items() if amount > present.get(name, 0.0) + 1e-6}
     if short:
-        lacks = ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in short.items())
+        lacks = ", ".join(
+            f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in short.items()
+        )
         raise ResourcesUnavailable(f"the run needs {lacks}. Lower the roles' actors or placement, or join more nodes")
     group = placement_group(wanted, strategy="PACK")
     try:
         await asyncio.wait_for(group.ready(), config.recovery.start_timeout)
     except TimeoutError:
         remove_placement_group(group)
-        free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} of {present[name]:g} {name}s" for name in needed)
+        free = ", ".join(
+            f"{ray.available_resources().get(name, 0.0):g} of {present[name]:g} {name}s" for name in needed
+        )
         raise ResourcesUnavailable(
             f"the run's {len(wanted)} actors could not be placed within {config.recovery.start_timeout:g} s: free are {free}. "
             "Another run may hold the rest, or no single node has room for one actor"
@@ -107,7 +111,12 @@ class Services:
             c.model, c.rollout.engine, c.publish.transport, weights, admit=admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
-            EnvironmentActor, "environment", c.environment.actors, c.environment.placement, c.model, c.environment.episode
+            EnvironmentActor,
+            "environment",
+            c.environment.actors,
+            c.environment.placement,
+            c.model,
+            c.environment.episode,
         )
         self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
         self.pools = [self.rollout, self.environment, self.reward]

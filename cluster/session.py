@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import ray
 
@@ -22,12 +20,11 @@ OBJECT_STORE = 512 * 2**20
 
 @contextmanager
 def session(config: RunConfig, address: str | None) -> Iterator[None]:
-    """Join the cluster at ``address`` (or RAY_ADDRESS); without one, start a private cluster that ends with the block.
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
     A private cluster is given as many logical CPUs as the run's actors ask for, so that a laptop can hold all roles; its
-    token and its files live in a temporary folder of its own.
+    files live in a temporary folder of its own (its token: cluster/environment.py).
     """
-    address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=False)
         try:
@@ -35,7 +32,7 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, _private_settings(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         needed = total(bundles(config))
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(
@@ -55,30 +52,6 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _private_settings(folder: Path) -> Iterator[None]:
-    """Ray's settings travel in environment variables: a token of its own, and no orphaned grandchildren."""
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    settings = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _gpus() -> int:

@@ -18,7 +18,7 @@ async def capture(driver: Driver) -> dict[str, Any]:
     """Everything as plain values. Ready groups and the replay buffer carry the bytes that their references stand for."""
     production = driver.production
     ready = [dataclasses.replace(g, members=await _inline(g.members)) for g in production.ready]
-    replay = {task: await _inline(members) for task, members in driver.replay.state().items()}
+    replay = {task: await _inline(members) for task, members in production.buffer.state().items()}
     return {
         "step": driver.step,
         "version": driver.version,
@@ -54,7 +54,7 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.environment_failures.update(state["environment_failures"])
     production.acceptance.restore(state["acceptance"])
     production.issued_this_step = state["issued_this_step"]
-    driver.replay.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})
+    production.buffer.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})
 
 
 async def _inline(members: tuple[Member, ...]) -> tuple[Member, ...]:

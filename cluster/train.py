@@ -56,11 +56,15 @@ def _run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
                 raise cause(error) from error
             raise
         except RayActorError as error:
-            progress.note(f"the driver actor died (restart {restarts} of {config.recovery.driver_restarts}): {last_line(error)}")
+            progress.note(
+                f"the driver actor died (restart {restarts} of {config.recovery.driver_restarts}): {last_line(error)}"
+            )
             resume = "auto"
         finally:
             ray.kill(driver)
-    raise DriverLost(f"the driver actor died {config.recovery.driver_restarts + 1} times; recovery.driver_restarts is spent")
+    raise DriverLost(
+        f"the driver actor died {config.recovery.driver_restarts + 1} times; recovery.driver_restarts is spent"
+    )
 
 
 def _follow(driver: Any, progress: Progress) -> dict[str, Any]:

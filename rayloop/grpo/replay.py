@@ -34,21 +34,28 @@ class ReplayBuffer:
         return sum(map(len, self._stored.values()))
 
     def inject(self, group: Group, step: int) -> Injection:
-        """Replace member 0 by a stored success when the group failed throughout, then store its fresh successes.
+        """Replace member 0 by a stored success when the group failed throughout. Changes nothing in the buffer.
 
         Comes before the statistics: members are scored, but have neither advantage nor fate. ``step`` is the step that
         will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
-        displaced member counts as ``surplus[replaced_by_replay]``; it is no longer in the group.
+        displaced member counts as ``surplus[replaced_by_replay]``; it is no longer in the group. ``store`` the group as
+        it came once it is committed.
         """
-        if not self._settings.enabled:
-            return Injection(group)
-        stored = self._draw(group, step) if self._failed(group) else None
-        self._store(group)
+        stored = self._draw(group, step) if self._settings.enabled and self._failed(group) else None
         if stored is None:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
         displaced = replace(group.members[0], fate=REPLACED)
         return Injection(replace(group, members=members, replay_of=stored.summary.id), displaced)
+
+    def store(self, group: Group) -> None:
+        """Keep the group's fresh successes, as it was before injection; the oldest of its task make room."""
+        if not self._settings.enabled:
+            return
+        for member in group.scored:
+            if not member.replayed and _result(member) > self._settings.success_above:
+                slots = self._stored.setdefault(group.task.id, deque(maxlen=self._settings.capacity))
+                slots.append(replace(member, advantage=None, reference=None))
 
     def _failed(self, group: Group) -> bool:
         results = [_result(member) for member in group.scored]
@@ -68,12 +75,6 @@ class ReplayBuffer:
         if not fresh_enough:
             return None
         return random.Random(derive(self._seed, "replay", group.task.id, group.issue)).choice(fresh_enough)
-
-    def _store(self, group: Group) -> None:
-        for member in group.scored:
-            if not member.replayed and _result(member) > self._settings.success_above:
-                slots = self._stored.setdefault(group.task.id, deque(maxlen=self._settings.capacity))
-                slots.append(replace(member, advantage=None, reference=None))
 
     def state(self) -> dict[str, tuple[Member, ...]]:
         """The stored members per task, oldest first. Payloads are references: checkpoints write what they refer to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
@@ -52,3 +53,18 @@ def box(values: Any, where: str) -> Box:
         if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1:
             return x1, y1, x2, y2
     raise DataFailure(where, f"bbox must be [x1, y1, x2, y2], 0 <= x1 < x2 <= 1, 0 <= y1 < y2 <= 1, not {values!r}")
+
+
+class BoxAnswers:
+    """The supervised answer: the task's box, rounded to two decimals. ``tokens``: one token per coordinate and bracket."""
+
+    tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: BoxAnswers.Settings) -> None:
+        del settings
+
+    def answer(self, task: Task, rng: random.Random) -> str:
+        return "<bbox>[" + ",".join(f"{value:.2f}" for value in task.ground_truth) + "]</bbox>"

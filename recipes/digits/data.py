@@ -50,3 +50,18 @@ class DigitRows:
             raise DataFailure(where, f"digits must be a list of integers from 0 to 9, not {digits!r}")
         text = self._settings.prompt.replace("{digits}", " ".join(map(str, digits)))
         return Task(str(field(row, "id", where)), (Message("user", (text,)),), sorted(digits), "digits")
+
+
+class SortedAnswers:
+    """The supervised answer: the sorted digits, separated by blanks."""
+
+    tokens = ()
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: SortedAnswers.Settings) -> None:
+        del settings
+
+    def answer(self, task: Task, rng: random.Random) -> str:
+        return " ".join(map(str, task.ground_truth))

@@ -16,7 +16,7 @@ ON = ReplaySettings(enabled=True)
 
 def buffer_with_success(settings: ReplaySettings = ON, **changes: object) -> ReplayBuffer:
     buffer = ReplayBuffer(settings, seed=1)
-    buffer.inject(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes), step=0)
+    buffer.store(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes))
     return buffer
 
 
@@ -60,8 +60,9 @@ def test_the_environments_result_decides_not_the_reward() -> None:
 
 def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
     buffer = buffer_with_success()
-    injection = buffer.inject(make_group(1, [0.15] * 4), step=1)
-    assert injection.displaced is not None
+    group = make_group(1, [0.15] * 4)
+    assert buffer.inject(group, step=1).displaced is not None
+    buffer.store(group)
     stored = [str(member.summary.id) for member in buffer.state()["task"]]
     assert stored == ["0/1", "1/0", "1/1", "1/2", "1/3"]
 
@@ -69,7 +70,7 @@ def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
 def test_first_in_first_out_per_task() -> None:
     buffer = ReplayBuffer(ReplaySettings(enabled=True, capacity=3), seed=0)
     for issue in range(3):
-        buffer.inject(make_group(issue, [1.0, 1.0]), step=0)
+        buffer.store(make_group(issue, [1.0, 1.0]))
     assert [str(member.summary.id) for member in buffer.state()["task"]] == ["1/1", "2/0", "2/1"]
 
 
@@ -83,7 +84,7 @@ def test_too_old_samples_are_not_injected() -> None:
 
 def test_a_resumed_run_draws_the_same() -> None:
     buffer = ReplayBuffer(ON, seed=7)
-    buffer.inject(make_group(0, [1.0] * 8), step=0)
+    buffer.store(make_group(0, [1.0] * 8))
     resumed = ReplayBuffer(ON, seed=7)
     resumed.restore(pickle.loads(pickle.dumps(buffer.state())))
     failed = [make_group(issue, [0.0, 0.0]) for issue in range(1, 30)]
@@ -96,6 +97,6 @@ def test_a_stored_sample_forgets_its_groups_statistics() -> None:
     group = make_group(0, [1.0, 0.0])
     annotated = group.map({0: replace(group.members[0], advantage=0.7, reference="its log-probs")})
     buffer = ReplayBuffer(ON, seed=0)
-    buffer.inject(annotated, step=0)
+    buffer.store(annotated)
     (stored,) = buffer.state()["task"]
     assert (stored.advantage, stored.reference) == (None, None)

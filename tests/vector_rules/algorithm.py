@@ -201,12 +201,13 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> dict[str, list[str]]:
     for i, name in enumerate(before):
         stored = make_group(i, [1.0])
         names[stored.members[0].summary.id] = name
-        buffer.inject(stored, step=0)
+        buffer.store(stored)
     # The original compares float32 results with its thresholds: there 0.1 > 0.1 holds.
     evals = [float(np.float32(value)) for value in entry.need("evals")]
     group = make_group(len(before), evals)
     names |= {member.summary.id: f"{entry.need('step')}_{i}" for i, member in enumerate(group.members)}
     batch = [names[member.summary.id] for member in buffer.inject(group, step=0).group.members]
+    buffer.store(group)
     expected_first = entry.expected["batch_after"][0]
     if batch[0] in before and expected_first in before:
         batch[0] = expected_first
