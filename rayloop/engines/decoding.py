@@ -15,19 +15,22 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import FinishReason, Sampling, TokenIds, TokenPrompt
-from rayloop.engines.models import Vision, positions
+from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
+from rayloop.engines.models import TensorCache, Vision, positions
 from rayloop.engines.sampler import Sampler, StopStrings, uniforms
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``pixels`` [patches, dim] per image, ``grids`` [n, 3]."""
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes.
+
+    That is its features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers.
+    """
 
     token_ids: Tensor
     positions: Tensor
-    pixels: tuple[Tensor, ...]
     grids: Tensor
+    images: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,10 @@ class Row:
     abandoned: Callable[[], bool]
 
 
+POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
+
+
 class Decoder:
     """Decodes batches; not thread-safe."""
 
@@ -49,6 +56,11 @@ class Decoder:
         self._tokenizer = tokenizer
         self._vision = vision
         self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._features = TensorCache()
+
+    def forget(self) -> None:
+        """The weights changed: image features are computed anew."""
+        self._features.clear()
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[Row]) -> None:
@@ -81,10 +93,23 @@ class Decoder:
             raise DataFailure("prompt", "it has no tokens")
         if prompt.images and self._vision is None:
             raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
-        pixels = tuple(self._vision.pixels(image.ref, image.data) for image in prompt.images) if self._vision else ()
         token_ids = torch.tensor(prompt.token_ids)
         grids = torch.tensor([image.ref.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
-        return Prompt(token_ids, positions(self._model, token_ids, grids), pixels, grids)
+        position_ids = positions(self._model, token_ids, grids)
+        images = tuple(self._image(self._vision, image) for image in prompt.images) if self._vision else ()
+        return Prompt(token_ids, position_ids, grids, images)
+
+    def _image(self, vision: Vision, image: PromptImage) -> Tensor:
+        """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in the batch."""
+        if self._model.config.model_type not in POOLED_MODELS:
+            return vision.pixels(image.ref, image.data)
+        if (cached := self._features.get(image.ref.sha256)) is not None:
+            return cached
+        pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
+        grid = torch.tensor([image.ref.grid], device=self._model.device)
+        features: Tensor = self._model.get_image_features(pixels, grid, return_dict=True).pooler_output[0]
+        self._features.put(image.ref.sha256, features)
+        return features
 
 
 class _Batch:
@@ -138,13 +163,21 @@ class _Batch:
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = DynamicCache(config=self._model.config)
         self._length = 0
-        pixels = [pixels for prompt in prompts for pixels in prompt.pixels]
-        images = {}
-        if pixels:
-            images["pixel_values"] = torch.cat(pixels).to(self._device, self._model.dtype)
-            images["image_grid_thw"] = torch.cat([prompt.grids for prompt in prompts]).to(self._device)
         self._positions = self._next_positions(position_ids).to(self._device)
-        return self._forward(token_ids.to(self._device), position_ids.to(self._device), **images)
+        return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
+
+    def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:
+        """The model's arguments for the padded prompts ``token_ids`` [U, P] and their images."""
+        images = [image for prompt in prompts for image in prompt.images]
+        if not images:
+            return {"input_ids": token_ids}
+        stacked = torch.cat(images).to(self._device, self._model.dtype)
+        if self._model.config.model_type not in POOLED_MODELS:
+            grids = torch.cat([prompt.grids for prompt in prompts]).to(self._device)
+            return {"input_ids": token_ids, "pixel_values": stacked, "image_grid_thw": grids}
+        embeddings = self._model.get_input_embeddings()(token_ids)
+        embeddings[token_ids == self._model.config.image_token_id] = stacked
+        return {"inputs_embeds": embeddings}
 
     @staticmethod
     def _next_positions(position_ids: Tensor) -> Tensor:
@@ -155,20 +188,20 @@ class _Batch:
         return following + 1
 
     def _step(self, tokens: Tensor) -> Tensor:
-        logits = self._forward(tokens[:, None], self._positions)
+        logits = self._forward(self._positions, input_ids=tokens[:, None])
         self._positions = self._positions + 1
         return logits
 
-    def _forward(self, token_ids: Tensor, position_ids: Tensor, **images: Tensor) -> Tensor:
-        self._length += token_ids.shape[1]
+    def _forward(self, position_ids: Tensor, **inputs: Tensor) -> Tensor:
+        """Logits [B, V] of the last of the new tokens, whose ``position_ids`` are [R, B, n]."""
+        self._length += position_ids.shape[-1]
         output = self._model(
-            input_ids=token_ids,
             attention_mask=None if self._mask is None else self._mask[:, : self._length],
             position_ids=position_ids if len(position_ids) > 1 else position_ids[0],
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
-            **images,
+            **inputs,
         )
         return output.logits[:, -1]
 

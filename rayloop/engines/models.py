@@ -79,14 +79,38 @@ def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str
     return "flash_attention_2" if flash and not vision else "sdpa"
 
 
+class TensorCache:
+    """Tensors by content hash; beyond ``limit`` bytes the least recently used go first."""
+
+    def __init__(self, limit: int = 256 << 20) -> None:
+        self._limit = limit
+        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: str) -> Tensor | None:
+        if key not in self._tensors:
+            return None
+        self._tensors.move_to_end(key)
+        return self._tensors[key]
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        self._tensors[key] = tensor
+        self._bytes += tensor.nbytes
+        while self._bytes > self._limit and len(self._tensors) > 1:
+            self._bytes -= self._tensors.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        self._tensors.clear()
+        self._bytes = 0
+
+
 class Vision:
     """Turns encoded images into the model's patches; the same in the engine and in the trainer.
 
-    ``merge`` is the side of the patch square that becomes one image token. Decoded images are cached by content up to
-    ``cache_bytes``.
+    ``merge`` is the side of the patch square that becomes one image token. Decoded images are cached by content.
     """
 
-    def __init__(self, settings: ModelSettings, config: PreTrainedConfig, *, cache_bytes: int = 256 << 20) -> None:
+    def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(
                 settings.path, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
@@ -94,9 +118,7 @@ class Vision:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
         self.merge: int = config.vision_config.spatial_merge_size
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
-        self._cached_bytes = 0
-        self._cache_bytes = cache_bytes
+        self._cache = TensorCache()
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
         """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
@@ -106,16 +128,12 @@ class Vision:
         system fails.
         """
         if (cached := self._cache.get(ref.sha256)) is not None:
-            self._cache.move_to_end(ref.sha256)
             return cached
         name = ref.path or f"image {ref.sha256[:12]}"
         patches, grid = self._process(_read(ref, data, name), name)
         if grid != tuple(ref.grid):
             raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
-        self._cache[ref.sha256] = patches
-        self._cached_bytes += patches.nbytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        self._cache.put(ref.sha256, patches)
         return patches
 
     def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:

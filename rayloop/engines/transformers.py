@@ -170,6 +170,7 @@ class TransformersEngine:
             )
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+        self._decoder.forget()
 
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> Row:

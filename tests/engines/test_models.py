@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.engines.models import (
-    Vision,
+    TensorCache,
     checkpoint_names,
     hf_state,
     load_model,
@@ -99,12 +99,17 @@ def test_pixels_are_read_from_the_path_and_checked(tiny_vlm: Path, tmp_path: Pat
         vision.pixels(other.ref)
 
 
-def test_pixel_cache_forgets_the_oldest(tiny_vlm: Path) -> None:
-    vision = Vision(settings(tiny_vlm), load_model(settings(tiny_vlm)).config, cache_bytes=2 * 16 * 1176 * 4)
-    pictures = [image(56, 56, seed=seed) for seed in range(3)]
-    first = [vision.pixels(picture.ref, picture.data) for picture in pictures]
-    assert vision.pixels(pictures[2].ref, pictures[2].data) is first[2]
-    assert vision.pixels(pictures[0].ref, pictures[0].data) is not first[0]
+def test_the_cache_forgets_the_least_recently_used() -> None:
+    cache = TensorCache(limit=80)
+    for key in "abc":
+        cache.put(key, torch.zeros(5))
+    assert cache.get("a") is not None
+    cache.put("d", torch.zeros(10))
+    assert [key for key in "abcd" if cache.get(key) is not None] == ["a", "c", "d"]
+    cache.put("large", torch.zeros(100))
+    assert [key for key in ("a", "d", "large") if cache.get(key) is not None] == ["large"]
+    cache.clear()
+    assert cache.get("large") is None
 
 
 def test_positions_of_text(tiny_text: Path, tiny_vlm: Path) -> None:

@@ -124,20 +124,48 @@ def test_a_group_shares_prefill_and_equals_separate_requests(tiny_vlm: Path, mon
     stranger = prompt(tiny_vlm, "another and longer prompt, to pad the group", seed=9)
     alone = [many(tiny_vlm)((request, sampling))[0] for request in [*group, stranger]]
 
-    encoded: list[int] = []
+    encoded, prefilled = [], []
     model_type = type(load_model(ModelSettings(path=str(tiny_vlm))))
-    forward = model_type.forward
+    encode, forward = model_type.get_image_features, model_type.forward
 
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        encoded.append(len(kwargs.get("image_grid_thw", ())))
-        return forward(self, *args, **kwargs)
+    def counting(self: Any, pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
+        encoded.append(len(grid))
+        return encode(self, pixels, grid, **kwargs)
 
-    monkeypatch.setattr(model_type, "forward", counting)
+    def measuring(self: Any, **kwargs: Any) -> Any:
+        prefilled.append(kwargs["position_ids"].shape[1:])
+        return forward(self, **kwargs)
+
+    monkeypatch.setattr(model_type, "get_image_features", counting)
+    monkeypatch.setattr(model_type, "forward", measuring)
     together = many(tiny_vlm)(*((request, sampling) for request in [*group, stranger]))
     assert all(close(*pair) for pair in zip(alone, together, strict=True))
     assert len({completion.token_ids for completion in together[:5]}) > 1
-    assert sum(encoded) == 1
-    assert len(encoded) == 8
+    assert encoded == [1]
+    assert prefilled == [(2, len(stranger.token_ids))] + [(6, 1)] * 7
+
+
+def test_later_turns_reuse_the_image_until_the_weights_change(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type = type(load_model(ModelSettings(path=str(tiny_vlm))))
+    encode = model_type.get_image_features
+    encoded = []
+
+    def counting(self: Any, pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
+        encoded.append(grid.tolist())
+        return encode(self, pixels, grid, **kwargs)
+
+    monkeypatch.setattr(model_type, "get_image_features", counting)
+
+    async def test(engine: TransformersEngine) -> None:
+        first = prompt(tiny_vlm, image(84, 56), "zoom")
+        await engine.generate(first, GREEDY)
+        await engine.generate(prompt(tiny_vlm, image(84, 56), "zoom ok", image(56, 56), "and?"), GREEDY)
+        assert encoded == [[[1, 4, 6]], [[1, 4, 4]]]
+        await engine.load(manifest(Version(0, 1), weights(tiny_vlm)), weights(tiny_vlm))
+        await engine.generate(first, GREEDY)
+        assert len(encoded) == 3
+
+    served(tiny_vlm, test)
 
 
 def test_a_seed_fixes_the_tokens_and_turns_of_an_episode_differ(tiny_text: Path) -> None:
@@ -227,7 +255,7 @@ def test_requests_keep_their_own_budget_and_the_batch_shrinks(tiny_vlm: Path, mo
     forward = model_type.forward
 
     def measuring(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(len(kwargs["input_ids"]))
+        sizes.append(kwargs["position_ids"].shape[1])
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(model_type, "forward", measuring)
