@@ -1,0 +1,347 @@
+"""The episode loop: end reasons in their order, token bookkeeping, limits, deadlines and whose fault a failure is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayloop.core.failures import DataFailure, EnvironmentHung, InfrastructureFailure, OverLongPrompt
+from rayloop.core.model import ModelSettings
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import (
+    EndReason,
+    FinishReason,
+    ImageSource,
+    Message,
+    PlayRequest,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Version,
+)
+from rayloop.envs.episode import play, summarize
+from rayloop.envs.rendering import Renderer
+from rayloop.envs.scripted import ScriptedTool
+from rayloop.envs.settings import EpisodeSettings
+from rayloop.envs.single_turn import SingleTurn
+from rayloop.envs.tools import ImageTools
+from tests.support.pictures import picture
+from tests.support.scripted_engine import Said, ScriptedEngine
+
+END, STOP, LENGTH = FinishReason.END_TOKEN, FinishReason.STOP_STRING, FinishReason.LENGTH
+TASK = Task("t1", (Message("user", ("Click the button.", ImageSource(data=picture(56, 56)))),), source="page")
+
+
+@pytest.fixture(scope="module")
+def renderer(vision_folder: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(vision_folder)), 1_000_000)
+
+
+def request(task: Task = TASK, **sampling: Any) -> PlayRequest:
+    return PlayRequest(task, TrajectoryId(3, 1), 0, 42, Sampling(**{"max_tokens": 16, **sampling}))
+
+
+def scripted(*steps: dict[str, Any], **settings: Any) -> ScriptedTool:
+    return ScriptedTool(ScriptedTool.Settings.model_validate({"steps": list(steps), **settings}))
+
+
+def run(
+    renderer: Renderer, environment: Any, said: list[Said], asked: PlayRequest | None = None, **settings: Any
+) -> tuple[Trajectory, ScriptedEngine]:
+    """Play with a scripted engine; returns the trajectory and the engine."""
+    engine = ScriptedEngine(renderer, said)
+    defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0, "reset_timeout": 5.0}
+    chosen = EpisodeSettings.model_validate({**defaults, **settings})
+    return asyncio.run(play(asked or request(), environment, renderer, chosen, engine.generate)), engine
+
+
+NEXT = {"text": "go on"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "said", "settings", "reason", "sampled"),
+    [
+        ([], [("done", END)], {}, EndReason.DONE, 1),
+        ([NEXT, NEXT], [("a", END)] * 3, {}, EndReason.DONE, 3),
+        ([NEXT, {"text": "bye", "done": True}], [("a", END)] * 2, {}, EndReason.DONE, 2),
+        ([NEXT] * 9, [("a", END)] * 2, {"max_turns": 2}, EndReason.MAX_TURNS, 2),
+        ([NEXT, {"done": True}], [("a", END)] * 2, {"max_turns": 2}, EndReason.DONE, 2),
+        ([{"error": "no", "done": True}], [("a", END)], {}, EndReason.ACTION_ERROR, 1),
+        ([{"error": "no", "text": "x"}], [("a", END)] * 2, {}, EndReason.DONE, 2),
+        ([{"error": "no", "text": "x"}], [("a", END)], {"on_error": "end"}, EndReason.ACTION_ERROR, 1),
+        ([{"error": "no", "text": "x"}], [("a", END)], {"on_error": "end", "max_turns": 1}, EndReason.ACTION_ERROR, 1),
+        ([{"text": "long " * 200}], [("a", END)], {}, EndReason.OVER_LENGTH, 1),
+        ([{"images": [{}, {}]}], [("a", END)], {"max_images": 2}, EndReason.MAX_IMAGES, 1),
+        ([{"images": [{}]}], [("a", END)] * 2, {"max_images": 2}, EndReason.DONE, 2),
+        ([{"images": [{}, {}], "text": "long " * 200}], [("a", END)], {"max_images": 2}, EndReason.OVER_LENGTH, 1),
+        ([{"images": [{"width": 2000, "height": 5}]}], [("a", END)], {}, EndReason.ACTION_ERROR, 1),
+    ],
+)  # fmt: skip
+def test_end_reasons(
+    renderer: Renderer, steps: list[Any], said: list[Said], settings: dict[str, Any], reason: EndReason, sampled: int
+) -> None:
+    trajectory, engine = run(renderer, scripted(*steps, result=0.25), said, **settings)
+    assert trajectory.end_reason is reason
+    assert len(trajectory.sampled_turns) == sampled == len(engine.requests)
+    assert trajectory.turns[-1].sampled
+    assert trajectory.env_result == 0.25
+
+
+def test_a_turn_cut_by_the_episodes_limit_is_over_length(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt(TASK.messages).token_ids)
+    trajectory, engine = run(renderer, scripted(), [("a b c", LENGTH)], max_tokens=prompt + 10)
+    assert trajectory.end_reason is EndReason.OVER_LENGTH
+    assert engine.requests[0][1].max_tokens == 10
+    assert len(trajectory.flatten().token_ids) == prompt + 10
+    assert trajectory.sampling.max_tokens == 16
+
+
+def test_a_turn_that_ends_exactly_at_the_limit_counts(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt(TASK.messages).token_ids)
+    answer = len(ScriptedEngine(renderer, []).tokens(("fine", END), 0))
+    assert run(renderer, scripted(), [("fine", END)], max_tokens=prompt + answer)[0].end_reason is EndReason.DONE
+    trajectory, _ = run(renderer, scripted(NEXT), [("fine", END)], max_tokens=prompt + answer)
+    assert trajectory.end_reason is EndReason.OVER_LENGTH
+
+
+def test_a_turn_cut_by_its_own_limit_goes_to_the_environment(renderer: Renderer) -> None:
+    trajectory, _ = run(renderer, scripted(NEXT), [("a b", LENGTH), ("c", END)])
+    assert trajectory.end_reason is EndReason.DONE
+    assert [turn.finish for turn in trajectory.sampled_turns] == [LENGTH, END]
+
+
+def test_the_next_turn_is_limited_by_the_room_left(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt(TASK.messages).token_ids)
+    _, engine = run(renderer, scripted(NEXT), [("a", END)] * 2, request(max_tokens=1000), max_tokens=prompt + 60)
+    second = engine.requests[1][0]
+    assert [sampling.max_tokens for _, sampling in engine.requests] == [60, prompt + 60 - len(second.token_ids)]
+
+
+@pytest.mark.parametrize("finish", [END, STOP, LENGTH])
+def test_closing_tokens_are_context_and_sampled_tokens_are_kept(renderer: Renderer, finish: FinishReason) -> None:
+    said = [("call it</stop> now", finish), ("x", END)]
+    trajectory, engine = run(renderer, scripted(NEXT), said, request(stop=("</stop>",)))
+    first = engine.tokens(("call it</stop> now", finish), 16)
+    flat = trajectory.flatten()
+    start = len(trajectory.turns[0].token_ids)
+    end = renderer.end_tokens[0]
+    assert tuple(flat.token_ids[start : start + len(first)]) == first
+    assert flat.loss_mask[start : start + len(first)].all()
+    assert not flat.loss_mask[:start].any()
+    observation = trajectory.turns[2].token_ids
+    assert (observation[0] == end) == (finish is not END)
+    assert not flat.loss_mask[start + len(first) : start + len(first) + len(observation)].any()
+    assert list(flat.token_ids).count(end) == list(renderer.prompt(TASK.messages).token_ids).count(end) + 3
+    assert engine.requests[1][0].token_ids == tuple(flat.token_ids[: len(engine.requests[1][0].token_ids)])
+    assert trajectory.turns[3].logprobs == (-0.5,) * len(trajectory.turns[3].token_ids)
+
+
+class Listening(SingleTurn):
+    """Keeps the texts it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(SingleTurn.Settings())
+        self.heard: list[str] = []
+        self.closed = 0
+
+    def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        return super().step(text)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [(("go </a> on </b>", STOP), "go </a>"), (("go </a> on", END), "go </a> on"), (("go </b> on", STOP), "go </b>")],
+)
+def test_the_environments_text_is_cut_behind_the_first_stop_string(renderer: Renderer, said: Said, heard: str) -> None:
+    environment = Listening()
+    run(renderer, environment, [said], request(stop=("</b>", "</a>")))
+    assert environment.heard == [heard]
+    assert environment.closed == 1
+
+
+def test_each_turn_has_its_own_seed_and_the_groups_affinity(renderer: Renderer) -> None:
+    said = [("a", END)] * 3
+    _, engine = run(renderer, scripted(NEXT, NEXT), said)
+    _, again = run(renderer, scripted(NEXT, NEXT), said)
+    seeds = [prompt.seed for prompt, _ in engine.requests]
+    assert len(set(seeds)) == 3
+    assert seeds == [prompt.seed for prompt, _ in again.requests]
+    assert {prompt.affinity for prompt, _ in engine.requests} == {"3"}
+    assert engine.requests[0][1].banned_tokens == renderer.banned_tokens
+
+
+def test_images_travel_once_and_only_those_that_are_no_files(renderer: Renderer, tmp_path: Path) -> None:
+    file = tmp_path / "page.png"
+    file.write_bytes(picture(80, 60))
+    task = Task("t", (Message("user", ("look", ImageSource(path=str(file)))),))
+    picture_step = {"images": [{"width": 40}]}
+    trajectory, engine = run(renderer, scripted(picture_step, picture_step), [("a", END)] * 3, request(task))
+    first, second, third = trajectory.images
+    assert (first.path, second.path) == (str(file), None)
+    assert second == third
+    assert set(trajectory.image_bytes) == {second.sha256}
+    assert [image.data for image in engine.requests[0][0].images] == [None]
+    assert engine.requests[2][0].images[1].data == trajectory.image_bytes[second.sha256]
+
+
+def test_a_summary_says_what_the_trajectory_holds(renderer: Renderer) -> None:
+    trajectory, _ = run(renderer, scripted({"images": [{"width": 90}]}, NEXT), [("a", END)] * 3)
+    summary = summarize(trajectory, TASK, 1.5, renderer.image_token)
+    flat = trajectory.flatten()
+    assert (summary.length, summary.sampled_tokens) == (len(flat.token_ids), int(flat.loss_mask.sum()))
+    assert (summary.turns, summary.images, summary.observation_images) == (3, 2, 1)
+    assert (summary.first_version, summary.last_version) == (Version(0, 1), Version(0, 3))
+    assert (summary.source, summary.seconds, summary.images_consistent) == ("page", 1.5, True)
+    assert flat.token_ids.tolist().count(renderer.image_token) == sum(image.tokens for image in trajectory.images)
+
+
+def test_a_sampled_image_token_makes_the_summary_inconsistent(renderer: Renderer) -> None:
+    trajectory, _ = run(renderer, scripted(), [("a", END)])
+    turn = trajectory.turns[1]
+    forged = type(turn)("assistant", (renderer.image_token or 0,), logprobs=(-1.0,), version=Version(0, 1))
+    broken = Trajectory(
+        trajectory.id, 0, "t1", 0, (trajectory.turns[0], forged), trajectory.sampling, trajectory.end_reason
+    )
+    assert not summarize(broken, TASK, 0.0, renderer.image_token).images_consistent
+
+
+def test_an_over_long_prompt_is_excluded_with_its_size(renderer: Renderer) -> None:
+    tokens = len(renderer.prompt(TASK.messages).token_ids)
+    with pytest.raises(OverLongPrompt) as failure:
+        run(renderer, scripted(), [], max_prompt_tokens=tokens - 1)
+    assert (failure.value.tokens, failure.value.limit) == (tokens, tokens - 1)
+    run(renderer, scripted(), [("a", END)], max_prompt_tokens=tokens)
+
+
+def test_more_images_in_the_prompt_than_allowed_blame_the_data(renderer: Renderer) -> None:
+    with pytest.raises(DataFailure, match="max_images is 0"):
+        run(renderer, scripted(), [], max_images=0)
+
+
+class Misbehaving(Listening):
+    """Calls ``fault`` in one of its methods."""
+
+    def __init__(self, where: str, fault: Any) -> None:
+        super().__init__()
+        self._where, self._fault = where, fault
+
+    def _act(self, where: str) -> Any:
+        return self._fault() if where == self._where else None
+
+    def reset(self, task: Task) -> Observation:
+        self._act("reset")
+        return super().reset(task)
+
+    def step(self, text: str) -> StepResult:
+        return self._act("step") or super().step(text)
+
+    def evaluate(self) -> float | None:
+        return self._act("evaluate")  # type: ignore[no-any-return]
+
+
+def raises(error: BaseException) -> Any:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "evaluate"])
+@pytest.mark.parametrize("error", [ValueError("boom"), StopIteration("boom"), SystemExit("boom"), TimeoutError("boom")])
+def test_an_exception_of_the_environment_is_no_reward(renderer: Renderer, where: str, error: BaseException) -> None:
+    environment = Misbehaving(where, raises(error))
+    with pytest.raises(InfrastructureFailure, match=f"Misbehaving.{where} of task t1 .*boom") as failure:
+        run(renderer, environment, [("a", END)])
+    assert not isinstance(failure.value, EnvironmentHung)
+    assert environment.closed == 1
+
+
+def test_an_environment_may_blame_the_data(renderer: Renderer) -> None:
+    with pytest.raises(DataFailure, match=r"page\.html"):
+        run(renderer, Misbehaving("reset", raises(DataFailure("page.html", "missing"))), [])
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "evaluate"])
+def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, where: str) -> None:
+    release = threading.Event()
+    environment = Misbehaving(where, release.wait)
+    began = time.monotonic()
+    try:
+        with pytest.raises(EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"):
+            run(renderer, environment, [("a", END)], step_timeout=0.1, reset_timeout=0.1)
+    finally:
+        release.set()
+    assert time.monotonic() - began < 2
+    assert environment.closed == 1
+
+
+def test_a_broken_image_from_the_environment_is_its_fault(renderer: Renderer) -> None:
+    broken = Observation((Message("user", (ImageSource(data=b"garbage"),)),))
+    with pytest.raises(InfrastructureFailure, match="broken image"):
+        run(renderer, Misbehaving("step", lambda: StepResult(broken)), [("a", END)])
+
+
+def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
+    environment = Listening()
+
+    async def never(*_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(play(request(), environment, renderer, EpisodeSettings(), never))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(cancel())
+    assert environment.closed == 1
+
+
+CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0.0, 0.0, 1.0, 0.5]}}</tool_call>'
+
+
+def tools() -> ImageTools:
+    return ImageTools(ImageTools.Settings(min_side=14))
+
+
+def test_a_crop_returns_an_image_of_its_own_size(renderer: Renderer) -> None:
+    trajectory, _ = run(renderer, tools(), [(CROP, STOP), ("done", END)], request(stop=("</tool_call>",)))
+    assert trajectory.end_reason is EndReason.DONE
+    assert [(image.width, image.height, image.grid) for image in trajectory.images] == [
+        (56, 56, (1, 4, 4)),
+        (56, 28, (1, 2, 4)),
+    ]
+    assert trajectory.turns[2].role == "tool"
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("{not json}", "not valid JSON"),
+        ("[1]", "must look like"),
+        ('{"name": "crop", "arguments": [1]}', "must be an object"),
+        ('{"name": "zoom", "arguments": {}}', "no tool 'zoom'"),
+        ('{"name": "crop", "arguments": {}}', "box must be"),
+        ('{"name": "crop", "arguments": {"box": [0, 0, 1, 2]}}', "must satisfy"),
+        ('{"name": "crop", "arguments": {"box": [0, 0, 1, NaN]}}', "must satisfy"),
+        ('{"name": "crop", "arguments": {"box": [0, 0, 0.1, 0.1]}}', "covers 6x6 pixels"),
+        ('{"name": "crop", "arguments": {"box": [0, 0, 1, 1], "image": 1}}', "no image 1"),
+    ],
+)
+def test_a_call_that_cannot_be_carried_out_is_answered(renderer: Renderer, call: str, complaint: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    trajectory, _ = run(renderer, tools(), [(text, STOP), ("done", END)], request(stop=("</tool_call>",)))
+    assert complaint in renderer.decode(trajectory.turns[2].token_ids)
+    ended, _ = run(renderer, tools(), [(text, STOP)], request(stop=("</tool_call>",)), on_error="end")
+    assert ended.end_reason is EndReason.ACTION_ERROR

@@ -1,0 +1,185 @@
+"""The reward actor, called directly: what counts as a reward, and whose fault a failing grader is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.reward import RewardActor, as_outcome
+from actors.settings import RewardSettings
+from rayloop.core.config import Component
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.failures import DataFailure, InfrastructureFailure
+from rayloop.core.model import ModelSettings
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import (
+    EndReason,
+    Outcome,
+    Sampling,
+    Scored,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Unscored,
+    UnscoredKind,
+)
+from rayloop.envs.rendering import load_tokenizer
+
+TASK = Task("t1", (), ground_truth=3)
+
+
+class Grader:
+    """Answers with what ``answers`` yields next: a value to return or an exception to raise."""
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    answers: list[Any]
+    asked: list[ScoreContext]
+    seconds = 0.0
+
+    def __init__(self, settings: Grader.Settings) -> None:
+        del settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        Grader.asked.append(context)
+        time.sleep(Grader.seconds)
+        answer = Grader.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+
+class AsyncGrader(Grader):
+    async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:  # type: ignore[override]
+        await asyncio.sleep(Grader.seconds)
+        return super().score(trajectory, task, context)
+
+
+@pytest.fixture(params=["Grader", "AsyncGrader"])
+def grader(request: pytest.FixtureRequest) -> str:
+    return f"{__name__}:{request.param}"
+
+
+def trajectory(folder: Path) -> Trajectory:
+    ids = tuple(load_tokenizer(folder).encode("The answer is 3<|im_end|>").ids)
+    turns = (Turn("prompt", (20, 21)), Turn("assistant", ids, logprobs=(-1.0,) * len(ids)))
+    return Trajectory(TrajectoryId(0, 0), 0, "t1", 0, turns, Sampling(), EndReason.DONE)
+
+
+def score(folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **settings: Any) -> Outcome:
+    Grader.answers, Grader.asked, Grader.seconds = list(answers), [], 0.0
+    actor = RewardActor(ModelSettings(path=str(folder)), RewardSettings(source=Component(use=use), **settings))
+    Grader.seconds = seconds
+    outcome = asyncio.run(actor.score(trajectory(folder), TASK, 5))
+    Grader.seconds = 0.0
+    assert actor.health() == 0
+    return outcome
+
+
+def test_a_source_sees_the_step_and_the_decoded_turns(text_folder: Path, grader: str) -> None:
+    assert score(text_folder, grader, [Scored(0.5, {"a": 1.0}, ("late",))]) == Scored(0.5, {"a": 1.0}, ("late",))
+    assert Grader.asked == [ScoreContext(5, ["The answer is 3"])]
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"), [(1, 1.0), (0.25, 0.25), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (Fraction(1, 4), 0.25)]
+)
+def test_a_number_is_a_reward(returned: Any, value: float) -> None:
+    outcome = as_outcome(returned)
+    assert outcome == Scored(value)
+    assert isinstance(outcome, Scored)
+    assert type(outcome.value) is float
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [math.nan, math.inf, -math.inf, None, "1.0", True, np.bool_(True), [1.0], {"score": 1}, 1j, 10**400,
+     Scored(math.nan), Scored(None), Scored("1"), Scored(True)],
+)  # fmt: skip
+def test_anything_else_is_no_reward(returned: Any) -> None:
+    outcome = as_outcome(returned)
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.INVALID_REWARD
+    assert repr(returned) in outcome.reason
+
+
+def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
+    outcome = as_outcome(Scored(1.0, {"good": 1, "nan": math.nan, "none": None, "text": "x"}, ("seen",)))  # type: ignore[dict-item]
+    assert outcome == Scored(1.0, {"good": 1.0}, ("seen", "invalid_component"))
+
+
+def test_unscored_passes_through(text_folder: Path, grader: str) -> None:
+    unscored = Unscored(UnscoredKind.REWARD_UNAVAILABLE, "judge is down")
+    assert score(text_folder, grader, [unscored]) == unscored
+
+
+def test_a_crash_that_repeats_is_the_failing_value(text_folder: Path, grader: str) -> None:
+    crashes = [ZeroDivisionError("x"), ZeroDivisionError("x")]
+    assert score(text_folder, grader, crashes, failing_value=-1.0) == Scored(-1.0, {}, ("grader_error",))
+
+
+def test_a_crash_that_does_not_repeat_is_forgotten(text_folder: Path, grader: str) -> None:
+    assert score(text_folder, grader, [ZeroDivisionError("x"), 0.75]) == Scored(0.75)
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [ConnectionError("refused")] * 2,
+        [TimeoutError("judge")] * 2,
+        [InfrastructureFailure("judge")] * 2,
+        [MemoryError("full")] * 2,
+        [ValueError("x"), KeyError("y")],
+    ],
+    ids=repr,
+)
+def test_a_failure_around_the_grader_is_no_reward(text_folder: Path, grader: str, errors: list[Exception]) -> None:
+    outcome = score(text_folder, grader, errors)
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+    assert str(errors[1]) in outcome.reason
+
+
+def test_a_grader_may_blame_the_data(text_folder: Path, grader: str) -> None:
+    outcome = score(text_folder, grader, [DataFailure("rows.jsonl:3", "no truth")])
+    assert outcome == Unscored(UnscoredKind.BAD_DATA, "rows.jsonl:3: no truth")
+
+
+def test_a_grader_that_takes_too_long_leaves_it_unscored(text_folder: Path, grader: str) -> None:
+    began = time.monotonic()
+    outcome = score(text_folder, grader, [1.0], seconds=1.0, timeout=0.1)
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.TIMEOUT
+    assert time.monotonic() - began < 0.9
+
+
+def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
+    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 8, [], 0.3
+    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"))
+    actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
+
+    async def together() -> list[Outcome]:
+        return list(await asyncio.gather(*(actor.score(trajectory(text_folder), TASK, 0) for _ in range(8))))
+
+    began = time.monotonic()
+    assert asyncio.run(together()) == [Scored(1.0)] * 8
+    Grader.seconds = 0.0
+    assert time.monotonic() - began < 1.5
+    assert threading.active_count() < 50
+
+
+def test_the_actors_of_environment_and_reward_do_not_import_torch() -> None:
+    code = "import sys, actors.environment, actors.reward; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
