@@ -72,13 +72,13 @@ class FsdpEngine:
             torch.set_num_threads(settings.threads)
         self._settings, self._loss_settings = settings, loss
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        mesh = join(rank, world_size, init_method, settings.collective_timeout)
-        self._device = torch.device(mesh.device_type)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(seed)  # new adapters start equal on all ranks
         self._model = load_model(model, dtype=torch.float32)
         self._names = checkpoint_names(self._model)
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
+        mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
         self._scorer = shard(Scorer(self._model, settings.logprob_chunk), settings, mesh)
         self._parameters = dict(self._model.named_parameters())
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
@@ -101,7 +101,7 @@ class FsdpEngine:
         began = time.perf_counter()
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
-            raise ValueError(f"rank {self._rank} got {len(mini_batches)} mini-batches, another one {int(counts[0])}")
+            raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
         samples = [[self._collator.sample(item) for item in items] for items in mini_batches]
         if len(mini_batches) > 1:
             samples = self._with_old_logprobs(mini_batches, samples)

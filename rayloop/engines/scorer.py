@@ -75,7 +75,7 @@ class Scorer(nn.Module):
 def masked_logprobs(
     logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor
 ) -> Tensor:
-    """Log-probs [n, V] of the policy from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
+    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
     vocabulary = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     never, early = vocabulary.index_fill(0, banned_tokens, True), vocabulary.index_fill(0, end_tokens, True)
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
@@ -88,7 +88,7 @@ def masked_logprobs(
 def score(
     scorer: nn.Module, collator: Collator, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]]
 ) -> list[Tensor]:
-    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once; its empty micro-batches run as well."""
+    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once; its empty micro-batches run too."""
     scored: dict[int, Tensor] = {}
     for group in plan:
         logprobs = scorer(collator.batch(group)).logprobs.cpu()

@@ -20,7 +20,7 @@ class TransformersEngineSettings(Settings):
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together."""
     batch_wait: float = Field(0.01, ge=0)
-    """Seconds to wait for more requests before a batch starts."""
+    """Seconds without a new request after which a batch that is not full starts."""
     cohort_wait: float = Field(120.0, gt=0)
     """Deterministic mode: seconds to wait for a cohort's missing members before its batch starts without them."""
     threads: int | None = Field(None, ge=1)
@@ -75,7 +75,7 @@ class FsdpSettings(Settings):
     micro_batch_tokens: int = Field(16_384, gt=0)
     """Packed tokens per forward and backward. Lower it when memory runs out."""
     packing: bool = True
-    """Pack trajectories without padding. Off: one trajectory per micro-batch row, padded (for comparison)."""
+    """Pack trajectories into one row without padding. Off: one trajectory per micro-batch (for comparison)."""
     logprob_chunk: int = Field(2048, gt=0)
     """Positions whose logits exist at the same time: [T, vocabulary] is never held."""
     gradient_checkpointing: bool = False

@@ -17,17 +17,16 @@ from rayloop.engines.scorer import COMPUTE_DTYPES, Scorer
 from rayloop.engines.settings import FsdpSettings
 
 
-def join(rank: int, world_size: int, init_method: str, timeout: float) -> DeviceMesh:
+def join(device_type: str, rank: int, world_size: int, init_method: str, timeout: float) -> DeviceMesh:
     """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA."""
-    cuda = torch.cuda.is_available()
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
-    return init_device_mesh("cuda" if cuda else "cpu", (world_size,))
+    return init_device_mesh(device_type, (world_size,))
 
 
 def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModule:

@@ -1,0 +1,209 @@
+"""Packing and scoring: micro-batches, masks, chunks, and packed samples that do not see each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn
+from rayloop.engines.models import load_model
+from rayloop.engines.samples import Collator
+from rayloop.engines.scorer import FrozenScorer, Scorer, masked_logprobs
+from rayloop.engines.settings import FsdpSettings, ModelSettings
+from rayloop.grpo.batch import Sample, make_sample
+from rayloop.grpo.packing import micro_batches, pack
+from tests.engines.training import VERSION, mixed_items, trajectory
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
+def test_micro_batches_hold_every_sample_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    groups = micro_batches(lengths, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert all(len(group) == 1 or sum(lengths[i] for i in group) <= budget for group in groups)
+    small = [sum(lengths[i] for i in group) for group in groups if sum(lengths[i] for i in group) <= budget]
+    assert all(a + b > budget for a, b in itertools.pairwise(small))
+
+
+def _text_sample(*turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None) -> Sample:
+    played = Trajectory(TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE)
+    length = len(played.flatten().token_ids)
+    return make_sample(TrainItem(played, 1.0, reference), torch.arange(length)[None])
+
+
+def _turn(*tokens: int) -> Turn:
+    return Turn("assistant", tokens, (), (-1.0,) * len(tokens), VERSION)
+
+
+def test_a_sampled_token_is_predicted_by_the_one_before_it_in_its_own_sample() -> None:
+    first = _text_sample(Turn("user", (1, 2)), _turn(3, 4), Turn("user", (5,)), _turn(6))
+    second = _text_sample(Turn("user", (7,)), _turn(8))
+    batch = pack([first, second])
+    assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.position_ids.tolist() == [[[0, 1, 2, 3, 4, 5, 0, 1]]]
+    assert batch.predict.tolist() == [1, 2, 4, 6]
+    assert batch.targets.tolist() == [3, 4, 6, 8]
+    assert batch.segment.tolist() == [0, 0, 0, 1]
+
+
+def test_min_tokens_counts_within_the_turn() -> None:
+    sampling = Sampling(min_tokens=1, end_tokens=(9,), temperature=0.0)
+    batch = pack([_text_sample(Turn("user", (1,)), _turn(3, 9), Turn("user", (1,)), _turn(4, 4), sampling=sampling)])
+    assert batch.ban_end.tolist() == [True, False, True, False]
+    assert batch.temperature.tolist() == [1.0] * 4
+
+
+def test_what_cannot_have_been_sampled_is_refused() -> None:
+    with pytest.raises(ValueError, match="7/0: its first token is a sampled one"):
+        _text_sample(_turn(1, 2))
+    with pytest.raises(ValueError, match="sampled token 5 at position 1"):
+        _text_sample(Turn("user", (1,)), _turn(2, 5), sampling=Sampling(banned_tokens=(5,)))
+    with pytest.raises(ValueError, match="sampled token 9 at position 0"):
+        _text_sample(Turn("user", (1,)), _turn(9), sampling=Sampling(end_tokens=(9,), min_tokens=1))
+    with pytest.raises(ValueError, match="reference log-probs for 1 sampled tokens"):
+        _text_sample(Turn("user", (1,)), _turn(2), reference=[-1.0, -1.0])
+
+
+def test_samples_that_disagree_are_not_packed() -> None:
+    plain = _text_sample(Turn("user", (1,)), _turn(2))
+    with pytest.raises(ValueError, match="1 of 2 packed samples lack reference log-probs"):
+        pack([plain, _text_sample(Turn("user", (1,)), _turn(2), reference=[-1.0])])
+    with pytest.raises(ValueError, match="2 different pairs of banned_tokens"):
+        pack([plain, _text_sample(Turn("user", (1,)), _turn(2), sampling=Sampling(banned_tokens=(5,)))])
+
+
+def test_masked_logprobs_are_those_of_the_remaining_tokens() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.5], [1.0, 2.0, 3.0, 0.5]], requires_grad=True)
+    logp = masked_logprobs(
+        logits, torch.tensor([0.5, 2.0]), torch.tensor([True, False]), torch.tensor([0]), torch.tensor([2])
+    )
+    assert torch.allclose(logp[0, [1, 3]], (logits[0, [1, 3]] / 0.5).log_softmax(0))
+    assert torch.allclose(logp[1, 1:], (logits[1, 1:] / 2.0).log_softmax(0))
+    assert logp[0, [0, 2]].exp().tolist() == [0.0, 0.0]
+    (-(logp.exp() * logp).sum()).backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+class Lab:
+    """A tiny model with its scorer and collator."""
+
+    def __init__(self, folder: Path, chunk: int = 2048) -> None:
+        settings = ModelSettings(path=str(folder))
+        self.model = load_model(settings)
+        self.scorer = Scorer(self.model, chunk)
+        self.collator = Collator(self.model, settings, FsdpSettings(), CPU)
+
+    def samples(self, items: list[TrainItem]) -> list[Sample]:
+        return [self.collator.sample(item) for item in items]
+
+    def gradients(self) -> dict[str, Tensor]:
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad()
+        return gradients
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) -> None:
+    lab = Lab(tiny_vlm)
+    lab.model.set_attn_implementation(attention)
+    shapes = [[(6, (2, 3), 4), (3, (4, 2), 5), (2, (1, 2), 3)], [(8, None, 6)], [(4, (3, 3), 5)]]
+    samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])
+    packed = lab.scorer(lab.collator.batch(samples)).logprobs
+    direction = torch.randn(packed.shape, generator=torch.Generator().manual_seed(0))
+    (packed * direction).sum().backward()
+    packed_gradients = lab.gradients()
+
+    separate = torch.cat([lab.scorer(pack([sample])).logprobs for sample in samples])
+    assert (packed - separate).abs().max() < 1e-5
+    (separate * direction).sum().backward()
+    for name, gradient in lab.gradients().items():
+        assert (gradient - packed_gradients[name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+
+
+def test_positions_of_images_matter(tiny_vlm: Path) -> None:
+    """The test above could not fail if positions had no effect."""
+    lab = Lab(tiny_vlm)
+    (sample,) = lab.samples([TrainItem(trajectory(tiny_vlm, 0, [(6, (2, 3), 4)]), 1.0)])
+    flat = dataclasses.replace(sample, position_ids=torch.arange(sample.length).expand(4, -1))
+    difference = lab.scorer(pack([sample])).logprobs - lab.scorer(pack([flat])).logprobs
+    assert difference.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 2048])
+def test_chunks_equal_the_plain_log_softmax(tiny_text: Path, chunk: int) -> None:
+    lab = Lab(tiny_text, chunk)
+    sampling = Sampling(temperature=0.7, banned_tokens=(3, 4), end_tokens=(2,), min_tokens=2)
+    samples = lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 4), (2, None, 3)], sampling), 1.0)])
+    rows: list[int] = []
+    lab.model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    batch = lab.collator.batch(samples)
+    scores = lab.scorer(batch, entropy=True)
+    assert max(rows) <= chunk
+
+    logits = lab.model(input_ids=batch.token_ids).logits[0, batch.predict] / 0.7
+    logits[:, [3, 4]] = -torch.inf
+    logits[batch.ban_end, 2] = -torch.inf
+    plain = torch.distributions.Categorical(logits=logits)
+    assert batch.ban_end.tolist() == [True, True, False, False, True, True, False]
+    assert (scores.logprobs - plain.log_prob(batch.targets)).abs().max() < 1e-5
+    probabilities = plain.probs
+    assert (scores.entropy - torch.special.entr(probabilities).sum(1)).abs().max() < 1e-5
+
+
+def test_logits_are_not_kept_for_the_backward_pass(tiny_text: Path) -> None:
+    lab = Lab(tiny_text, chunk=2)
+    batch = lab.collator.batch(lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 9)]), 1.0)]))
+    saved: list[torch.Size] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        lab.scorer(batch, entropy=True).logprobs.sum()
+    vocabulary = lab.model.config.vocab_size
+    assert saved
+    assert not [shape for shape in saved if len(shape) == 2 and shape[1] == vocabulary]
+
+
+def test_a_text_only_batch_of_a_vision_model_has_a_dummy_image_without_effect(tiny_vlm: Path) -> None:
+    lab = Lab(tiny_vlm)
+    samples = lab.samples([TrainItem(trajectory(tiny_vlm, 1, [(6, None, 4)]), 1.0)])
+    batch = lab.collator.batch(samples)
+    assert batch.pixel_values is not None
+    assert pack(samples).pixel_values is None
+    assert (lab.scorer(batch).logprobs - lab.scorer(pack(samples)).logprobs).abs().max() < 1e-5
+    lab.scorer(batch).logprobs.sum().backward()
+    vision = [g for name, g in lab.gradients().items() if "visual" in name]
+    assert vision
+    assert not any(gradient.any() for gradient in vision)
+
+
+@pytest.mark.parametrize("model", ["tiny_vlm", "tiny_text"])
+def test_an_empty_batch_gives_zero_gradients(request: pytest.FixtureRequest, model: str) -> None:
+    lab = Lab(request.getfixturevalue(model))
+    scores = lab.scorer(lab.collator.batch([]), entropy=True)
+    assert scores.logprobs.shape == (0,)
+    scores.logprobs.sum().backward()
+    gradients = lab.gradients()
+    assert set(gradients) == {name for name, _ in lab.model.named_parameters()}
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_the_frozen_scorer_does_not_depend_on_micro_batches(tiny_vlm: Path) -> None:
+    played = [item.trajectory for item in mixed_items(tiny_vlm)]
+    settings = ModelSettings(path=str(tiny_vlm))
+    packed = FrozenScorer(settings, FsdpSettings()).logprobs(played)
+    single = FrozenScorer(settings, FsdpSettings(packing=False)).logprobs(played)
+    for trajectory_, a, b in zip(played, packed, single, strict=True):
+        assert a.shape == (int(trajectory_.flatten().loss_mask.sum()),)
+        assert abs(a - b).max() < 1e-5

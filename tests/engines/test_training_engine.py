@@ -1,0 +1,276 @@
+"""One rank of the trainer: updates, old log-probs, skipping, freezing, adapters, export and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rayloop.core.failures import CheckpointError, ConfigError, Diverged
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import Version
+from rayloop.engines.optimizer import learning_rate
+from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
+from rayloop.grpo.settings import LossSettings
+from tests.engines.training import VERSION, engine, mixed_items, trajectory
+
+SGD = OptimizerSettings(kind="sgd", lr=0.1)
+
+
+def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _changed(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> set[str]:
+    return {name for name in a if not torch.equal(a[name], b[name])}
+
+
+def _logprobs_differ(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> list[bool]:
+    return [bool(abs(x - y).max() > 1e-4) for x, y in zip(a, b, strict=True)]
+
+
+def test_learning_rate_warms_up_and_follows_the_cosine() -> None:
+    settings = OptimizerSettings(lr=1.0, warmup_steps=4, schedule="cosine", total_updates=14, min_lr_fraction=0.1)
+    assert [learning_rate(settings, u) for u in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(settings, 4) == 1.0
+    assert learning_rate(settings, 9) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert learning_rate(settings, 14) == learning_rate(settings, 99) == pytest.approx(0.1)
+    assert learning_rate(OptimizerSettings(lr=1.0, warmup_steps=2), 100) == 1.0
+
+
+def test_an_update_raises_the_probability_of_what_was_good(tiny_vlm: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    played = [item.trajectory for item in items]
+    with engine(tiny_vlm, FsdpSettings(cpu_offload=True), OptimizerSettings(lr=1e-3)) as trainer:
+        before = trainer.logprobs(played)
+        report = trainer.train([items])
+        after = trainer.logprobs(played)
+    gains = [float((b - a).sum()) for a, b in zip(before, after, strict=True)]
+    assert sum(gain * item.advantage for gain, item in zip(gains, items, strict=True)) > 0
+    assert report["actor/ratio_max"] == 1.0
+    assert report["actor/tokens"] == sum(len(b) for b in before)
+    assert report["actor/sequences"] == len(items)
+    assert report["actor/updates"] == 1
+
+
+def test_the_loss_is_the_textbook_one(tiny_vlm: Path) -> None:
+    items = [dataclasses.replace(item, reference=None) for item in mixed_items(tiny_vlm)]
+    with engine(tiny_vlm, optimizer=SGD, loss=LossSettings(correction="none")) as trainer:
+        report = trainer.train([items])
+    tokens = [int(item.trajectory.flatten().loss_mask.sum()) for item in items]
+    expected = -sum(n * item.advantage for n, item in zip(tokens, items, strict=True)) / sum(tokens)
+    assert report["actor/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_old_logprobs_are_those_before_the_first_update(tiny_vlm: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    with engine(tiny_vlm, optimizer=SGD) as trainer:
+        once = trainer.train([items])
+    with engine(tiny_vlm, optimizer=SGD) as trainer:
+        twice = trainer.train([items, items])
+    assert once["actor/ratio_max"] == 1.0
+    assert twice["actor/ratio_max"] > 1.001
+    assert twice["actor/updates"] == 2
+    assert twice["actor/old_behaviour_mean"] == pytest.approx(once["actor/old_behaviour_mean"], rel=1e-5)
+    assert twice["actor/old_behaviour_max"] == pytest.approx(once["actor/old_behaviour_max"], rel=1e-5)
+
+
+def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    silent = [dataclasses.replace(item, advantage=0.0) for item in items[:2]]
+    with engine(tiny_vlm, optimizer=SGD) as trainer:
+        skipped = trainer.train([[*silent, *items[2:]]])
+    with engine(tiny_vlm, optimizer=SGD, loss=LossSettings(entropy_coef=1e-12)) as trainer:
+        forwarded = trainer.train([[*silent, *items[2:]]])
+    with engine(tiny_vlm, optimizer=SGD) as trainer:
+        without = trainer.train([items[2:]])
+    assert skipped["actor/grad_norm"] == pytest.approx(forwarded["actor/grad_norm"], rel=1e-5)
+    ratio = without["actor/tokens"] / skipped["actor/tokens"]
+    assert skipped["actor/grad_norm"] == pytest.approx(without["actor/grad_norm"] * ratio, rel=1e-5)
+
+
+def test_the_gradient_is_clipped(tiny_text: Path) -> None:
+    items = [TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 1.0)]
+    moved = {}
+    for clip in (1e-3, 2e-3):
+        with engine(tiny_text, optimizer=OptimizerSettings(kind="sgd", lr=1.0, grad_clip=clip)) as trainer:
+            before = trainer.export(VERSION)
+            report = trainer.train([items])
+            after = trainer.export(VERSION)
+        moved[clip] = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in before))
+        assert report["actor/grad_norm"] > clip
+    assert moved[1e-3] == pytest.approx(1e-3, rel=1e-2)
+    assert moved[2e-3] == pytest.approx(2e-3, rel=1e-2)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_too_many_stop_the_run(tiny_text: Path) -> None:
+    good = TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 1.0)
+    bad = dataclasses.replace(good, advantage=math.nan)
+    with engine(tiny_text, optimizer=OptimizerSettings(lr=1e-3, max_skipped=1)) as trainer:
+        before = trainer.export(VERSION)
+        report = trainer.train([[good, bad]])
+        assert (report["actor/skipped_updates"], report["actor/updates"]) == (1, 0)
+        assert _same(before, trainer.export(VERSION))
+        assert all(math.isfinite(value) for value in report.values())
+        report = trainer.train([[good], [bad], [good]])
+        assert (report["actor/skipped_updates"], report["actor/updates"]) == (1, 2)
+        assert math.isfinite(report["actor/loss"])
+        assert not _same(before, trainer.export(VERSION))
+        with pytest.raises(Diverged, match="2 updates in a row"):
+            trainer.train([[bad], [bad]])
+
+
+def test_bfloat16_compute_keeps_float32_masters(tiny_text: Path, tmp_path: Path) -> None:
+    """An update of 1e-6 is lost in bfloat16; it shows when the masters are exported in float32."""
+    items = [TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 1.0)]
+    with engine(tiny_text, FsdpSettings(dtype="bfloat16"), OptimizerSettings(lr=1e-6)) as trainer:
+        before = trainer.export(VERSION)
+        trainer.train([items])
+        assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
+        rounded = _changed(before, trainer.export(VERSION))
+        trainer.save(str(tmp_path / "state"))
+    start = load_file(tiny_text / "model.safetensors")
+    with engine(tiny_text) as trainer:
+        trainer.load(str(tmp_path / "state"))
+        masters = trainer.export(VERSION)
+    assert "model.norm.weight" in _changed(start, masters)
+    assert "model.norm.weight" not in rounded
+    assert (masters["model.norm.weight"] - start["model.norm.weight"]).abs().max() == pytest.approx(1e-6, rel=0.2)
+
+
+def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    with engine(tiny_vlm, FsdpSettings(freeze_vision=True), OptimizerSettings(lr=1e-3, weight_decay=0.1)) as trainer:
+        before = trainer.export(VERSION)
+        trainer.train([items])
+        changed = _changed(before, trainer.export(VERSION))
+    assert changed == {name for name in before if not name.startswith("visual.")}
+    with (
+        pytest.raises(ConfigError, match="contradict"),
+        engine(tiny_vlm, FsdpSettings(freeze_vision=True, lora=LoraSettings(vision=True))),
+    ):
+        pass
+
+
+def test_export_has_the_checkpoints_names_and_its_own_memory(tiny_vlm: Path, tiny_text: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    with engine(tiny_vlm) as trainer:
+        exported = trainer.export(VERSION)
+        assert _same(exported, load_file(tiny_vlm / "model.safetensors"))
+        trainer.train([items])
+        assert _same(exported, load_file(tiny_vlm / "model.safetensors"))
+    with engine(tiny_text) as trainer:
+        assert "lm_head.weight" in trainer.export(VERSION)
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_adapters_go_where_the_settings_say(tiny_vlm: Path, vision: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rayloop.engines.fsdp")
+    settings = FsdpSettings(lora=LoraSettings(rank=4, vision=vision))
+    with engine(tiny_vlm, settings, OptimizerSettings(lr=1e-2)) as trainer:
+        before = trainer.export(VERSION)
+        trainer.train([mixed_items(tiny_vlm)])
+        changed = _changed(before, trainer.export(VERSION))
+    assert all(name.split(".")[-2] in LoraSettings().targets for name in changed)
+    assert any(name.startswith("visual.") for name in changed) is vision
+    assert len([name for name in changed if name.startswith("model.layers")]) == 2 * 7
+    rank_times_sides = 4 * sum(sum(before[name].shape) for name in changed)
+    assert f"training {rank_times_sides} of " in caplog.text
+
+
+def test_merged_adapters_equal_the_adapters(tiny_vlm: Path, tmp_path: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    played = [item.trajectory for item in items]
+    with engine(tiny_vlm) as trainer:
+        base = trainer.logprobs(played)
+    with engine(tiny_vlm, FsdpSettings(lora=LoraSettings(rank=4)), OptimizerSettings(lr=1e-2)) as trainer:
+        off_before_training = trainer.logprobs(played, reference=True)
+        trainer.train([items])
+        adapted = trainer.logprobs(played)
+        off = trainer.logprobs(played, reference=True)
+        again = trainer.logprobs(played)
+        merged = trainer.export(Version(0, 1))
+        trainer.train([items])
+    for file in tiny_vlm.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    from safetensors.torch import save_file
+
+    save_file(merged, tmp_path / "model.safetensors", {"format": "pt"})
+    with engine(tmp_path) as trainer:
+        published = trainer.logprobs(played)
+        with pytest.raises(ConfigError, match="adapter_off needs"):
+            trainer.logprobs(played, reference=True)
+    assert _logprobs_differ(off, base) == _logprobs_differ(off_before_training, base) == [False] * len(played)
+    assert all(np.array_equal(a, b) for a, b in zip(adapted, again, strict=True))
+    assert _logprobs_differ(adapted, base) == [True] * len(played)
+    assert _logprobs_differ(published, adapted) == [False] * len(played)
+
+
+def test_swapped_images_change_the_logprobs_of_image_trajectories_only(tiny_vlm: Path) -> None:
+    played = [item.trajectory for item in mixed_items(tiny_vlm)]
+    with engine(tiny_vlm) as trainer:
+        plain, swapped = trainer.logprobs(played), trainer.logprobs(played, swap_images=True)
+    assert _logprobs_differ(plain, swapped) == [bool(t.images) for t in played]
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        ("tiny_vlm", {"embedding", "language", "vision", "merger"}),
+        ("tiny_text", {"embedding", "head", "language"}),
+    ],
+)
+def test_each_parameter_group_is_perturbed_and_restored(
+    request: pytest.FixtureRequest, model: str, groups: set[str]
+) -> None:
+    folder: Path = request.getfixturevalue(model)
+    size = (2, 3) if model == "tiny_vlm" else None
+    played = [trajectory(folder, 1, [(5, size, 6)])]
+    with engine(folder) as trainer:
+        plain, weights = trainer.logprobs(played), trainer.export(VERSION)
+        assert set(trainer.parameter_groups()) == groups
+        for group in groups:
+            trainer.perturb(group)
+            with pytest.raises(ValueError, match="restore_parameters in between"):
+                trainer.perturb(group)
+            assert abs(trainer.logprobs(played)[0] - plain[0]).max() > 0.05, group
+            assert _changed(weights, trainer.export(VERSION))
+            trainer.restore_parameters()
+            assert _same(weights, trainer.export(VERSION))
+            assert np.array_equal(trainer.logprobs(played)[0], plain[0])
+        with pytest.raises(ValueError, match="cannot perturb 'legs'"):
+            trainer.perturb("legs")
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, dropout=0.1)])
+def test_a_loaded_trainer_continues_bit_exactly(tiny_vlm: Path, tmp_path: Path, lora: LoraSettings | None) -> None:
+    items, folder = mixed_items(tiny_vlm), str(tmp_path / "state")
+    settings, optimizer = FsdpSettings(lora=lora), OptimizerSettings(lr=1e-3, warmup_steps=5)
+    with engine(tiny_vlm, settings, optimizer) as trainer:
+        trainer.train([items])
+        trainer.save(folder)
+        reports = [trainer.train([items]) for _ in range(2)]
+        expected = trainer.export(VERSION)
+    with engine(tiny_vlm, settings, optimizer, seed=5) as trainer:
+        trainer.load(folder)
+        resumed = [trainer.train([items]) for _ in range(2)]
+        assert _same(expected, trainer.export(VERSION))
+    for a, b in zip(reports, resumed, strict=True):
+        assert {k: v for k, v in a.items() if "second" not in k} == {k: v for k, v in b.items() if "second" not in k}
+    assert resumed[-1]["actor/lr"] == pytest.approx(3e-3 / 5)
+
+
+def test_a_broken_checkpoint_is_refused(tiny_text: Path, tiny_vlm: Path, tmp_path: Path) -> None:
+    with engine(tiny_text) as trainer:
+        trainer.save(str(tmp_path / "state"))
+        with pytest.raises(CheckpointError, match="nowhere"):
+            trainer.load(str(tmp_path / "nowhere"))
+    with engine(tiny_vlm) as trainer, pytest.raises(CheckpointError, match="the same model and optimizer"):
+        trainer.load(str(tmp_path / "state"))

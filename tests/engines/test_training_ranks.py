@@ -1,0 +1,76 @@
+"""Two ranks: the same result as one, empty shares, failures on one rank only, checkpoints read by another number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
+from tests.engines.invariance import differences, table
+from tests.engines.training import VERSION, engine, free_port, mixed_items, run_ranks
+
+TOLERANCE = 1e-4
+LORA = FsdpSettings(lora=LoraSettings(rank=4))
+ADAMW = OptimizerSettings(lr=1e-3)
+
+
+@pytest.mark.slow
+def test_the_result_does_not_depend_on_how_the_work_is_spread() -> None:
+    found = differences()
+    print(table(found))
+    assert len(found) == 12
+    assert [d for d in found if d.largest > TOLERANCE] == []
+    assert any(d.largest > 0 for d in found), "identical to the last bit: the layouts did not differ"
+
+
+def _uneven(rank: int, world_size: int, folder: Path, state: str, port: int) -> dict[str, Any]:
+    """Everything on rank 0; rank 1 has nothing, then a different number of mini-batches, then the only bad gradient."""
+    items = mixed_items(folder)
+    share = items if rank == 0 else []
+    init_method = f"tcp://127.0.0.1:{port}"
+    with engine(folder, LORA, ADAMW, rank=rank, world_size=world_size, init_method=init_method) as trainer:
+        found: dict[str, Any] = {"start": trainer.logprobs([item.trajectory for item in share])}
+        found["first"] = trainer.train([share])
+        bad = [dataclasses.replace(items[0], advantage=math.nan)] if rank == 1 else []
+        found["skipped"] = trainer.train([bad])["actor/skipped_updates"]
+        try:
+            trainer.train([share] * (1 + rank))
+        except ValueError as error:
+            found["error"] = str(error)
+        trainer.perturb("vision")
+        trainer.restore_parameters()
+        trainer.save(state)
+        found["second"] = trainer.train([share])
+        found["weights"] = trainer.export(VERSION)
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Path, tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    first, second = run_ranks(_uneven, 2, tiny_vlm, state, free_port())
+    items = mixed_items(tiny_vlm)
+    assert second["start"] == []
+    assert second["weights"] == {}
+    assert [r["skipped"] for r in (first, second)] == [1, 1]
+    assert first["error"] == second["error"] == "the ranks got from 1 to 2 mini-batches; each needs as many"
+    assert _timeless(first["first"]) == _timeless(second["first"])
+    with engine(tiny_vlm, LORA, ADAMW) as trainer:
+        alone = trainer.train([items])
+        assert _timeless(first["first"]) == pytest.approx(_timeless(alone), rel=1e-4)
+    with engine(tiny_vlm, LORA, ADAMW, seed=3) as trainer:
+        trainer.load(state)
+        again = trainer.train([items])
+        weights = trainer.export(VERSION)
+    assert _timeless(first["second"]) == pytest.approx(_timeless(again), rel=1e-4)
+    for name, weight in first["weights"].items():
+        assert torch.allclose(weight, weights[name], rtol=1e-4, atol=1e-6), name
+
+
+def _timeless(report: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in report.items() if "second" not in name}

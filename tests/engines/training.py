@@ -1,0 +1,125 @@
+"""What the trainer's tests share: trajectories with images, engines, and ranks in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
+from rayloop.engines.fsdp import FsdpEngine
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.grpo.settings import LossSettings
+from tests.engines.prompts import image
+
+SMALL = {"hidden": 64, "heads": 2, "intermediate": 128, "layers": 2, "vision_hidden": 64, "vision_heads": 2,
+         "vision_depth": 2, "vision_intermediate": 96}  # fmt: skip
+TEXT_TOKENS = range(64, 320)
+SIDE = 28
+"""Pixels of one image token's side."""
+VERSION = Version(0, 0)
+
+
+def trajectory(
+    folder: Path,
+    number: int,
+    turns: Sequence[tuple[int, tuple[int, int] | None, int]],
+    sampling: Sampling | None = None,
+) -> Trajectory:
+    """``turns``: (context tokens, columns and rows of an image in tokens, or None, sampled tokens).
+
+    The behaviour log-probs are near an untrained model's.
+    """
+    rng = np.random.default_rng(number)
+    config = json.loads((folder / "config.json").read_text())
+    made: list[Turn] = []
+    images: dict[str, bytes] = {}
+    for index, (context, size, sampled) in enumerate(turns):
+        ids = rng.choice(TEXT_TOKENS, context).tolist()
+        refs: tuple[ImageRef, ...] = ()
+        if size is not None:
+            shown = image(size[0] * SIDE, size[1] * SIDE, seed=100 * number + index)
+            refs, images[shown.ref.sha256] = (shown.ref,), shown.data or b""
+            pads = [config["image_token_id"]] * shown.ref.tokens
+            ids += [config["vision_start_token_id"], *pads, config["vision_end_token_id"]]
+        made.append(Turn("user", tuple(ids), refs))
+        tokens = tuple(rng.choice(TEXT_TOKENS, sampled).tolist())
+        made.append(Turn("assistant", tokens, (), tuple(rng.normal(-6, 0.5, sampled).tolist()), VERSION))
+    return Trajectory(
+        TrajectoryId(number, 0), 0, f"task-{number}", number, tuple(made), sampling or Sampling(), EndReason.DONE,
+        image_bytes=images,
+    )  # fmt: skip
+
+
+def mixed_items(folder: Path) -> list[TrainItem]:
+    """Text-only and image samples of unequal lengths, with reference log-probs; one advantage is 0."""
+    shapes: list[list[tuple[int, tuple[int, int] | None, int]]] = [
+        [(5, None, 3)],
+        [(4, (2, 3), 7)],
+        [(20, None, 11)],
+        [(3, (2, 2), 4), (2, (3, 1), 5), (6, None, 2)],
+        [(9, None, 6)],
+        [(2, (4, 2), 3)],
+    ]
+    advantages = (1.3, -0.7, 0.4, -1.1, 0.0, 0.9)
+    items = []
+    for number, (turns, advantage) in enumerate(zip(shapes, advantages, strict=True)):
+        played = trajectory(folder, number, turns, Sampling(temperature=0.9))
+        behaviour = played.flatten().behaviour_logprobs[played.flatten().loss_mask]
+        items.append(TrainItem(played, advantage, behaviour - 0.1, lag=number % 2))
+    return items
+
+
+@contextlib.contextmanager
+def engine(
+    folder: Path,
+    settings: FsdpSettings | None = None,
+    optimizer: OptimizerSettings | None = None,
+    loss: LossSettings | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    init_method: str | None = None,
+    seed: int = 0,
+) -> Iterator[FsdpEngine]:
+    """An engine that leaves its process group at the end; on a free port unless ``init_method`` says otherwise."""
+    made = FsdpEngine(
+        ModelSettings(path=str(folder)),
+        settings or FsdpSettings(),
+        optimizer or OptimizerSettings(lr=1e-2),
+        loss or LossSettings(),
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method or f"tcp://127.0.0.1:{free_port()}",
+        seed=seed,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """``function(rank, world_size, *arguments)`` in a process per rank; returns what each of them returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.save(function(rank, world_size, *arguments), Path(folder) / f"{rank}.pt")
