@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from rayloop.core.failures import DeadlineExceeded
@@ -44,7 +45,7 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
             failure = error
         except BaseException as error:
             failure = _runtime_error(error)
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, failure)
 
     threading.Thread(target=work, daemon=True, name="rayloop-call").start()

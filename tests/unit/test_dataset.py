@@ -1,0 +1,172 @@
+"""Datasets: what is read, what is quarantined with file, line and reason, and in which order tasks come."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayloop.core.dataset import ChatRows, Dataset, TaskCursor
+from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
+from rayloop.core.types import ImageSource, Message, Task
+
+READER = ChatRows(ChatRows.Settings())
+
+
+def row(index: int = 0, **fields: Any) -> dict[str, Any]:
+    return {
+        "data_source": "geo",
+        "prompt": [{"role": "user", "content": f"question {index}"}],
+        "reward_model": {"style": "rule", "ground_truth": str(index)},
+        "extra_info": {"index": index, "split": "train"},
+        **fields,
+    }
+
+
+def write(path: Path, *lines: dict[str, Any] | str | bytes) -> Path:
+    texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
+    return path
+
+
+def read(path: Path, *, strict: bool = False) -> tuple[Dataset, list[tuple[str, str]]]:
+    bad: list[tuple[str, str]] = []
+    return Dataset(path, READER, strict, lambda where, reason: bad.append((where, reason))), bad
+
+
+def test_verl_rows_become_tasks(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>Which of\n<image>?"}]
+    images = [{"image": "a.png"}, "/data/b.png"]
+    dataset, bad = read(write(tmp_path / "train.jsonl", row(3, prompt=prompt, images=images)))
+    first, second = ImageSource(path=str(tmp_path / "a.png")), ImageSource(path="/data/b.png")
+    messages = (Message("system", ("Be brief.",)), Message("user", (first, "Which of\n", second, "?")))
+    assert list(dataset) == [Task("geo/train/3", messages, "3", "geo", {"index": 3, "split": "train"})]
+    assert (len(dataset), dataset[0].id, bad) == (1, "geo/train/3", [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "task_id"),
+    [
+        ({"id": 7}, "7"),
+        ({"extra_info": {"id": "x"}}, "x"),
+        ({"extra_info": {"index": 0}}, "geo/0"),
+        ({"extra_info": None}, "train.jsonl:1"),
+    ],
+)
+def test_the_id_of_a_row(tmp_path: Path, fields: dict[str, Any], task_id: str) -> None:
+    assert read(write(tmp_path / "train.jsonl", row(**fields)))[0][0].id == task_id
+
+
+def test_a_prompt_may_be_a_json_string_or_a_text(tmp_path: Path) -> None:
+    texts = [json.dumps([{"role": "user", "content": "hi"}]), "hi"]
+    dataset, _ = read(write(tmp_path / "t.jsonl", *(row(i, prompt=text) for i, text in enumerate(texts))))
+    assert [task.messages for task in dataset] == [(Message("user", ("hi",)),)] * 2
+
+
+BAD = [
+    ("{", "UTF-8 JSON"),
+    (b'{"prompt": "\xff"}', "UTF-8 JSON"),
+    ("[" * 100_000, "UTF-8 JSON"),
+    ("[1, 2]", "expected an object, found list"),
+    (row(prompt=None), "'prompt' is missing"),
+    (row(prompt=[]), "'prompt' is missing"),
+    (row(prompt=[{"role": "user"}]), "'content' is missing"),
+    (row(prompt=[{"role": "user", "content": 5}]), "must be texts"),
+    (row(prompt=["hello"]), "cannot read the row"),
+    (row(prompt=5), "cannot read the row"),
+    (row(prompt="[1"), "cannot read the row"),
+    (row(prompt=[{"role": "user", "content": "<image>"}]), "1 <image> placeholders for 0 images"),
+    (row(images=["a.png"]), "0 <image> placeholders for 1 images"),
+    (row(images=[{"url": "x"}]), "an image must be"),
+    (row(reward_model="rule"), "cannot read the row"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD, ids=[reason + str(i) for i, (_, reason) in enumerate(BAD)])
+def test_a_bad_row_is_quarantined_with_its_line_and_reason(tmp_path: Path, line: Any, reason: str) -> None:
+    path = write(tmp_path / "t.jsonl", row(1), "", line, row(2))
+    dataset, bad = read(path)
+    assert [task.ground_truth for task in dataset] == ["1", "2"]
+    assert [where for where, _ in bad] == [f"{path}:3"]
+    assert reason in bad[0][1]
+    with pytest.raises(DataFailure, match=r"t\.jsonl:3"):
+        read(path, strict=True)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    assert len(read(write(tmp_path / "t.jsonl", b"\xef\xbb\xbf" + json.dumps(row()).encode()))[0]) == 1
+
+
+def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
+    image = [{"bytes": b"png", "path": None}]
+    rows = [row(i, prompt=[{"role": "user", "content": "<image>hi"}], images=image) for i in range(600)]
+    rows[400]["prompt"] = None
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    dataset, bad = read(path)
+    assert (len(dataset), dataset[599 - 1].ground_truth) == (599, "599")
+    assert dataset[0].messages[0].parts == (ImageSource(data=b"png"), "hi")
+    assert bad == [(f"{path}:401", "the field 'prompt' is missing or empty")]
+
+
+def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no file"):
+        read(tmp_path / "missing.jsonl")
+    with pytest.raises(ConfigError, match="no usable row"):
+        read(write(tmp_path / "empty.jsonl"))
+    with pytest.raises(ConfigError, match="no usable row"):
+        read(write(tmp_path / "bad.jsonl", "{"))
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ConfigError, match="parquet"):
+        read(tmp_path / "x.parquet")
+
+
+def test_two_rows_of_one_id_are_refused_with_both_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", row(1), row(2), row(1))
+    with pytest.raises(ConfigError, match=r"t\.jsonl:3: the id 'geo/train/1' is that of .*t\.jsonl:1 too"):
+        read(path)
+
+
+@given(count=st.integers(1, 30), seed=st.integers(0, 5), steps=st.integers(0, 100), shuffle=st.booleans())
+def test_each_epoch_visits_every_task_once(count: int, seed: int, steps: int, shuffle: bool) -> None:
+    cursor = TaskCursor(count, seed, shuffle)
+    drawn = [cursor.next() for _ in range(steps)]
+    for start in range(0, steps - steps % count, count):
+        assert sorted(drawn[start : start + count]) == list(range(count))
+    seen = Counter(drawn)
+    assert [cursor.visits(index) for index in range(count)] == [seen[index] for index in range(count)]
+    restored = TaskCursor(count, seed, shuffle)
+    restored.restore(json.loads(json.dumps(cursor.state())))
+    assert [restored.next() for _ in range(2 * count)] == [cursor.next() for _ in range(2 * count)]
+
+
+def test_the_order_follows_from_seed_and_epoch() -> None:
+    def epochs(seed: int, shuffle: bool = True) -> list[list[int]]:
+        cursor = TaskCursor(50, seed, shuffle)
+        return [[cursor.next() for _ in range(50)] for _ in range(2)]
+
+    first, second = epochs(0)
+    assert first != second
+    assert epochs(0) == [first, second]
+    assert epochs(1)[0] != first
+    assert epochs(0, shuffle=False) == [list(range(50))] * 2
+
+
+@pytest.mark.parametrize(("count", "seed", "shuffle"), [(9, 0, True), (10, 1, True), (10, 0, False)])
+def test_a_checkpoint_of_other_tasks_is_refused(count: int, seed: int, shuffle: bool) -> None:
+    state: Mapping[str, int | bool] = TaskCursor(10, 0, True).state()
+    with pytest.raises(CheckpointError, match=r"then, .* now"):
+        TaskCursor(count, seed, shuffle).restore(state)
+
+
+def test_a_cursor_needs_a_task() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        TaskCursor(0, 0)
