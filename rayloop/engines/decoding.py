@@ -137,7 +137,7 @@ class _Batch:
         logits = self._prefill(prompts)
         select = torch.tensor(index, device=self._device)
         logits = logits[select]
-        self._select_prompts(select)
+        self._select(select)
         for position in range(self._longest):
             tokens, logprobs, ends = self._sampler.sample(logits, position)
             self._tokens[self._members, position] = tokens.numpy(force=True)
@@ -203,7 +203,8 @@ class _Batch:
             logits_to_keep=1,
             **inputs,
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits
+        return logits[:, -1]
 
     def _finish(self, n: int, ends: np.ndarray) -> None:
         """Report the sequences that ended with their ``n``-th token, and forget those that nobody waits for."""
@@ -218,10 +219,8 @@ class _Batch:
                 reason = FinishReason.STOP_STRING
             elif n == self._budget[member]:
                 reason = FinishReason.LENGTH
-            elif row.abandoned():
-                self._live[i] = False
-                continue
             else:
+                self._live[i] = not row.abandoned()
                 continue
             self._live[i] = False
             row.finish(tuple(self._tokens[member, :n].tolist()), tuple(self._logprobs[member, :n].tolist()), reason)
@@ -229,12 +228,12 @@ class _Batch:
     def _compact(self, tokens: Tensor) -> Tensor:
         """Drop the finished sequences; returns the others' ``tokens``."""
         select = torch.from_numpy(np.flatnonzero(self._live)).to(self._device)
-        self._select_prompts(select)
+        self._select(select)
         self._sampler.select(select)
         self._members, self._live = self._members[self._live], self._live[self._live]
         return tokens[select]
 
-    def _select_prompts(self, select: Tensor) -> None:
+    def _select(self, select: Tensor) -> None:
         self._cache.batch_select_indices(select)
         self._positions = self._positions[:, select]
         self._mask = None if self._mask is None else self._mask[select]

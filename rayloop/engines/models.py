@@ -16,11 +16,13 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2VLImageProcessorPil,
@@ -70,6 +72,14 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
     return model.eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(settings: ModelSettings) -> Tokenizer:
+    """The model's tokenizer.json, for decoding. Raises ConfigError."""
+    try:
+        return AutoTokenizer.from_pretrained(settings.path, trust_remote_code=False).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.path {settings.path}: no usable tokenizer.json: {error}") from error
 
 
 def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from rayloop.core.failures import PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines.decoding import Decoder, Row
-from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.models import hf_state, load_model, load_tokenizer, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.engines.weights import DTYPES, verify
 
@@ -41,8 +40,8 @@ class TransformersEngine:
         self._settings = settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(model.path).backend_tokenizer
-        self._decoder = Decoder(self._model, tokenizer, load_vision(model, self._model.config))
+        self._parameters = hf_state(self._model)
+        self._decoder = Decoder(self._model, load_tokenizer(model), load_vision(model, self._model.config))
         threads = settings.threads or torch.get_num_threads()
         self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(threads,))
         self._version: Version | None = None
@@ -102,14 +101,15 @@ class TransformersEngine:
         loop = asyncio.get_running_loop()
         while True:
             batch, due = self._choose(loop.time())
-            if not batch:
+            version = self._version
+            if not batch or version is None:
                 await self._wait(due)
                 continue
             self._waiting = [request for request in self._waiting if request not in batch]
             self._running = batch
             self._idle.clear()
             try:
-                await loop.run_in_executor(self._worker, self._decode, batch, self._version, loop)
+                await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
             except Exception as error:  # whatever broke, the callers hear of it, and the next batch is tried
                 for request in batch:
                     _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
@@ -141,7 +141,7 @@ class TransformersEngine:
             if len(members) >= size - self._left[cohort] or now >= deadlines[-1]:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
-            deadlines.append(free[0].arrival + self._settings.batch_wait)
+            deadlines.append(free[-1].arrival + self._settings.batch_wait)
             if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
                 return free[: self._settings.max_batch], None
         return [], max(0.0, min(deadlines) - now)
@@ -160,7 +160,7 @@ class TransformersEngine:
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""
         verify(manifest, tensors)
-        parameters = hf_state(self._model)
+        parameters = self._parameters
         missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
         shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
         if missing or unknown or shapes:

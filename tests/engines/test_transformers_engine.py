@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Mapping
+import shutil
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import GenerationEngine
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.decoding import Decoder, Row
 from rayloop.engines.models import hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.engines.transformers import TransformersEngine
@@ -108,6 +110,42 @@ def test_logprobs_equal_a_full_forward(tiny_vlm: Path, temperature: float) -> No
     ]
     for request, done in zip(requests, many(tiny_vlm)(*((r, sampling) for r in requests)), strict=True):
         expected = full_logprobs(tiny_vlm, request, done.token_ids, sampling)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -> None:
+    """Qwen3-VL mixes image features into several layers: its images go through the model's own forward."""
+    folder = shutil.copytree(tiny_vlm, tmp_path / "qwen3_vl")
+    base = AutoConfig.from_pretrained(folder)
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    grid = {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": base.text_config.vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [4, 6, 6]},
+            "initializer_range": 0.1,
+        },
+        vision_config={**vision, **grid, "initializer_range": 0.1},
+        image_token_id=base.image_token_id,
+        video_token_id=base.video_token_id,
+        vision_start_token_id=base.vision_start_token_id,
+        vision_end_token_id=base.vision_end_token_id,
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    sampling = Sampling(max_tokens=6, banned_tokens=vision_tokens(folder))
+    requests = [
+        prompt(folder, image(84, 56), "zoom"),
+        prompt(folder, "text only"),
+        prompt(folder, image(84, 56), "zoom"),
+    ]
+    for request, done in zip(requests, many(folder)(*((r, sampling) for r in requests)), strict=True):
+        expected = full_logprobs(folder, request, done.token_ids, sampling)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -340,6 +378,27 @@ def test_turns_are_delivered_as_they_end(tiny_text: Path) -> None:
         slow.cancel()
 
     served(tiny_text, test)
+
+
+def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    decode = Decoder.decode
+
+    def counting(self: Decoder, rows: Sequence[Row]) -> None:
+        batches.append(len(rows))
+        decode(self, rows)
+
+    monkeypatch.setattr(Decoder, "decode", counting)
+
+    async def test(engine: TransformersEngine) -> None:
+        waiting = []
+        for seed in range(5):
+            waiting.append(asyncio.create_task(engine.generate(prompt(tiny_text, "What", seed=seed), GREEDY)))
+            await asyncio.sleep(0.1)
+        await asyncio.gather(*waiting)
+        assert batches == [4, 1]
+
+    served(tiny_text, test, batch_wait=0.25, max_batch=4)
 
 
 def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path) -> None:
