@@ -32,12 +32,12 @@ class Reader(Protocol):
 class Dataset:
     """The tasks of one file, read when made; images are not opened.
 
-    ``quarantine`` is told (file:line, reason) of every row left out. Raises ConfigError when the file is missing, no
+    ``quarantine`` is told of every row left out (``path`` is its file:line). Raises ConfigError when the file is missing, no
     row is left, or two rows share an id; with ``strict`` DataFailure at the first bad row.
     """
 
     def __init__(
-        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[str, str], None]
+        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None]
     ) -> None:
         self.path = Path(path)
         root = self.path.resolve().parent
@@ -49,7 +49,7 @@ class Dataset:
             except DataFailure as failure:
                 if strict:
                     raise
-                quarantine(failure.path, failure.reason)
+                quarantine(failure)
                 continue
             if task.id in tasks:
                 raise ConfigError(f"{where}: the id {task.id!r} is that of {lines[task.id]} too; ids must be unique")

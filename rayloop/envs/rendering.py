@@ -72,7 +72,7 @@ class Renderer:
             text = self._template([self._chat(message) for message in messages], generation=True)
         except jinja2.TemplateError as error:
             raise DataFailure("messages", f"the chat template refuses them: {error}") from error
-        return self._rendered(self._encode(text), images)
+        return self._rendered(self._encode_template(text), images)
 
     def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
         """What follows the turn ``sampled``: the closing tokens it lacks, the messages, the assistant's header.
@@ -87,12 +87,13 @@ class Renderer:
             raise ConfigError(f"the chat template refuses the observation: {error}") from error
         if not text.startswith(self._history):
             raise ConfigError("the chat template rewrites earlier turns when an observation follows: not supported")
-        ids = self._encode(self._closing + text[len(self._history) :])
+        ids = self._encode_template(self._closing + text[len(self._history) :])
         return self._rendered(ids[1:] if sampled and sampled[-1] == ids[0] else ids, images)
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of a text as data: markup in it stays plain text."""
-        return tuple(self._encode_plain(text))
+        """The tokens of a text as data, without end token; chat markup in it stays plain text."""
+        whole = _SURROGATE.sub("\ufffd", text.replace(self._guard, ""))
+        return tuple(self._plain.encode(whole, add_special_tokens=False).ids)
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""
@@ -118,22 +119,19 @@ class Renderer:
         return {"role": self._disarm(message.role), "content": content}
 
     def _disarm(self, text: str) -> str:
-        """Break special tokens typed inside a text with the guard, which ``_encode`` takes out again."""
+        """Break special tokens typed inside a text with the guard, which ``encode`` takes out again."""
         return self._markup.sub(lambda found: self._guard.join([*found[0], ""]), text)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_template(self, text: str) -> list[int]:
         """Token ids of rendered text: special tokens of the template as such, what lies between them as plain text."""
         ids: list[int] = []
         position = 0
         for found in self._markup.finditer(text):
-            ids += self._encode_plain(text[position : found.start()])
+            ids += self.encode(text[position : found.start()])
             ids.append(self._special[found[0]])
             position = found.end()
-        return ids + self._encode_plain(text[position:])
-
-    def _encode_plain(self, text: str) -> list[int]:
-        whole = _SURROGATE.sub("\ufffd", text.replace(self._guard, ""))
-        return list(self._plain.encode(whole, add_special_tokens=False).ids)
+        ids += self.encode(text[position:])
+        return ids
 
     def _image(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
         if self._geometry is None:
@@ -168,7 +166,7 @@ class Renderer:
                 f"{folder}: the chat template is not prefix-stable: it writes an answered question differently from "
                 "the question with the assistant's header, so what was sampled could not be continued"
             )
-        if self._encode(continued) != self._tokenizer.encode(continued, add_special_tokens=False).ids:
+        if self._encode_template(continued) != self._tokenizer.encode(continued, add_special_tokens=False).ids:
             raise ConfigError(f"{folder}: the tokenizer's special tokens change the text around them (lstrip, rstrip)")
         closing = answered[len(answer) :]
         if self._markup.match(closing) is None:
@@ -178,7 +176,7 @@ class Renderer:
     def _end_tokens(self, folder: Path, config: dict[str, Any]) -> TokenIds:
         listed = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         others = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        return tuple(dict.fromkeys([self._encode(self._closing)[0], *others]))
+        return tuple(dict.fromkeys([self._encode_template(self._closing)[0], *others]))
 
     def _vision_tokens(self, config: dict[str, Any]) -> TokenIds:
         """Every vision token: those that the configuration names, and special tokens that are called so."""

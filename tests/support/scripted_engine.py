@@ -20,7 +20,7 @@ class ScriptedEngine:
     def tokens(self, said: Said, limit: int) -> TokenIds:
         """The text's tokens, the end token behind them when the turn ends by it, cut to ``limit`` when by length."""
         text, finish = said
-        ids = tuple(self._renderer._encode_plain(text))
+        ids = self._renderer.encode(text)
         if finish is FinishReason.END_TOKEN:
             return (*ids, self._renderer.end_tokens[0])
         return (ids * limit)[:limit] if finish is FinishReason.LENGTH else ids

@@ -39,7 +39,7 @@ def write(path: Path, *lines: dict[str, Any] | str | bytes) -> Path:
 
 def read(path: Path, *, strict: bool = False) -> tuple[Dataset, list[tuple[str, str]]]:
     bad: list[tuple[str, str]] = []
-    return Dataset(path, READER, strict, lambda where, reason: bad.append((where, reason))), bad
+    return Dataset(path, READER, strict, lambda failure: bad.append((failure.path, failure.reason))), bad
 
 
 def test_verl_rows_become_tasks(tmp_path: Path) -> None:

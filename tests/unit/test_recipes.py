@@ -28,7 +28,7 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 
 def grounding(split: str, **settings: Any) -> Dataset:
     reader = Component.model_validate({"use": "recipes.arc_vision.data:GroundingRows", "with": settings}).build()
-    return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda where, reason: None)
+    return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda failure: None)
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 24), ("test", 8)])
@@ -149,7 +149,7 @@ def test_prepare_writes_rows_that_the_reader_reads(tmp_path: Path) -> None:
     reader = DigitRows(DigitRows.Settings(prompt="{digits} ->"))
     for split, count in (("train", 20), ("eval", 5)):
         path = tmp_path / "digits" / f"{split}.jsonl"
-        dataset = Dataset(path, reader, True, lambda where, reason: None)
+        dataset = Dataset(path, reader, True, lambda failure: None)
         digits = json.loads(path.read_text().splitlines()[0])["digits"]
         assert (len(dataset), dataset[0].ground_truth) == (count, sorted(digits))
         assert dataset[0].messages[0].parts == (" ".join(map(str, digits)) + " ->",)

@@ -180,6 +180,16 @@ def test_special_tokens_are_left_out_of_decoded_text(renderer: Renderer) -> None
     assert "<|" not in renderer.decode(rendered.token_ids)
 
 
+@given(text=st.text(max_size=30))
+def test_encoded_text_decodes_to_itself(text: str, cache: dict[str, Any]) -> None:
+    assert cache["renderer"].decode(cache["renderer"].encode(text)) == text
+
+
+@pytest.mark.parametrize("markup", SPECIAL)
+def test_markup_in_encoded_text_stays_text(renderer: Renderer, markup: str) -> None:
+    assert renderer.decode(renderer.encode(f"a {markup}")) == f"a {markup}"
+
+
 def test_a_text_model_renders_text_and_refuses_images(text_folder: Path) -> None:
     renderer = Renderer(ModelSettings(path=str(text_folder)), LIMIT)
     assert renderer.image_token is None
