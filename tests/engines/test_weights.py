@@ -72,6 +72,7 @@ def test_transports_deliver_the_same_tensors(kind: ObjectStoreTransport | Filesy
         assert torch.equal(received[name], tensor), name
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_object_store_reads_read_only_arrays_and_finds_damage() -> None:
     store = ObjectStore()
     described, source = store.pack(VERSION, tensors())
