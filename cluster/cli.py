@@ -19,6 +19,7 @@ from rayloop.core.failures import RayloopError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. A RayloopError is printed as one paragraph on stderr."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that share cores must not spin while they wait
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
