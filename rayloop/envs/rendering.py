@@ -39,8 +39,8 @@ class Rendered:
 class Renderer:
     """Renders for one model folder. Safe to use from many threads.
 
-    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` are the vision tokens, which a policy must
-    not sample; ``image_token`` is the id of which every image has ``ImageRef.tokens``, None for a text-only model.
+    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled: vision tokens, and
+    ids without a text; ``image_token`` is the id of which every image has ``ImageRef.tokens``, None for a text-only model.
 
     Raises ConfigError when a file is missing or the template cannot be extended turn by turn.
     """
@@ -58,7 +58,7 @@ class Renderer:
         config = read_json(folder / "config.json")
         self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
-        self.banned_tokens = self._vision_tokens(config)
+        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
 
@@ -178,12 +178,17 @@ class Renderer:
         others = listed if isinstance(listed, list) else [] if listed is None else [listed]
         return tuple(dict.fromkeys([self._encode_template(self._closing)[0], *others]))
 
-    def _vision_tokens(self, config: dict[str, Any]) -> TokenIds:
+    def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
         """Every vision token: those that the configuration names, and special tokens that are called so."""
         if self.image_token is None:
-            return ()
+            return set()
         named = {i for key, i in config.items() if key.endswith("_token_id") and _VISION.search(key) and i is not None}
-        return tuple(sorted(named | {i for text, i in self._special.items() if _VISION.search(text)}))
+        return named | {i for text, i in self._special.items() if _VISION.search(text)}
+
+    def _unwritable(self, config: dict[str, Any]) -> range:
+        """Ids that pad the embedding beyond the tokenizer: they decode to nothing, and would hide what follows them."""
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
+        return range(self._tokenizer.get_vocab_size(), size)
 
 
 _DUMMY: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
