@@ -30,7 +30,7 @@ from rayloop.engines.optimizer import Optimizer, Step
 from rayloop.engines.samples import Collator
 from rayloop.engines.scorer import COMPUTE_DTYPES, Scorer, score
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.sharding import add_noise, gather, join, local, shard, total
+from rayloop.engines.sharding import add_noise, gather, join, local, on_all_ranks, shard, total
 from rayloop.grpo.batch import Batch, Sample
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.metrics import LossMetrics
@@ -95,14 +95,14 @@ class FsdpEngine:
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
         """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty.
 
-        Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an unusable image, and
-        Diverged when too many updates in a row had to be skipped.
+        Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an unusable image on
+        any rank, and Diverged when too many updates in a row had to be skipped.
         """
         began = time.perf_counter()
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
             raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
-        samples = [[self._collator.sample(item) for item in items] for items in mini_batches]
+        samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
         if len(mini_batches) > 1:
             samples = self._with_old_logprobs(mini_batches, samples)
         updates = [self._update(share) for share in samples]
@@ -199,7 +199,9 @@ class FsdpEngine:
             raise ConfigError(
                 "reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning"
             )
-        samples = [self._collator.sample(TrainItem(t, 0.0), swap_images=swap_images) for t in trajectories]
+        samples = on_all_ranks(
+            lambda: [self._collator.sample(TrainItem(t, 0.0), swap_images=swap_images) for t in trajectories]
+        )
         with adapters_off(self._model) if reference else contextlib.nullcontext():
             return [logprobs.numpy() for logprobs in self._score(samples)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,25 +64,23 @@ class Collator:
     def _make_dummy(self) -> Sample:
         config = self._model.config
         nothing = torch.zeros(0)
-        token, rows, pixels, grids = 0, 1, (), ()
-        if self._vision is not None:
-            vision = config.vision_config
-            side = vision.spatial_merge_size
-            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            token, rows, pixels, grids = (
-                config.image_token_id,
-                4,
-                (torch.zeros(side * side, width),),
-                ((1, side, side),),
-            )
-        return Sample(
-            token_ids=torch.tensor([token]),
-            position_ids=torch.zeros(rows, 1, dtype=torch.int64),
+        text = Sample(
+            token_ids=torch.zeros(1, dtype=torch.int64),
+            position_ids=torch.zeros(1, 1, dtype=torch.int64),
             predict=nothing.long(),
             turn_position=nothing.long(),
             behaviour=nothing,
             reference=None,
             sampling=Sampling(),
-            pixels=pixels,
-            grids=grids,
+        )
+        if self._vision is None:
+            return text
+        vision = config.vision_config
+        side = vision.spatial_merge_size
+        return dataclasses.replace(
+            text,
+            token_ids=torch.tensor([config.image_token_id]),
+            position_ids=torch.zeros(4, 1, dtype=torch.int64),
+            pixels=(torch.zeros(side**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),),
+            grids=((1, side, side),),
         )

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
+from rayloop.engines.attention import use_packed_sdpa
 from rayloop.engines.models import load_model
 from rayloop.engines.samples import Collator
 from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings
@@ -34,6 +35,7 @@ class Scorer(nn.Module):
 
     def __init__(self, model: Any, chunk: int) -> None:
         super().__init__()
+        use_packed_sdpa(model)
         self.model = model
         self.chunk = chunk
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rayloop.core.failures import RayloopError
 from rayloop.engines.scorer import COMPUTE_DTYPES, Scorer
 from rayloop.engines.settings import FsdpSettings
+
+T = TypeVar("T")
 
 
 def join(device_type: str, rank: int, world_size: int, init_method: str, timeout: float) -> DeviceMesh:
@@ -59,6 +63,24 @@ def total(
     reduced = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op)
     return reduced.tolist()
+
+
+def on_all_ranks(build: Callable[[], T]) -> T:
+    """``build()``; what it raises on one rank is raised on all of them, which would otherwise wait for that one.
+
+    Collective. Passes on RayloopError and ValueError.
+    """
+    failure: Exception | None = None
+    try:
+        result = build()
+    except (RayloopError, ValueError) as error:
+        failure = error
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for found in failures:
+        if found is not None:
+            raise found
+    return result
 
 
 @torch.no_grad()

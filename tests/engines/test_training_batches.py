@@ -111,9 +111,10 @@ class Lab:
         return gradients
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["packed_sdpa", "sdpa", "eager"])
 def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) -> None:
     lab = Lab(tiny_vlm)
+    assert lab.model.base_model.language_model.config._attn_implementation == "packed_sdpa"
     lab.model.set_attn_implementation(attention)
     shapes = [[(6, (2, 3), 4), (3, (4, 2), 5), (2, (1, 2), 3)], [(8, None, 6)], [(4, (3, 3), 5)]]
     samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rayloop.core.failures import CheckpointError, ConfigError, Diverged
@@ -145,6 +145,20 @@ def test_bfloat16_compute_keeps_float32_masters(tiny_text: Path, tmp_path: Path)
     assert (masters["model.norm.weight"] - start["model.norm.weight"]).abs().max() == pytest.approx(1e-6, rel=0.2)
 
 
+def test_bfloat16_follows_float32(tiny_vlm: Path) -> None:
+    items = mixed_items(tiny_vlm)
+    played = [item.trajectory for item in items]
+    with engine(tiny_vlm) as trainer:
+        exact = trainer.logprobs(played)
+        norm = trainer.train([items])["actor/grad_norm"]
+    settings = FsdpSettings(dtype="bfloat16", gradient_checkpointing=True)
+    with engine(tiny_vlm, settings) as trainer:
+        rounded = trainer.logprobs(played)
+        assert trainer.train([items])["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
+    errors = np.concatenate([abs(a - b) for a, b in zip(exact, rounded, strict=True)])
+    assert 1e-5 < errors.mean() < 0.05
+
+
 def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
     items = mixed_items(tiny_vlm)
     with engine(tiny_vlm, FsdpSettings(freeze_vision=True), OptimizerSettings(lr=1e-3, weight_decay=0.1)) as trainer:
@@ -200,8 +214,6 @@ def test_merged_adapters_equal_the_adapters(tiny_vlm: Path, tmp_path: Path) -> N
         trainer.train([items])
     for file in tiny_vlm.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    from safetensors.torch import save_file
-
     save_file(merged, tmp_path / "model.safetensors", {"format": "pt"})
     with engine(tmp_path) as trainer:
         published = trainer.logprobs(played)

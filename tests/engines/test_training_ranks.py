@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayloop.core.failures import DataFailure
 from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
 from tests.engines.invariance import differences, table
 from tests.engines.training import VERSION, engine, free_port, mixed_items, run_ranks
@@ -42,6 +43,11 @@ def _uneven(rank: int, world_size: int, folder: Path, state: str, port: int) -> 
             trainer.train([share] * (1 + rank))
         except ValueError as error:
             found["error"] = str(error)
+        lost = dataclasses.replace(items[1].trajectory, image_bytes={})
+        try:
+            trainer.logprobs([lost] if rank == 1 else [])
+        except DataFailure as error:
+            found["lost"] = str(error)
         trainer.perturb("vision")
         trainer.restore_parameters()
         trainer.save(state)
@@ -59,10 +65,12 @@ def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Pat
     assert second["weights"] == {}
     assert [r["skipped"] for r in (first, second)] == [1, 1]
     assert first["error"] == second["error"] == "the ranks got from 1 to 2 mini-batches; each needs as many"
+    assert first["lost"] == second["lost"]
+    assert "neither bytes nor a path" in first["lost"]
     assert _timeless(first["first"]) == _timeless(second["first"])
     with engine(tiny_vlm, LORA, ADAMW) as trainer:
         alone = trainer.train([items])
-        assert _timeless(first["first"]) == pytest.approx(_timeless(alone), rel=1e-4)
+    assert _timeless(first["first"]) == pytest.approx(_timeless(alone), rel=1e-4)
     with engine(tiny_vlm, LORA, ADAMW, seed=3) as trainer:
         trainer.load(state)
         again = trainer.train([items])
