@@ -71,7 +71,7 @@ class Production:
         self._collecting = False
         self._stopping = False
         self._bad: DataFailure | None = None
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
     @staticmethod
@@ -94,7 +94,6 @@ class Production:
                 for _ in range(self._admissible()):
                     issue = self._next_issue()
                     self.in_flight[issue.number] = issue
-                    self.issued_this_step += 1
                     self.ledger.issue(self._ids(issue))
                     group.create_task(self._produce(issue, player, finish, self._turn(), now))
                 await self._change()
@@ -108,6 +107,8 @@ class Production:
         stale = c.staleness.max_staleness
         if self._stopping or (stale == 0 and (self.in_flight or not self._collecting)):
             return 0
+        if self.reissue:
+            return len(self.reissue)
         rate = self.acceptance.value
         slots = open_slots(stale, c.target, self.survivors, len(self.in_flight) * c.group_size, rate)
         if slots and c.filtering.groups_per_generation:
@@ -129,11 +130,12 @@ class Production:
 
     def _next_issue(self) -> Issue:
         if self.reissue:
-            return self.reissue.pop(0)
+            return self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
         for _ in range(len(self.dataset)):
             index = self.cursor.next()
             if self.dataset[index].id not in self.quarantined:
                 self.next_number += 1
+                self.issued_this_step += 1
                 return Issue(self.next_number, index, self.cursor.visits(index))
         raise ConfigError(
             f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl"
@@ -190,7 +192,7 @@ class Production:
             self.ready.append(group)
             self.ready.sort(key=lambda g: g.issue)
         del self.in_flight[group.issue]
-        self._changed.set()
+        self._notify()
 
     def replay(self, group: Group, step: int) -> Group:
         """Let a stored success take a member's place (ARPO). Takes effect in buffer and ledger when the group is committed."""
@@ -214,7 +216,7 @@ class Production:
         """
         c = self.config.algorithm
         self._collecting = True
-        self._changed.set()
+        self._notify()
         try:
             while True:
                 if self._stopping:
@@ -241,7 +243,7 @@ class Production:
         """Train, or wait for more. A synchronous round is awaited to its end; the budget is spent when nothing is in flight."""
         c = self.config.algorithm
         enough = self.survivors >= c.target and not (c.staleness.max_staleness == 0 and self.in_flight)
-        if not enough and (self.in_flight or self.issued_this_step < self._budget):
+        if not enough and (self.in_flight or self.reissue or self.issued_this_step < self._budget):
             return Verdict.MORE
         used = c.filtering.max_generation_batches if self.issued_this_step >= self._budget else 0
         fates = Counter(
@@ -277,11 +279,12 @@ class Production:
                     self.ledger.move(id, member.fate)
 
     async def _change(self) -> None:
-        """Wait until something happened. Raises Stalled, naming what is awaited."""
-        self._changed.clear()
+        """Wait until something happens after this call. Raises Stalled, naming what is awaited."""
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.append(changed)
         limit = self.config.recovery.stall_timeout
         try:
-            await within(limit, self._changed.wait(), "production")
+            await within(limit, changed, "production")
         except WorkerLost:
             if not self._collecting:
                 return
@@ -290,6 +293,12 @@ class Production:
                 f"nothing finished for {limit:g} s while collecting: {self.survivors} of {self.config.algorithm.target} "
                 f"trajectories are ready, groups in flight: {waiting}"
             ) from None
+
+    def _notify(self) -> None:
+        """Wake all who wait in ``_change``."""
+        waiting, self._waiting = self._waiting, []
+        for changed in waiting:
+            changed.done() or changed.set_result(None)
 
     # Tasks that fail -----------------------------------------------------------------------------------------------
 
@@ -300,7 +309,7 @@ class Production:
         self.quarantined.add(task.id)
         self._bad = DataFailure(path or task.id, reason)
         self.reporter.bad_row(self._bad)
-        self._changed.set()
+        self._notify()
 
     def _environment_failed(self, task: Task) -> None:
         self.environment_failures[task.id] += 1
@@ -313,7 +322,7 @@ class Production:
 
     def stop(self) -> None:
         self._stopping = True
-        self._changed.set()
+        self._notify()
 
     def close(self) -> None:
         """The run is over: what is still being played is cancelled, what is ready will not be trained."""

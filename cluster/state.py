@@ -17,23 +17,25 @@ if TYPE_CHECKING:
 async def capture(driver: Driver) -> dict[str, Any]:
     """Everything as plain values. Ready groups and the replay buffer carry the bytes that their references stand for."""
     production = driver.production
-    ready = [dataclasses.replace(g, members=await _inline(g.members)) for g in production.ready]
-    replay = {task: await _inline(members) for task, members in production.buffer.state().items()}
-    return {
+    state = {  # all of one moment: production goes on while the references below are resolved
         "step": driver.step,
         "version": driver.version,
-        "inherited": driver.inherited,
+        "inherited": dict(driver.inherited),
         "ledger": driver.ledger.state(),
         "cursor": production.cursor.state(),
         "next_number": production.next_number,
         "in_flight": [*production.reissue, *production.in_flight.values()],
-        "ready": ready,
+        "ready": list(production.ready),
+        "finished": [_bare(group) for group in production.finished],
         "quarantined": sorted(production.quarantined),
         "environment_failures": dict(production.environment_failures),
         "acceptance": production.acceptance.state(),
         "issued_this_step": production.issued_this_step,
-        "replay": replay,
+        "replay": production.buffer.state(),
     }
+    ready = [dataclasses.replace(g, members=await _inline(g.members)) for g in state["ready"]]
+    replay = {task: await _inline(members) for task, members in state["replay"].items()}
+    return {**state, "ready": ready, "replay": replay}
 
 
 def reinstate(driver: Driver, state: dict[str, Any]) -> None:
@@ -48,13 +50,19 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.in_flight.clear()
     production.reissue = sorted(state["in_flight"], key=lambda issue: issue.number)
     production.ready = [_own(group) for group in state["ready"]]
-    production.finished.clear()
+    production.finished = list(state["finished"])
     production.quarantined = set(state["quarantined"])
     production.environment_failures.clear()
     production.environment_failures.update(state["environment_failures"])
     production.acceptance.restore(state["acceptance"])
     production.issued_this_step = state["issued_this_step"]
     production.buffer.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})
+
+
+def _bare(group: Group) -> Group:
+    return dataclasses.replace(
+        group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in group.members)
+    )
 
 
 async def _inline(members: tuple[Member, ...]) -> tuple[Member, ...]:
