@@ -3,11 +3,13 @@
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
         driver.pkl                      everything the driver must know to continue (cluster/state.py)
-        COMPLETE                        JSON: step, and the size of every file; written last, then the folder is renamed
-    checkpoints/latest                  name of the newest complete checkpoint
+        COMPLETE                        JSON: step, lineage, and the size of every file; written last, then the folder is
+                                        renamed
+    checkpoints/latest                  name of the checkpoint written last
     checkpoints/lineage                 number of restores so far
 
-A crash at any byte leaves the previous checkpoint loadable: what is being written is called ``*.tmp`` and is never read.
+A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
+never read. A later lineage is newer whatever its steps: it began where an earlier one was given up.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
 class Checkpoint:
     folder: Path
     step: int
+    lineage: int
 
     @property
     def trainer(self) -> str:
@@ -47,7 +50,7 @@ def complete(folder: Path) -> Checkpoint | None:
     try:
         marker = json.loads((folder / MARKER).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in marker["files"].items())
-        return Checkpoint(folder, marker["step"]) if whole else None
+        return Checkpoint(folder, marker["step"], marker["lineage"]) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -55,14 +58,15 @@ def complete(folder: Path) -> Checkpoint | None:
 class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self.lineage = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def next_lineage(self) -> int:
-        """A number that no earlier start of this run has had."""
+        """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
         path = self.folder / "lineage"
-        lineage = int(path.read_text()) + 1 if path.exists() else 1
-        _write(path, str(lineage).encode())
-        return lineage
+        self.lineage = int(path.read_text()) + 1 if path.exists() else 1
+        _write(path, str(self.lineage).encode())
+        return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
         """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder.
@@ -81,8 +85,13 @@ class CheckpointStore:
         return next(iter(self.newest_first()), None)
 
     def newest_first(self) -> list[Checkpoint]:
+        """The complete checkpoints: by lineage, then step, then time."""
         found = [complete(path) for path in self.folder.glob("step_*") if path.suffix != ".tmp"]
-        return sorted((c for c in found if c is not None), key=lambda c: (-c.step, -c.folder.stat().st_mtime_ns))
+        return sorted(
+            (c for c in found if c is not None),
+            key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
+            reverse=True,
+        )
 
     async def save(self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]]) -> Checkpoint:
         """Write a checkpoint and prune old ones. Raises CheckpointError, with the bytes at stake; nothing half-done stays."""
@@ -100,7 +109,7 @@ class CheckpointStore:
             written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._explain(step, error, written)) from error
-        return Checkpoint(final, step)
+        return Checkpoint(final, step, self.lineage)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
         free = shutil.disk_usage(self.folder).free
@@ -119,13 +128,19 @@ class CheckpointStore:
         files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
         for file in files:
             _sync(file)
-        marker = {"step": step, "files": {str(f.relative_to(aside)): f.stat().st_size for f in files}}
+        marker = {
+            "step": step,
+            "lineage": self.lineage,
+            "files": {str(f.relative_to(aside)): f.stat().st_size for f in files},
+        }
         _write(aside / MARKER, json.dumps(marker, indent=1).encode())
         os.replace(aside, final)
         _sync(self.folder)
         _write(self.folder / "latest", final.name.encode())
         for old in self.newest_first()[self.keep :]:
-            shutil.rmtree(old.folder)
+            condemned = old.folder.with_name(old.folder.name + ".tmp")
+            os.replace(old.folder, condemned)
+            shutil.rmtree(condemned)
 
 
 def _size(folder: Path) -> int:

@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.lease import Lease
 from cluster.config import RunConfig
-from cluster.pool import cause, is_lost, within
+from cluster.pool import brief, cause, is_lost, within
 from cluster.services import Services
 from rayloop.core.failures import WorkerLost
 from rayloop.core.runfolder import RolloutRecord
@@ -77,9 +77,13 @@ class Player:
             f"{request.id}@{request.attempt}",
             str(request.id.group),
         )
-        engine = await self.services.rollout.lease(affinity)
-        self._engines[key] = engine.worker
         environment = await environments.lease()
+        try:
+            engine = await self.services.rollout.lease(affinity)
+        except BaseException:
+            environments.release(environment.worker)
+            raise
+        self._engines[key] = engine.worker
         result, payload = environment.handle.play.options(num_returns=2).remote(request, engine, self._driver)
         try:
             summary = await within(self.config.environment.episode_timeout, result, "an episode")
@@ -90,9 +94,7 @@ class Player:
             if not is_lost(error):
                 raise
             environments.lost(environment.worker, error)
-            reason = Unscored(
-                UnscoredKind.ENVIRONMENT_FAILURE, f"the environment actor was lost: {str(error).splitlines()[0]}"
-            )
+            reason = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, f"the environment actor was lost: {brief(error)}")
             return PlayFailed(request.id, request.attempt, reason)
         finally:
             environments.release(environment.worker)
@@ -126,7 +128,7 @@ class Player:
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
         except Exception as error:
             if isinstance(error, ObjectLostError) or isinstance(cause(error), ObjectLostError):
-                return Unscored(UnscoredKind.PAYLOAD_LOST, str(error).splitlines()[0])
+                return Unscored(UnscoredKind.PAYLOAD_LOST, brief(error))
             raise
         return outcome
 
@@ -142,7 +144,7 @@ class Player:
                 "describe", bare, *(m.payload for m in members), deadline=c.timeout, attempts=c.attempts
             )
         except (WorkerLost, ObjectLostError) as error:
-            self._event("rollouts_not_written", group=group.issue, why=str(error).splitlines()[0])
+            self._event("rollouts_not_written", group=group.issue, why=brief(error))
             return [], {}
         return found
 

@@ -10,7 +10,7 @@ import ray
 
 from actors.policy import Assignment, Comparison
 from cluster.config import PolicySettings
-from cluster.pool import cause, is_lost, within
+from cluster.pool import brief, cause, is_lost, within
 from rayloop.core.failures import PolicyLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Group, Member, Version
@@ -29,9 +29,7 @@ class PolicyGroup:
 
     async def start(self) -> None:
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        init_method = await within(
-            self.settings.start_timeout, self.ranks[0].address.remote(), "policy rank 0 (starting)"
-        )
+        init_method = (await self._all("address", deadline=self.settings.start_timeout))[0]
         await self._all("join", init_method, deadline=self.settings.start_timeout)
 
     async def rebuild(self) -> None:
@@ -45,22 +43,21 @@ class PolicyGroup:
     async def _each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all ranks; the first failure counts, since the others then wait for a peer that will not come."""
+        """Call a method on all ranks, each with its own arguments."""
+        refs = [getattr(rank, method).remote(*a, **kwargs) for rank, a in zip(self.ranks, args, strict=True)]
+        return await self._results(method, refs, deadline or self.settings.step_timeout)
+
+    async def _results(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
+        """One answer per rank; the first failure counts, since the others then wait for a peer that will not come."""
         calls = [
-            asyncio.ensure_future(
-                within(
-                    deadline or self.settings.step_timeout,
-                    getattr(rank, method).remote(*a, **kwargs),
-                    f"policy rank {i} ({method})",
-                )
-            )
-            for i, (rank, a) in enumerate(zip(self.ranks, args, strict=True))
+            asyncio.ensure_future(within(deadline, ref, f"policy rank {rank} ({method})"))
+            for rank, ref in enumerate(refs)
         ]
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
             if is_lost(error) or (len(self.ranks) > 1 and isinstance(cause(error), RuntimeError)):
-                raise PolicyLost(f"the policy group failed in {method}: {str(error).splitlines()[0]}") from error
+                raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
             raise
         finally:
             for call in calls:
@@ -102,13 +99,7 @@ class PolicyGroup:
     async def export(self, version: Version) -> tuple[Manifest, Any]:
         """Gather the weights. Returns the manifest and a *reference* to the source, owned by the driver."""
         refs = [rank.export.options(num_returns=2).remote(version) for rank in self.ranks]
-        pending = asyncio.gather(*(manifest for manifest, _ in refs))
-        try:
-            manifests = await within(self.settings.step_timeout, pending, "policy (export)")
-        except Exception as error:
-            if is_lost(error):
-                raise PolicyLost(f"the policy group failed in export: {str(error).splitlines()[0]}") from error
-            raise
+        manifests = await self._results("export", [manifest for manifest, _ in refs], self.settings.step_timeout)
         return manifests[0], refs[0][1]
 
     async def parameter_groups(self) -> list[str]:

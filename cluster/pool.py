@@ -32,7 +32,14 @@ def is_lost(error: BaseException) -> bool:
 
 def cause(error: BaseException) -> BaseException:
     """The error raised inside the actor, without Ray's wrapping."""
-    return error.cause if isinstance(error, RayTaskError) else error
+    while isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause
+    return error
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what was raised inside the actor, or the name of its type."""
+    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
 
 
 def last_line(error: BaseException) -> str:
