@@ -61,7 +61,8 @@ class LeasedEngine:
                     raise
                 logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
                 self._cohort = None
-                self._lease = await self._driver.lease_engine.remote(self._key, self._lease.worker)
+                why = f"{type(cause(error)).__name__}: {cause(error)}".splitlines()[0]
+                self._lease = await self._driver.lease_engine.remote(self._key, self._lease.worker, why)
 
     def leave(self) -> None:
         """The episode has ended: its cohort no longer waits for it."""

@@ -20,12 +20,13 @@ from cluster.checkpoint import CheckpointStore
 from cluster.config import RunConfig
 from cluster.evaluation import evaluate
 from cluster.player import Player
+from cluster.pool import cause
 from cluster.production import Production
 from cluster.publication import Publisher
 from cluster.report import Reporter
 from cluster.services import Services
 from cluster.state import capture, reinstate
-from rayloop.core.failures import CheckpointError, PolicyLost, Preempted
+from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, RayloopError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Group, State, Version
 from rayloop.grpo.advantage import with_advantages
@@ -42,7 +43,8 @@ class Driver:
         self.config, self.folder, self.resume = config, Path(folder), resume
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
-        self.stopping = False
+        self.prepared = self.stopping = False
+        self.saved: Version | None = None
         self.failed_saves = 0
         self.timings: dict[str, float] = {}
         self.ledger = Ledger()
@@ -59,6 +61,9 @@ class Driver:
         )
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
+        self.prepared = True
+        if self.stopping:
+            self.production.stop()
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -97,23 +102,35 @@ class Driver:
             self.initial = await capture(self)
             for restarts in range(self.config.recovery.policy_restarts + 1):
                 try:
+                    if restarts:
+                        await self.rebuild()
                     await self.run()
                     break
                 except PolicyLost as error:
-                    self.reporter.event("policy_lost", step=self.step, why=str(error))
+                    self.reporter.event("policy_lost", why=str(error))
                     if restarts == self.config.recovery.policy_restarts:
                         raise
-                    await self.services.policy.rebuild()
             self.production.close()
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Preempted:
             await self.checkpoint()
+            self.reporter.event("preempted", ledger=self.ledger.counts())
             raise Preempted(
                 f"stopped at step {self.step} of {self.config.steps}, saved; run again to continue"
             ) from None
+        except RayloopError as error:
+            why = cause(error)
+            self.reporter.event("failed", error=type(why).__name__, why=str(why), ledger=self.ledger.counts())
+            raise
         finally:
             self.services.stop()
+
+    async def rebuild(self) -> None:
+        """Replace all ranks of the policy."""
+        began = time.monotonic()
+        await self.services.policy.rebuild()
+        self.reporter.event("policy_rebuilt", seconds=round(time.monotonic() - began, 3))
 
     async def restore(self) -> None:
         """Begin a new lineage from the newest complete checkpoint, or from the start model."""
@@ -174,6 +191,7 @@ class Driver:
             groups, seed=self.config.seed, version=self.version, treat_as_on_policy=on_policy, nominal=nominal
         )
         self.production.settle(groups, State.TRAINED)
+        self.reporter.trained(self.step + 1, groups)
         return report
 
     @timed("testing")
@@ -208,12 +226,13 @@ class Driver:
     async def checkpoint(self) -> None:
         """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
         last = self.stopping or self.step == self.config.steps
-        if self.step % self.config.checkpoint.every and not last and not self.failed_saves:
+        due = last or self.failed_saves or self.step % self.config.checkpoint.every == 0
+        if not due or self.saved == self.version:
             return
         try:
             began = time.monotonic()
             saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save)
-            self.failed_saves = 0
+            self.failed_saves, self.saved = 0, self.version
             self.reporter.event(
                 "checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3)
             )
@@ -225,9 +244,9 @@ class Driver:
 
     # What other processes call -------------------------------------------------------------------------------------
 
-    async def lease_engine(self, episode: str, lost: int) -> Lease:
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
-        return await self.player.replace_engine(episode, lost)
+        return await self.player.replace_engine(episode, lost, why)
 
     async def updates(self, since: int) -> list[tuple[str, Any]]:
         """For the console: what was reported after the first ``since`` reports."""
@@ -241,4 +260,5 @@ class Driver:
     async def stop(self) -> None:
         """End as preempted: abandon the generation under way (or finish the update under way) and save."""
         self.stopping = True
-        self.production.stop()
+        if self.prepared:
+            self.production.stop()

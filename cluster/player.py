@@ -105,10 +105,10 @@ class Player:
             return summary
         return summary, payload
 
-    async def replace_engine(self, episode: str, lost: int) -> Lease:
+    async def replace_engine(self, episode: str, lost: int, why: str) -> Lease:
         """A request of an episode failed on engine ``lost``: take it out of service, lease another for the episode."""
         pool = self.services.rollout
-        pool.lost(lost, f"a request of episode {episode} failed")
+        pool.lost(lost, f"a request of episode {episode} failed: {why}")
         affinity = episode.partition("/")[0]
         lease = await pool.lease(affinity)
         if episode in self._engines:

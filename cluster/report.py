@@ -38,6 +38,11 @@ class Reporter:
         self.folder.quarantine.append(record)
         self.updates.append(("event", {"event": "quarantined", **record}))
 
+    def trained(self, step: int, groups: Sequence[Group]) -> None:
+        """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""
+        ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
+        self.folder.events.append({"event": "trained", "step": step, "groups": ids})
+
     def begin(self, step: int, lineage: int, checkpoint: str | None) -> None:
         """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside."""
         self._step = step

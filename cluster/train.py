@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,11 +13,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.config import RunConfig
 from cluster.driver import Driver
-from cluster.pool import cause, last_line
+from cluster.pool import brief, cause
 from cluster.progress import Progress
 from cluster.session import session
 from rayloop.core.config import dump
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import Preempted, RayloopError
 from rayloop.core.runfolder import RunFolder
 
 POLL = 0.5
@@ -34,31 +33,37 @@ class DriverLost(RayloopError):
 def train(config: RunConfig, address: str | None) -> int:
     """Run to the end. Returns 0; raises RayloopError (its exit code is the command's)."""
     folder = RunFolder(config.output, config.name)
-    with folder.acquired(config.checkpoint.resume), session(config, address), Progress(config.steps) as progress:
+    with (
+        _handling(_too_early, signal.SIGTERM),
+        folder.acquired(config.checkpoint.resume),
+        session(config, address),
+        Progress(config.steps) as progress,
+    ):
         folder.write_config(dump(config))
         progress.note(f"run folder {folder.path}")
-        result = _run(config, folder.path.resolve(), progress)
+        result = _run(config, folder, progress)
         progress.close(result)
     return 0
 
 
-def _run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
+def _run(config: RunConfig, folder: RunFolder, progress: Progress) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint."""
-    resume = config.checkpoint.resume
+    resume, path = config.checkpoint.resume, str(folder.path.resolve())
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
-        driver = ray.remote(Driver).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(folder), resume)
+        driver = ray.remote(Driver).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, path, resume)
         try:
             with _stop_on_signal(driver, progress):
-                return _follow(driver, progress)
+                return _follow(driver, progress, config.recovery.stall_timeout)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
                 raise cause(error) from error
             raise
-        except RayActorError as error:
-            progress.note(
-                f"the driver actor died (restart {restarts} of {config.recovery.driver_restarts}): {last_line(error)}"
-            )
+        except (RayActorError, GetTimeoutError) as error:
+            event = {"event": "driver_lost", "restarts": restarts, "why": brief(error)}
+            folder.events.append(event)
+            folder.events.close()  # the next driver goes on writing it
+            progress.note(describe(event))
             resume = "auto"
         finally:
             ray.kill(driver)
@@ -67,14 +72,17 @@ def _run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
     )
 
 
-def _follow(driver: Any, progress: Progress) -> dict[str, Any]:
-    """Show what the driver reports until it ends. Returns its result; raises what it raised."""
+def _follow(driver: Any, progress: Progress, silence: float) -> dict[str, Any]:
+    """Show what the driver reports until it ends. Returns its result; raises what it raised.
+
+    Raises GetTimeoutError when the driver does not answer for ``silence`` seconds.
+    """
     running, seen = driver.main.remote(), 0
     while True:
         ended, _ = ray.wait([running], timeout=POLL)
         try:
-            updates = ray.get(driver.updates.remote(seen), timeout=60)
-        except (GetTimeoutError, RayActorError):
+            updates = ray.get(driver.updates.remote(seen), timeout=silence)
+        except RayActorError:
             updates = []  # ``running`` will tell
         seen += len(updates)
         for kind, record in updates:
@@ -94,6 +102,11 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _too_early(number: int, frame: Any) -> None:
+    """A SIGTERM while there is no driver: unwind, so that the private cluster ends with this process."""
+    raise Preempted("stopped before the run began: there was nothing to save; run again to continue")
+
+
 @contextmanager
 def _stop_on_signal(driver: Any, progress: Progress) -> Iterator[None]:
     """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once."""
@@ -103,9 +116,15 @@ def _stop_on_signal(driver: Any, progress: Progress) -> Iterator[None]:
         signal.signal(number, lambda *_: sys.exit(1))
         driver.stop.remote()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    with _handling(stop, signal.SIGTERM, signal.SIGINT):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -83,6 +83,7 @@ class TransformersEngine:
         """
         self._version = None
         await asyncio.get_running_loop().run_in_executor(self._worker, self._copy, manifest, tensors)
+        self._left.clear()  # a restored run plays its groups again under their old names
         self._version = manifest.version
 
     def health(self) -> EngineHealth:

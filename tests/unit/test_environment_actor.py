@@ -69,7 +69,8 @@ class Driver:
         self._engines = list(engines)
         self.lease_engine = Remote(self._lease)
 
-    async def _lease(self, episode: str, lost: int) -> Lease:
+    async def _lease(self, episode: str, lost: int, why: str) -> Lease:
+        assert why
         self.asked.append((episode, lost))
         if not self._engines:
             raise RolesExhausted("no engine is left")
