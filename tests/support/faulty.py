@@ -24,6 +24,8 @@ class FaultyEnvironment:
         """Task id -> what ``step`` does for it."""
         once: str | None = None
         """A folder in which each fault that fired leaves a file, so that it fires only once. None: every time."""
+        marks: str | None = None
+        """A folder in which each ``reset`` leaves a file: an episode has begun."""
         hang: float = 3600.0
         """Seconds that a hang lasts."""
 
@@ -33,6 +35,8 @@ class FaultyEnvironment:
 
     def reset(self, task: Task) -> Observation:
         self._task = task.id
+        if self._settings.marks is not None:
+            (Path(self._settings.marks) / f"reset-{time.time_ns()}").touch()
         self._fire("reset", self._settings.reset.get(task.id))
         return Observation(task.messages)
 

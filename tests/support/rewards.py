@@ -1,0 +1,39 @@
+"""A reward for tests: any tokens earn something, and faults, delays and marks fire for the tasks named in the settings."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Task, Trajectory
+
+Fault = Literal["nan", "inf", "none", "string", "half"]
+VALUES: dict[str, Any] = {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "0.7", "half": 0.5}
+
+
+class TokenReward:
+    """The share of even token ids among the sampled ones: a random policy's groups have a spread, whatever it says."""
+
+    class Settings(_Settings):
+        faults: dict[str, Fault] = {}
+        """Task id (or ``*`` for every task) -> what is returned instead."""
+        seconds: float = 0.0
+        """How long scoring takes."""
+        marks: str | None = None
+        """A folder in which each call leaves a file as it begins."""
+
+    def __init__(self, settings: TokenReward.Settings) -> None:
+        self._settings = settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
+        if self._settings.marks is not None:
+            (Path(self._settings.marks) / f"score-{time.time_ns()}").touch()
+        time.sleep(self._settings.seconds)
+        fault = self._settings.faults.get(task.id, self._settings.faults.get("*"))
+        if fault is not None:
+            return VALUES[fault]
+        sampled = [token for turn in trajectory.sampled_turns for token in turn.token_ids]
+        return sum(token % 2 == 0 for token in sampled) / len(sampled)
