@@ -99,7 +99,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value).partition("\n")[0]
 
 
 def _too_early(number: int, frame: Any) -> None:
