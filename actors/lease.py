@@ -55,7 +55,8 @@ class LeasedEngine:
         while True:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
             try:
-                return await asyncio.wait_for(self._lease.handle.generate.remote(sent, sampling), self._timeout)
+                async with asyncio.timeout(self._timeout):
+                    return await self._lease.handle.generate.remote(sent, sampling)
             except Exception as error:
                 if not isinstance(cause(error), LOST):
                     raise

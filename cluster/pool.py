@@ -48,10 +48,16 @@ def last_line(error: BaseException) -> str:
 
 
 async def within(deadline: float, awaitable: Awaitable[Any], what: str) -> Any:
-    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer."""
+    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
+
+    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
+    """
     try:
-        return await asyncio.wait_for(awaitable, deadline)
+        async with asyncio.timeout(deadline) as limit:
+            return await awaitable
     except TimeoutError as error:
+        if not limit.expired():
+            raise
         raise WorkerLost(f"{what} did not answer within {deadline:g} s") from error
 
 

@@ -17,8 +17,8 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.config import Placement, RunConfig
 from cluster.policy import PolicyGroup
-from cluster.pool import Pool
-from rayloop.core.failures import ResourcesUnavailable
+from cluster.pool import Pool, within
+from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 
 CONCURRENCY = 1000
 """Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
@@ -66,8 +66,8 @@ async def reserve(config: RunConfig) -> PlacementGroup:
         raise ResourcesUnavailable(f"the run needs {lacks}. Lower the roles' actors or placement, or join more nodes")
     group = placement_group(wanted, strategy="PACK")
     try:
-        await asyncio.wait_for(group.ready(), config.recovery.start_timeout)
-    except TimeoutError:
+        await within(config.recovery.start_timeout, group.ready(), "the placement group")
+    except WorkerLost:
         remove_placement_group(group)
         free = ", ".join(
             f"{ray.available_resources().get(name, 0.0):g} of {present[name]:g} {name}s" for name in needed

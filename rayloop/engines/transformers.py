@@ -122,7 +122,8 @@ class TransformersEngine:
         """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
         self._changed.clear()
         try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
         except TimeoutError:
             return
 
