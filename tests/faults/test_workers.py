@@ -1,0 +1,93 @@
+"""Workers of a real run are killed while they work; the run goes on and every trajectory is accounted for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support import fault_table
+from tests.support.runs import Run, ledger_closes, pause, run, settings
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Marks:
+    """The marks that a run's environments and graders leave when they begin to work."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def since(self, kind: str, moment: float) -> list[Path]:
+        return [path for path in self.folder.glob(f"{kind}-*") if int(path.name.split("-")[1]) / 1e9 >= moment]
+
+
+def marked(config: dict[str, Any], marks: Marks) -> dict[str, Any]:
+    config["environment"]["episode"]["environment"]["with"]["marks"] = str(marks.folder)
+    config["reward"]["source"]["with"]["marks"] = str(marks.folder)
+    return config
+
+
+def next_mark(made: Run, marks: Marks, kind: str, count: int = 1) -> None:
+    now = time.time()
+    made.until(lambda: len(marks.since(kind, now)) >= count, f"{count} marks {kind}")
+
+
+def kill(process: psutil.Process) -> float:
+    now = time.time()
+    process.kill()
+    return now
+
+
+def replaced(made: Run, role: str, killed: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The events of the loss of a worker and of its replacement."""
+
+    def both() -> tuple[dict[str, Any], dict[str, Any]] | None:
+        lost = [e for e in made.named("worker_lost", role=role) if e["time"] >= killed - 0.005]
+        back = [e for e in made.named("worker_replaced", role=role) if lost and e["worker"] == lost[0]["worker"]]
+        return (lost[0], back[0]) if back else None
+
+    found: tuple[dict[str, Any], dict[str, Any]] = made.until(both, f"the {role} worker is replaced")
+    fault_table.record(f"{role} actor", killed, found[0]["time"], found[1]["time"], 0)
+    return found
+
+
+def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+    config = settings(
+        tmp_path, digits_model, steps=8, reference__kind="actor", policy__loss__kl_coef=0.01, checkpoint__every=8,
+        rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
+    )  # fmt: skip
+    with run(marked(config, marks)) as made:
+        made.until_event("trained", step=1)
+
+        next_mark(made, marks, "reset", 8)  # all episodes have begun: they generate
+        lost, _ = replaced(made, "rollout", kill(made.actor("RolloutActor")))
+        assert lost["why"].startswith("a request of episode"), lost
+
+        next_mark(made, marks, "reset", 8)
+        replaced(made, "environment", kill(made.actor("EnvironmentActor")))
+        [failed, *_] = made.named("episode_failed")
+        assert "environment actor was lost" in failed["why"], failed
+
+        next_mark(made, marks, "score")
+        replaced(made, "reward", kill(made.actor("RewardActor")))
+
+        victim = made.actor("ReferenceActor")
+        next_mark(made, marks, "reset", 8)
+        pause(victim)
+        next_mark(made, marks, "score", 8)
+        time.sleep(1.0)  # scored, hence waiting for the reference
+        lost, _ = replaced(made, "reference", kill(victim))
+
+        made.ends(0)
+    assert [record["step"] for record in made.metrics] == list(range(1, 9))
+    counts = made.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    assert counts["issued"] == counts["trained"] == 8 * 8, counts
+    assert all(0.2 < record["reward/min"] <= record["reward/max"] < 0.8 for record in made.metrics)
+    assert made.metrics[-1]["rollout/reissued"] >= 1
