@@ -5,13 +5,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := rayloop judge recipes actors cluster serve_apps tests
+PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test lint quickstart docs
+.PHONY: test test-faults lint quickstart docs
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow_faults"
+
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow_faults
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)

@@ -1,0 +1,75 @@
+"""The policy or the driver of a real run dies: the last checkpoint is restored under a new lineage, and the run ends as asked."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import fault_table
+from tests.support.marks import Marks, kill, marked, next_mark
+from tests.support.runs import Run, ledger_closes, pause, run, settings
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def kill_while_training(made: Run, marks: Marks, rank: int) -> float:
+    """SIGKILL a rank that was stopped before the step's training began: its peers wait for it in a collective."""
+    victim = made.actors("PolicyRank")[rank]
+    next_mark(made, marks, "reset", 8)
+    pause(victim)
+    next_mark(made, marks, "score", 8)
+    time.sleep(1.5)  # scored, hence training
+    return kill(victim)
+
+
+def restored(made: Run, fault: str, cause: str, killed: float) -> dict[str, Any]:
+    """The event of the new lineage. Records what the fault cost."""
+    lost = made.until(lambda: [e for e in made.named(cause) if e["time"] >= killed - 0.005], f"event {cause}")[0]
+    begin = made.until(lambda: [e for e in made.named("begin") if e["time"] >= lost["time"]], "a new lineage")[0]
+    fault_table.record(fault, killed, lost["time"], begin["time"], 0)
+    assert begin["restored"] == f"step_{begin['step']:06d}", begin
+    return {**begin, "why": lost["why"]}
+
+
+def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+    config = settings(
+        tmp_path, digits_model, steps=6, policy__ranks=2,
+        rollout__sampling={"max_tokens": 200, "min_tokens": 200}, reward__source__with={"seconds": 0.3},
+    )  # fmt: skip
+    with run(marked(config, marks)) as made:
+        made.until_event("checkpoint", step=2)
+        begin = restored(made, "policy rank (of 2)", "policy_lost", kill_while_training(made, marks, 1))
+        assert begin["why"].startswith("the policy group failed in train"), begin
+        assert begin["lineage"] == 2
+        assert begin["step"] >= 2
+
+        made.until_event("checkpoint", step=begin["step"] + 1)
+        next_mark(made, marks, "reset", 8)
+        begin = restored(made, "driver actor", "driver_lost", kill(made.actor("Driver")))
+        assert begin["lineage"] == 3
+        made.ends(0)
+    assert [record["step"] for record in made.metrics] == list(range(1, 7))
+    counts = made.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    assert counts["trained"] == 6 * 8, counts
+
+
+@pytest.mark.slow_faults
+def test_the_only_rank_dies(tmp_path: Path, digits_model: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+    config = settings(
+        tmp_path, digits_model, steps=4, checkpoint__every=2,
+        rollout__sampling={"max_tokens": 200, "min_tokens": 200}, reward__source__with={"seconds": 0.3},
+    )  # fmt: skip
+    with run(marked(config, marks)) as made:
+        made.until_event("checkpoint", step=2)
+        killed = kill_while_training(made, marks, 0)
+        begin = restored(made, "policy rank (of 1)", "policy_lost", killed)
+        assert begin["lineage"] == 2
+        made.ends(0)
+    assert [record["step"] for record in made.metrics] == [1, 2, 3, 4]
+    ledger_closes(made.named("finished")[0]["ledger"])
