@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.environment import EnvironmentActor
@@ -54,8 +55,13 @@ def total(each: list[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-async def reserve(config: RunConfig) -> PlacementGroup:
-    """Reserve what all actors need, at once. Raises ResourcesUnavailable with the arithmetic."""
+async def reserve(config: RunConfig, name: str) -> PlacementGroup:
+    """Reserve what all actors need, at once. Raises ResourcesUnavailable with the arithmetic.
+
+    A placement group lives until its job ends, not its driver actor: one that a driver who died left behind goes first.
+    """
+    with suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
     wanted = bundles(config)
     needed, present = total(wanted), ray.cluster_resources()
     short = {name: amount for name, amount in needed.items() if amount > present.get(name, 0.0) + 1e-6}
@@ -64,7 +70,7 @@ async def reserve(config: RunConfig) -> PlacementGroup:
             f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in short.items()
         )
         raise ResourcesUnavailable(f"the run needs {lacks}. Lower the roles' actors or placement, or join more nodes")
-    group = placement_group(wanted, strategy="PACK")
+    group = placement_group(wanted, strategy="PACK", name=name)
     try:
         await within(config.recovery.start_timeout, group.ready(), "the placement group")
     except WorkerLost:
@@ -93,7 +99,7 @@ class Services:
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c = self.config
-        self._group = await reserve(c)
+        self._group = await reserve(c, f"rayloop {self.folder}")
         weights = f"{self.folder}/weights"
         self.policy = PolicyGroup(
             c.policy,
