@@ -1,0 +1,188 @@
+"""The checkpoint store: what counts as complete, what is newest, and what a crash or a full disk leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.checkpoint import MARKER, CheckpointStore, complete
+from rayloop.core.failures import CheckpointError, ConfigError
+from tests.support.runs import ROOT
+
+KILLS = 50
+
+
+async def write_weights(folder: str, step: int, size: int = 1000) -> None:
+    (Path(folder) / "weights.bin").write_bytes(step.to_bytes(4, "little") * size)
+
+
+def save(store: CheckpointStore, step: int, size: int = 1000) -> None:
+    asyncio.run(store.save(step, {"step": step}, lambda folder: write_weights(folder, step, size)))
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [checkpoint.step for checkpoint in store.newest_first()]
+
+
+def test_the_newest_complete_checkpoint_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.find("auto") is None
+    for step in (2, 10, 9999999):
+        save(store, step)
+    assert steps(store) == [9999999, 10]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000010", "step_9999999"]
+    assert (tmp_path / "latest").read_text() == "step_9999999"
+    found = store.find("auto")
+    assert found is not None
+    assert found.state() == {"step": 9999999}
+    assert (Path(found.trainer) / "weights.bin").read_bytes() == (9999999).to_bytes(4, "little") * 1000
+
+
+@pytest.mark.parametrize("damage", ["marker", "torn marker", "missing", "truncated", "longer", "state"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    save(store, 1)
+    save(store, 2)
+    folder = tmp_path / "step_000002"
+    weights = folder / "trainer" / "weights.bin"
+    match damage:
+        case "marker":
+            (folder / MARKER).unlink()
+        case "torn marker":
+            (folder / MARKER).write_text((folder / MARKER).read_text()[:-5])
+        case "missing":
+            weights.unlink()
+        case "truncated":
+            os.truncate(weights, 3999)
+        case "longer":
+            os.truncate(weights, 4001)
+        case "state":
+            (folder / "driver.pkl").unlink()
+    assert complete(folder) is None
+    assert steps(store) == [1]
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        store.find(str(folder))
+
+
+def test_never_and_a_named_folder(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    save(store, 1)
+    save(store, 2)
+    assert store.find("never") is None
+    named = store.find(str(tmp_path / "step_000001"))
+    assert named is not None
+    assert named.step == 1
+
+
+def test_a_later_lineage_is_newer_whatever_its_steps(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.next_lineage() == 1
+    for step in (5, 10):
+        save(store, step)
+    rolled_back = CheckpointStore(tmp_path, keep=2)
+    assert rolled_back.next_lineage() == 2
+    save(rolled_back, 6)
+    assert [(c.lineage, c.step) for c in rolled_back.newest_first()] == [(2, 6), (1, 10)]
+    save(rolled_back, 10)
+    assert [c.folder.name for c in rolled_back.newest_first()] == ["step_000010-1", "step_000006"]
+
+
+def test_what_a_crash_left_aside_is_cleared_by_the_next_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    (tmp_path / "step_000003.tmp" / "trainer").mkdir(parents=True)
+    (tmp_path / "step_000001.tmp").mkdir()
+    assert store.find("auto") is None
+    save(store, 4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000004"]
+
+
+SAVING = """
+import asyncio, sys
+from pathlib import Path
+from cluster.checkpoint import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+newest = store.find("auto")
+step = newest.step if newest else 0
+store.next_lineage()
+async def write(folder):
+    for part in range(4):
+        (Path(folder) / f"part-{part}").write_bytes(step.to_bytes(4, "little") * 20000)
+print("saving", flush=True)
+while True:
+    step += 1
+    asyncio.run(store.save(step, {"step": step}, write))
+"""
+
+
+def test_killed_at_any_moment_the_newest_checkpoint_loads(tmp_path: Path) -> None:
+    """SIGKILL at 50 random moments of saving and pruning: what is found is whole, consistent and never older than before."""
+    generator = random.Random(0)
+    store = CheckpointStore(tmp_path, keep=2)
+    before, torn = 0, 0
+    for _ in range(KILLS):
+        process = subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"saving\n"
+            time.sleep(generator.uniform(0.0, 0.1))
+        finally:
+            process.kill()
+            process.wait(10)
+            process.stdout.close()
+        torn += any(tmp_path.glob("*.tmp"))
+        found = store.find("auto")
+        if found is None:
+            assert before == 0
+            continue
+        assert found.step >= before
+        assert found.state() == {"step": found.step}
+        for part in range(4):
+            assert (Path(found.trainer) / f"part-{part}").read_bytes() == found.step.to_bytes(4, "little") * 20000
+        before = found.step
+    assert before > KILLS / 2, "the process must have saved between the kills"
+    assert torn > KILLS / 5, "the kills must have hit saves under way"
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond ``limit`` bytes (Python ignores SIGXFSZ: a write raises OSError)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    size = sum(f.stat().st_size for f in (tmp_path / "step_000001").rglob("*") if f.is_file())
+    with full_disk(2000), pytest.raises(CheckpointError, match=rf"step 2 .* about {size:,} bytes .* are free"):
+        save(store, 2)
+    assert steps(store) == [1]
+    assert not list(tmp_path.glob("*.tmp"))
+    save(store, 2)
+    assert steps(store) == [2, 1]
+
+
+def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+
+    async def fail(folder: str) -> None:
+        await write_weights(folder, 1)
+        raise CheckpointError("rank 1 could not write")
+
+    with pytest.raises(CheckpointError, match=r"rank 1 could not write.*\(4,000 were written\)"):
+        asyncio.run(store.save(1, {}, fail))
+    assert list(tmp_path.iterdir()) == []

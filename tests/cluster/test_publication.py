@@ -1,0 +1,312 @@
+"""The proof at the start that engine and trainer agree: it passes on an honest model, and notices each kind of sabotage.
+
+Publisher, player, pools, actors and engines are the real ones; the actors stand behind local handles in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from actors.environment import EnvironmentActor
+from actors.policy import PolicyRank, RankSettings
+from actors.rollout import RolloutActor
+from cluster.config import RunConfig
+from cluster.player import Player
+from cluster.policy import PolicyGroup
+from cluster.pool import Pool
+from cluster.production import Production
+from cluster.publication import Publisher
+from cluster.report import Reporter
+from rayloop.core.failures import ParityError, PublicationError
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
+from rayloop.engines.models import save_model
+from rayloop.engines.samples import Collator
+from tests.engines.prompts import image
+from tests.support import local
+from tests.support.local import LocalActor
+from tests.support.pictures import picture_rows
+from tests.support.runs import settings
+
+PARTS = ["embedding", "language", "merger", "vision"]
+START = Version(0, 0)
+
+
+def configuration(folder: Path, model: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        settings(
+            folder, model, data={"train": str(picture_rows(folder, 4))}, publish={"probes": 3},
+            rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
+            environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"}, **changes,
+        )
+    )  # fmt: skip
+
+
+class Stage:
+    """What the driver has at step 0, without a cluster."""
+
+    def __init__(self, c: RunConfig, rollout: type[RolloutActor], rank: type[PolicyRank]) -> None:
+        folder = Path(c.output) / c.name
+        self.config, self.reporter = c, Reporter(c, folder)
+        made = RankSettings(
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(folder / "weights"), 0
+        )
+        self.policy = PolicyGroup(c.policy, lambda number: LocalActor(rank(made, number, 1)))
+        self.engine = rollout(c.model, c.rollout.engine, c.publish.transport, str(folder / "weights"))
+        environment = EnvironmentActor(c.model, c.environment.episode)
+        self.services: Any = SimpleNamespace(
+            policy=self.policy, rollout=self._pool("rollout", self.engine), environment=self._pool("env", environment)
+        )
+        self.publisher = Publisher(c, self.services, self.reporter)
+        production = Production(c, Ledger(), self.reporter)
+        self.tasks = production.probe_tasks()
+        self.player = Player(c, self.services, None, self.reporter.event, production.quarantine)
+
+    def _pool(self, role: str, actor: Any) -> Pool:
+        return Pool(role, 1, lambda slot: LocalActor(actor), self.config.recovery, self.reporter.event)
+
+    async def start(self) -> None:
+        [rank] = self.policy.ranks = [LocalActor(self.policy._spawn(0).actor)]
+        await rank.join.remote(f"file://{self.config.output}/rendezvous")
+        await self.services.rollout.start()
+        await self.services.environment.start()
+
+    async def publish_and_verify(self) -> None:
+        await self.publisher.publish(START)
+        await self.publisher.verify(START, self.tasks, self.player)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for kind, record in self.reporter.updates if kind == "event" and record["event"] == name]
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(ray, "get", local.get)
+
+
+def act(
+    config: RunConfig,
+    play: Callable[[Stage], Awaitable[None]] = Stage.publish_and_verify,
+    rollout: type[RolloutActor] = RolloutActor,
+    rank: type[PolicyRank] = PolicyRank,
+) -> Stage:
+    """Start, play, and leave the process group."""
+
+    async def main() -> Stage:
+        stage = Stage(config, rollout, rank)
+        await stage.start()
+        try:
+            async with asyncio.timeout(60):
+                await play(stage)
+        finally:
+            stage.policy.ranks[0].actor.engine.close()
+            stage.engine.engine.close()
+        return stage
+
+    return asyncio.run(main())
+
+
+# Honest ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
+    stage = act(configuration(tmp_path, picture_model))
+    [parity] = stage.events("parity")
+    assert parity["mean"] < 1e-5 < 1e-4 < parity["swapped"]
+    assert parity["images"] == 3
+    assert 3 * 2 <= parity["tokens"] <= 3 * 8
+    tests = stage.events("self_test")
+    assert sorted(test["group"] for test in tests) == PARTS
+    assert all(test["follows"] < 1e-5 < 1e-2 < test["moved"] for test in tests), tests
+    assert stage.engine.health().version == START
+
+
+def test_after_the_self_test_the_engine_holds_the_weights_of_the_start(tmp_path: Path, picture_model: Path) -> None:
+    stage = act(configuration(tmp_path, picture_model))
+    start = load_file(picture_model / "model.safetensors")
+    served = stage.engine.engine._parameters
+    assert served.keys() == start.keys()
+    assert [name for name in start if not torch.equal(served[name], start[name])] == []
+
+
+# Log-probs that disagree -------------------------------------------------------------------------------------------
+
+
+class OtherImages(RolloutActor):
+    """Shows the engine a picture that the trainer does not get."""
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        assert prompt.images
+        other = dataclasses.replace(prompt, images=tuple(image(56, 56, seed=999) for _ in prompt.images))
+        return await super().generate(other, sampling)
+
+
+class OtherTemperature(RolloutActor):
+    """Forgets the run's temperature."""
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        return await super().generate(prompt, dataclasses.replace(sampling, temperature=1.0))
+
+
+class OtherMask(RolloutActor):
+    """Forgets the minimum length: end tokens are not masked."""
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        return await super().generate(prompt, dataclasses.replace(sampling, min_tokens=0))
+
+
+@pytest.mark.parametrize("rollout", [OtherImages, OtherTemperature, OtherMask])
+def test_an_engine_that_samples_from_another_distribution_is_noticed(
+    rollout: type[RolloutActor], tmp_path: Path, picture_model: Path
+) -> None:
+    with pytest.raises(ParityError, match="rollout and trainer disagree"):
+        act(configuration(tmp_path, picture_model), rollout=rollout)
+
+
+def test_a_trainer_that_sees_no_pixels_is_noticed(
+    tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = Collator._pixels
+    monkeypatch.setattr(Collator, "_pixels", lambda *a: torch.full_like(pixels(*a), 0.5))
+    with pytest.raises(ParityError, match="rollout and trainer disagree"):
+        act(configuration(tmp_path, picture_model))
+
+
+def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: Path) -> None:
+    weights = load_file(picture_model / "model.safetensors")
+    blind = {name: torch.zeros_like(t) if "merger" in name else t for name, t in weights.items()}
+    save_model(str(picture_model), tmp_path / "blind", blind)
+    with pytest.raises(ParityError, match="swapping the images of 3 probes .* pixels do not reach the model"):
+        act(configuration(tmp_path, tmp_path / "blind"))
+
+
+# Weights that do not arrive ----------------------------------------------------------------------------------------
+
+
+class Forgetful(PolicyRank):
+    """Leaves one tensor out of the second publication, and says nothing about it in the manifest."""
+
+    left_out = "model.layers.0.mlp.up_proj.weight"
+
+    def join(self, init_method: str) -> None:
+        super().join(init_method)
+        export, engine = self.engine.export, self.engine
+        engine.export = lambda version: {  # type: ignore[method-assign]
+            name: tensor for name, tensor in export(version).items() if version == START or name != self.left_out
+        }
+
+
+class Lossy(PolicyRank):
+    """Loses one tensor of the second publication on the way, and damages another."""
+
+    lost, damaged = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
+
+    def export(self, version: Version) -> Any:
+        manifest, source = super().export(version)
+        if version != START:
+            del source[self.lost]
+            source[self.damaged] = source[self.damaged][:-4]
+        return manifest, source
+
+
+async def publish_twice(stage: Stage) -> None:
+    await stage.publisher.publish(START)
+    await stage.publisher.publish(Version(0, 1))
+
+
+def test_a_tensor_left_out_of_a_later_publication_is_named(tmp_path: Path, picture_model: Path) -> None:
+    with pytest.raises(PublicationError, match=rf"version 0\.1 .*missing \['{Forgetful.left_out}'\]"):
+        act(configuration(tmp_path, picture_model), publish_twice, rank=Forgetful)
+
+
+def test_tensors_lost_and_damaged_on_the_way_are_named(tmp_path: Path, picture_model: Path) -> None:
+    with pytest.raises(PublicationError) as raised:
+        act(configuration(tmp_path, picture_model), publish_twice, rank=Lossy)
+    assert f"{Lossy.lost}: missing" in str(raised.value)
+    assert f"{Lossy.damaged}: " in str(raised.value)
+
+
+class OwnHead(RolloutActor):
+    """Its head is a copy of the embedding that loads do not reach."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        head = self.engine._model.lm_head
+        head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
+
+
+class Stale(RolloutActor):
+    """Accepts every publication but keeps its first weights of one part."""
+
+    part: Callable[[str], bool]
+
+    async def load(self, manifest: Any, source: Any) -> None:
+        mine = {name: tensor for name, tensor in self.engine._parameters.items() if type(self).part(name)}
+        kept = {name: tensor.clone() for name, tensor in mine.items()}
+        assert kept
+        await super().load(manifest, source)
+        for name, tensor in mine.items():
+            tensor.copy_(kept[name])
+
+
+class StaleLanguage(Stale):
+    part = staticmethod(lambda name: "layers.0.mlp.down_proj" in name)
+
+
+class StaleVision(Stale):
+    part = staticmethod(lambda name: "visual.blocks" in name)
+
+
+class StaleMerger(Stale):
+    part = staticmethod(lambda name: "visual.merger" in name)
+
+
+class StaleFeatures(RolloutActor):
+    """Keeps the image features that the old weights computed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.engine._decoder.forget = lambda: None  # type: ignore[method-assign]
+
+
+SABOTAGE = {OwnHead: "embedding", StaleLanguage: "language", StaleVision: "vision", StaleMerger: "merger",
+            StaleFeatures: "vision"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rollout", "part"), SABOTAGE.items())
+def test_a_part_that_stays_stale_is_named(
+    rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path
+) -> None:
+    with pytest.raises(PublicationError, match=f"publishing changed {part} weights .* this part did not arrive"):
+        act(configuration(tmp_path, picture_model), rollout=rollout)
+
+
+# Warnings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rollout", "says"), [(OtherTemperature, "disagree"), (OwnHead, "embedding")])
+def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
+    rollout: type[RolloutActor], says: str, tmp_path: Path, picture_model: Path
+) -> None:
+    config = configuration(tmp_path, picture_model, publish__parity="warn")
+
+    async def go_on(stage: Stage) -> None:
+        await stage.publish_and_verify()
+        [warning] = stage.events("parity_warning")
+        assert says in warning["why"]
+        served, start = stage.engine.engine, load_file(picture_model / "model.safetensors")
+        assert served.health().version == START
+        assert all(torch.equal(tensor, start[name]) for name, tensor in served._parameters.items())
+
+    act(config, go_on, rollout=rollout)
