@@ -52,6 +52,7 @@ class Publisher:
             if self.config.publish.parity == "stop":
                 raise
             self.reporter.event("parity_warning", why=str(error))
+            await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
 
     async def _parity(self, tasks: Sequence[Task], player: Player) -> None:
         self._probes = await self._probe(tasks, player, "parity")
