@@ -57,6 +57,7 @@ class Stage:
 
     def __init__(self, c: RunConfig, rollout: type[RolloutActor], rank: type[PolicyRank]) -> None:
         folder = Path(c.output) / c.name
+        folder.mkdir()
         self.config, self.reporter = c, Reporter(c, folder)
         made = RankSettings(
             c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(folder / "weights"), 0
@@ -76,8 +77,8 @@ class Stage:
         return Pool(role, 1, lambda slot: LocalActor(actor), self.config.recovery, self.reporter.event)
 
     async def start(self) -> None:
-        [rank] = self.policy.ranks = [LocalActor(self.policy._spawn(0).actor)]
-        await rank.join.remote(f"file://{self.config.output}/rendezvous")
+        self.policy.ranks = [self.policy._spawn(0)]
+        await self.policy.ranks[0].join.remote(f"file://{self.config.output}/rendezvous")
         await self.services.rollout.start()
         await self.services.environment.start()
 
@@ -187,7 +188,7 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
     weights = load_file(picture_model / "model.safetensors")
     blind = {name: torch.zeros_like(t) if "merger" in name else t for name, t in weights.items()}
     save_model(str(picture_model), tmp_path / "blind", blind)
-    with pytest.raises(ParityError, match="swapping the images of 3 probes .* pixels do not reach the model"):
+    with pytest.raises(ParityError, match=r"swapping the images of 3 probes .* pixels do not reach the model"):
         act(configuration(tmp_path, tmp_path / "blind"))
 
 

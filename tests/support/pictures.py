@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
+from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 
@@ -24,3 +27,17 @@ def png_header(width: int, height: int) -> bytes:
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def picture_rows(folder: Path, count: int) -> Path:
+    """A JSONL file of questions in verl's columns, each about a picture of its own, 56 pixels wide and high."""
+    for i in range(count):
+        noise = np.random.default_rng(i).integers(0, 256, (56, 56, 3), np.uint8)
+        Image.fromarray(noise).save(folder / f"{i}.png")
+    rows = [
+        {"id": f"picture-{i}", "prompt": [{"role": "user", "content": f"<image>What is shown in picture {i}?"}],
+         "images": [f"{i}.png"]} for i in range(count)
+    ]  # fmt: skip
+    data = folder / "pictures.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return data
