@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
-from rayloop.engines.models import TensorCache, Vision, positions
+from rayloop.engines.models import POOLED_MODELS, TensorCache, Vision, positions
 from rayloop.engines.sampler import Sampler, StopStrings, uniforms
 
 
@@ -42,10 +42,6 @@ class Row:
     finish: Callable[[TokenIds, tuple[float, ...], FinishReason], None]
     fail: Callable[[Exception], None]
     abandoned: Callable[[], bool]
-
-
-POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
 
 
 class Decoder:

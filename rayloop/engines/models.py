@@ -38,6 +38,9 @@ from rayloop.engines.settings import ModelSettings
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types whose images are grids of patches with M-RoPE positions."""
 
+POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
+
 
 def has_vision(config: PreTrainedConfig) -> bool:
     return "vision_config" in config.sub_configs
@@ -71,7 +74,20 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
+    if vision:
+        _patches_by_matmul(model)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _patches_by_matmul(model: PreTrainedModel) -> None:
+    """Embed patches by a matrix product: the convolution's kernel is its stride, and its bf16 backward is far slower."""
+    embed = model.base_model.visual.patch_embed
+
+    def forward(patches: Tensor) -> Tensor:
+        weight, bias = embed.proj.weight, embed.proj.bias
+        return torch.nn.functional.linear(patches.to(weight.dtype), weight.flatten(1), bias)
+
+    embed.forward = forward
 
 
 def load_tokenizer(settings: ModelSettings) -> Tokenizer:

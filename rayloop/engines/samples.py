@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import ImageRef, Sampling, Trajectory
-from rayloop.engines.models import load_vision, positions
+from rayloop.engines.models import POOLED_MODELS, load_vision, positions
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, Sample, make_sample
 from rayloop.grpo.packing import micro_batches, pack
@@ -54,7 +54,8 @@ class Collator:
         same modules, and gloo aborts the process when they do not.
         """
         complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
-        return pack([*samples] if complete else [*samples, self._dummy]).to(self._device)
+        shared = self._model.config.model_type in POOLED_MODELS
+        return pack([*samples] if complete else [*samples, self._dummy], share_images=shared).to(self._device)
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory) -> Tensor:
         if self._vision is None:

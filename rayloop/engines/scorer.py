@@ -54,16 +54,25 @@ class Scorer(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Last hidden states [T, H]."""
-        images: dict[str, Tensor] = {}
-        if batch.pixel_values is not None and batch.image_grid is not None:
-            images = {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid}
         # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
         # Text models take [1, T] ids; Qwen2.5-VL cuts row 0 of [4, 1, T] off to find where a sample begins.
         positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
-        output = self.model.model(
-            input_ids=batch.token_ids, position_ids=positions, attention_mask=None, use_cache=False, **images
-        )
+        output = self.model.model(position_ids=positions, attention_mask=None, use_cache=False, **self._inputs(batch))
         return output.last_hidden_state[0]
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """The row's tokens and images; an image that several samples have is encoded once."""
+        if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
+            return {"input_ids": batch.token_ids}
+        if len(batch.image_index) == len(batch.image_grid):
+            return {
+                "input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid
+            }  # fmt: skip
+        encoded = self.model.get_image_features(batch.pixel_values, batch.image_grid, return_dict=True).pooler_output
+        embeddings = self.model.get_input_embeddings()(batch.token_ids)
+        images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
+        places = (batch.token_ids == self.model.config.image_token_id)[..., None]
+        return {"inputs_embeds": embeddings.masked_scatter(places, images)}
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
         logits = self.model.get_output_embeddings()(hidden[part]).float()

@@ -48,12 +48,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n images."""
+    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images."""
 
     token_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [R, 1, T] int64; row 0 restarts at 0 with each trajectory
     pixel_values: Tensor | None  # [P, D] float32
     image_grid: Tensor | None  # [n, 3] int64
+    image_index: Tensor | None  # [m] int64, m >= n: which distinct image the k-th image of the row is
     predict: Tensor  # [N] int64, index into T
     targets: Tensor  # [N] int64
     segment: Tensor  # [N] int64, which of the S trajectories; ascending

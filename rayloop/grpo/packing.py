@@ -29,10 +29,11 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def pack(samples: Sequence[Sample]) -> Batch:
+def pack(samples: Sequence[Sample], *, share_images: bool = False) -> Batch:
     """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled.
 
-    Attention stays within a sample because row 0 of the position ids restarts at each of them.
+    Attention stays within a sample because row 0 of the position ids restarts at each of them. With ``share_images``
+    an image that several samples have (the same tensor object) is in the batch once.
     """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
@@ -45,13 +46,16 @@ def pack(samples: Sequence[Sample]) -> Batch:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
 
     turn_position = torch.cat([s.turn_position for s in samples])
-    pixels = [image for s in samples for image in s.pixels]
-    grids = [grid for s in samples for grid in s.grids]
+    images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
+    keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
+    distinct = dict(zip(keys, images, strict=True))
+    order = {key: i for i, key in enumerate(distinct)}
     return Batch(
         token_ids=torch.cat([s.token_ids for s in samples])[None],
         position_ids=torch.cat([s.position_ids for s in samples], dim=1)[:, None],
-        pixel_values=torch.cat(pixels) if pixels else None,
-        image_grid=torch.tensor(grids) if grids else None,
+        pixel_values=torch.cat([pixels for pixels, _ in distinct.values()]) if images else None,
+        image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
+        image_index=torch.tensor([order[key] for key in keys]) if images else None,
         predict=torch.cat([s.predict + start for s, start in zip(samples, starts[:-1], strict=True)]),
         targets=torch.cat([s.targets for s in samples]),
         segment=per_token(range(len(samples)), torch.int64),

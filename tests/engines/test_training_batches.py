@@ -130,6 +130,23 @@ def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) ->
         assert (gradient - packed_gradients[name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
 
 
+def test_samples_of_a_group_share_an_image_without_effect(tiny_vlm: Path) -> None:
+    lab = Lab(tiny_vlm)
+    played = [trajectory(tiny_vlm, 0, [(6, (2, 3), 4)]), trajectory(tiny_vlm, 1, [(5, (2, 2), 3), (2, (1, 2), 3)])]
+    samples = lab.samples([TrainItem(played[i], 1.0) for i in (0, 1, 0, 1)])
+    shared, repeated = pack(samples, share_images=True), pack(samples)
+    assert len(shared.image_grid) == 3
+    assert len(repeated.image_grid) == 6
+    found = []
+    for batch in (shared, repeated):
+        logprobs = lab.scorer(batch).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        found.append((logprobs.detach(), lab.gradients()))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-5
+    for name, gradient in found[1][1].items():
+        assert (gradient - found[0][1][name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+
+
 def test_positions_of_images_matter(tiny_vlm: Path) -> None:
     """The test above could not fail if positions had no effect."""
     lab = Lab(tiny_vlm)
