@@ -154,9 +154,7 @@ class Driver:
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
-        await self.production.run(
-            self.player, self.finish, self.services.rollout.size, lambda: (self.step, self.version)
-        )
+        await self.production.run(self.player, self.finish, lambda: (self.step, self.version))
 
     async def supervise(self) -> None:
         """Notice actors that died while nobody was calling them."""

@@ -82,7 +82,7 @@ class Production:
 
     # Starting groups -----------------------------------------------------------------------------------------------
 
-    async def run(self, player: Player, finish: Finish, engines: int, now: Callable[[], tuple[int, Version]]) -> None:
+    async def run(self, player: Player, finish: Finish, now: Callable[[], tuple[int, Version]]) -> None:
         """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
         self.reissue = sorted([*self.reissue, *self.in_flight.values()], key=lambda issue: issue.number)
         if self.in_flight:
