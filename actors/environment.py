@@ -65,14 +65,13 @@ class EnvironmentActor:
 
 def _failed(request: PlayRequest, error: BaseException) -> PlayFailed:
     """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
-    kind, path = UnscoredKind.ENVIRONMENT_FAILURE, ""
+    kind, path, reason = UnscoredKind.ENVIRONMENT_FAILURE, "", f"{type(error).__name__}: {error}"
     if isinstance(error, DataFailure):
-        kind, path = UnscoredKind.BAD_DATA, error.path
+        kind, path, reason = UnscoredKind.BAD_DATA, error.path, error.reason
     elif isinstance(error, OverLongPrompt):
-        kind = UnscoredKind.OVER_LONG_PROMPT
+        kind, reason = UnscoredKind.OVER_LONG_PROMPT, str(error)
     elif not isinstance(error, InfrastructureFailure):
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
-    reason = str(error) if kind is not UnscoredKind.ENVIRONMENT_FAILURE else f"{type(error).__name__}: {error}"
     return PlayFailed(
         request.id, request.attempt, Unscored(kind, reason), path=path, hung=isinstance(error, EnvironmentHung)
     )

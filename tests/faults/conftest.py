@@ -4,6 +4,7 @@ import pytest
 
 from tests.support import fault_table
 from tests.support.models import digits_model as digits_model
+from tests.support.models import grounding_model as grounding_model
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -31,9 +31,13 @@ def replaced(made: Run, role: str, killed: float) -> tuple[dict[str, Any], dict[
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(
-        tmp_path, digits_model, steps=8, reference__kind="actor", policy__loss__kl_coef=0.01, checkpoint__every=8,
+        tmp_path, digits_model, steps=9, data__shuffle=False, reference__kind="actor", policy__loss__kl_coef=0.01, checkpoint__every=9,
         rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
     )  # fmt: skip
+    hung = tmp_path / "hung"
+    hung.mkdir()
+    config["environment"]["episode"] |= {"reset_timeout": 2.0}
+    config["environment"]["episode"]["environment"]["with"] = {"reset": {"train-17": "hang"}, "once": str(hung)}
     with run(marked(config, marks)) as made:
         made.until_event("trained", step=1)
 
@@ -57,9 +61,14 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
         lost, _ = replaced(made, "reference", kill(victim))
 
         made.ends(0)
-    assert [record["step"] for record in made.metrics] == list(range(1, 9))
+    [fired] = hung.iterdir()
+    [lost] = [e for e in made.named("worker_lost", role="environment") if "gave no answer" in e["why"]]
+    assert "FaultyEnvironment.reset of task train-17 gave no answer within 2 seconds" in lost["why"]
+    [back] = made.named("worker_replaced", role="environment", worker=lost["worker"])
+    fault_table.record("hung environment", fired.stat().st_mtime, lost["time"], back["time"], 0)
+    assert [record["step"] for record in made.metrics] == list(range(1, 10))
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
-    assert counts["issued"] == counts["trained"] == 8 * 8, counts
+    assert counts["issued"] == counts["trained"] == 9 * 8, counts
     assert all(0.2 < record["reward/min"] <= record["reward/max"] < 0.8 for record in made.metrics)
     assert made.metrics[-1]["rollout/reissued"] >= 1

@@ -1,0 +1,125 @@
+"""Bad rows, images, prompts, rewards and environments in a real run: named, left out and counted, never a reward."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT, Run, finished, ledger_closes, settings
+
+pytestmark = pytest.mark.timeout(400)
+
+GOOD = ROOT / "tests/data/grounding"
+
+
+def png_header(path: Path, width: int, height: int) -> str:
+    """An image of this size as far as its header says; a few bytes on disk."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    return str(path)
+
+
+def grounding(folder: Path, model: Path, lines: list[str], **changes: Any) -> dict[str, Any]:
+    """A run on grounding rows, in their order; good rows and the given lines take turns."""
+    good = []
+    for line in (GOOD / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        good.append(json.dumps({**row, "image": str(GOOD / row["image"])}))
+    assert len(lines) < len(good)
+    mixed = [line for pair in zip(good, lines, strict=False) for line in pair]
+    (folder / "train.jsonl").write_text("\n".join(mixed + good[len(lines) :]) + "\n")
+    reader = {"use": "recipes.arc_vision.data:GroundingRows", "with": {"prompt": "{instruction}"}}
+    return settings(
+        folder, model, data__reader=reader, data__shuffle=False, model__max_pixels=37632, model__min_pixels=37632,
+        rollout__sampling={"max_tokens": 24, "min_tokens": 24}, checkpoint__every=100, **changes,
+    )  # fmt: skip
+
+
+def row(name: str, image: str, instruction: str = "Click.", **other: Any) -> str:
+    return json.dumps({"id": name, "image": image, "instruction": instruction, "bbox": [0.1, 0.1, 0.5, 0.5], **other})
+
+
+def hung_trajectory(made: Run) -> str:
+    return str(next(e["trajectory"] for e in made.named("episode_failed") if "hangs" in e["why"]))
+
+
+def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, grounding_model: Path) -> None:
+    fine = str(GOOD / "images/train/click-button-0000.png")
+    corrupt, missing = tmp_path / "corrupt.png", tmp_path / "missing.png"
+    corrupt.write_bytes(Path(fine).read_bytes()[:300])
+    bomb = png_header(tmp_path / "bomb.png", 30_000, 30_000)
+    lines = [
+        row("missing", str(missing)),
+        '{"id": "torn", "image": ',
+        row("bad-box", fine, bbox=[0.5, 0.1, 0.1, 0.5]),
+        row("corrupt", str(corrupt)),
+        row("bomb", bomb),
+        row("long", fine, "Click on the button. " * 400),
+        row("hangs", fine),
+        row("raises", fine),
+        *(row(name, fine) for name in ("nan", "inf", "none", "string", "half")),
+    ]
+    config = grounding(tmp_path, grounding_model, lines, steps=9, environment__task_failures=1)
+    episode = config["environment"]["episode"]
+    episode |= {"max_prompt_tokens": 300, "reset_timeout": 1.5}
+    episode["environment"]["with"] = {"reset": {"hangs": "hang"}, "step": {"raises": "raise"}}
+    config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")}
+    made = finished(config)
+
+    assert [record["step"] for record in made.metrics] == list(range(1, 10))
+    quarantine = {record["path"]: record["reason"] for record in made.records("quarantine")}
+    data = str(tmp_path / "train.jsonl")
+    assert "JSON" in quarantine[f"{data}:4"]
+    assert "bbox" in quarantine[f"{data}:6"]
+    assert "cannot be read" in quarantine[str(missing)]
+    assert "truncated or corrupt" in quarantine[str(corrupt)]
+    assert "900000000 pixels" in quarantine[bomb]
+    assert "the limit is 50000000 pixels" in quarantine[bomb]
+    assert "its environment failed" in quarantine["raises"]
+    assert "its environment failed" in quarantine["hangs"]
+    assert len(quarantine) == 7, quarantine
+
+    counts = made.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    assert counts["trained"] == 9 * 8
+    assert counts["excluded[bad_data]"] == 3 * 4
+    assert counts["excluded[over_long_prompt]"] == 4
+    assert counts["excluded[invalid_reward]"] == 4 * 4
+    assert counts["filtered[all_equal]"] == 4
+    assert counts["excluded[environment_failure]"] == 2 * 4
+    assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"
+    hung = [e for e in made.named("worker_lost", role="environment") if "reset" in e["why"]]
+    assert len(hung) == 3, "the process of a hung environment is ended at each attempt"
+    assert all("hangs gave no answer within 1.5 seconds" in e["why"] for e in hung)
+    assert len(made.named("episode_failed", trajectory=hung_trajectory(made))) == 3
+
+
+def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_model: Path) -> None:
+    missing = str(tmp_path / "missing.png")
+    made = finished(grounding(tmp_path, grounding_model, [row("missing", missing)], data__strict=True), code=1)
+    assert f"DataFailure: {missing}: cannot be read" in made.text
+    [failed] = made.named("failed")
+    assert failed["error"] == "DataFailure"
+    assert made.metrics == []
+
+
+def test_groups_that_never_differ_stop_the_run_with_the_counts(tmp_path: Path, digits_model: Path) -> None:
+    config = settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "half"}})
+    made = finished(config, code=1)
+    assert "GenerationBudgetSpent: 0 of 8 trajectories survived 4 generation batches" in made.text
+    assert "filtered[all_equal] 32" in made.text
+    [failed] = made.named("failed")
+    assert failed["error"] == "GenerationBudgetSpent"
+    assert failed["ledger"]["filtered[all_equal]"] == 32
+    ledger_closes(failed["ledger"])
+    assert made.metrics == []
