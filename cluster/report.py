@@ -52,7 +52,7 @@ class Reporter:
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
         """Held-out scores: an event at once, and part of the step's metrics."""
         self._evaluation = scores
-        self.event("evaluated", **scores)
+        self.event("evaluated", step=step, **scores)
 
     def step(
         self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
