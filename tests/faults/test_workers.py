@@ -31,7 +31,8 @@ def replaced(made: Run, role: str, killed: float) -> tuple[dict[str, Any], dict[
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(
-        tmp_path, digits_model, steps=9, data__shuffle=False, reference__kind="actor", policy__loss__kl_coef=0.01, checkpoint__every=9,
+        tmp_path, digits_model, steps=9, checkpoint__every=9, data__shuffle=False,
+        reference__kind="actor", policy__loss__kl_coef=0.01,
         rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
     )  # fmt: skip
     hung = tmp_path / "hung"

@@ -23,7 +23,7 @@ ROWS: list[Row] = []
 
 def record(fault: str, killed: float, detected: float, recovered: float, lost: int) -> None:
     """Add a row from wall-clock times. Raises AssertionError for an event before its cause."""
-    assert killed <= detected + 0.005 and detected <= recovered, (fault, killed, detected, recovered)
+    assert killed - 0.005 <= detected <= recovered, (fault, killed, detected, recovered)
     ROWS.append(Row(fault, round(max(0.0, detected - killed), 3), round(recovered - killed, 3), lost))
 
 

@@ -1,0 +1,102 @@
+"""Determinism (specs/algorithm.md, section 12): a run that is killed and resumed equals one that never was, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.support.runs import Run, finished, run, settings
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS, KILLS = 8, 3
+
+
+def deterministic(folder: Path, model: Path) -> dict[str, Any]:
+    folder.mkdir()
+    return settings(
+        folder, model, steps=STEPS, rollout__deterministic=True,
+        rollout__sampling={"max_tokens": 60, "min_tokens": 1},
+        reward__source__with={"seconds": 0.2, "faults": {"train-3": "half", "train-11": "nan"}},
+        algorithm__filtering__max_generation_batches=6, policy__update={"epochs": 2, "mini_batches": 2},
+    )  # fmt: skip
+
+
+def checkpoints(config: dict[str, Any]) -> list[str]:
+    """The checkpoints that the runs so far have reported."""
+    path = Path(config["output"]) / config["name"] / "events.jsonl"
+    return [line for line in path.read_text().splitlines() if '"event":"checkpoint"' in line] if path.exists() else []
+
+
+def trainer_state(made: Run) -> dict[str, torch.Tensor]:
+    """Parameters, optimizer state and its position, flat, from the newest checkpoint of the run."""
+    folder = made.folder / "checkpoints" / (made.folder / "checkpoints" / "latest").read_text()
+    file = made.folder / "trainer.pt"
+    dcp_to_torch_save(folder / "trainer", file)
+    flat: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[prefix] = value
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                collect(f"{prefix}/{name}", part)
+
+    collect("", torch.load(file, weights_only=True))
+    return flat
+
+
+def of_each_step(made: Run, keys: tuple[str, ...]) -> dict[int, dict[str, float]]:
+    return {record["step"]: {key: record[key] for key in keys} for record in made.metrics}
+
+
+def trained_ids(made: Run) -> dict[int, Any]:
+    """Of each step, the trajectories it trained; a step that was done again counts as it was done last."""
+    return {event["step"]: event["groups"] for event in made.named("trained")}
+
+
+REWARDS = (
+    "reward/mean",
+    "reward/std",
+    "reward/min",
+    "reward/max",
+    "rollout/groups",
+    "rollout/trained",
+    "response_length/mean",
+)
+TRAINING = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/tokens", "rollout/acceptance")
+
+
+@pytest.mark.slow_faults
+def test_a_run_killed_three_times_equals_one_that_never_was(tmp_path: Path, digits_model: Path) -> None:
+    whole = finished(deterministic(tmp_path / "whole", digits_model))
+
+    config = deterministic(tmp_path / "killed", digits_model)
+    generator = random.Random(1)
+    for _ in range(KILLS):
+        saved = len(checkpoints(config))
+        with run(config) as made:
+            made.until(lambda: len(checkpoints(config)) > saved, "a new checkpoint")  # noqa: B023 (called in this round)
+            time.sleep(generator.uniform(0.0, 0.5))
+            assert not made.named("finished")
+            made.killed()
+    resumed = finished(config)
+
+    assert len(resumed.named("begin")) == 1 + KILLS
+    assert [e["restored"] is not None for e in resumed.named("begin")] == [False] + [True] * KILLS
+    assert of_each_step(resumed, REWARDS) == of_each_step(whole, REWARDS)
+    assert of_each_step(resumed, TRAINING) == of_each_step(whole, TRAINING)
+    assert trained_ids(resumed) == trained_ids(whole)
+    assert resumed.named("finished")[0]["ledger"] | {"attempts": 0} == whole.named("finished")[0]["ledger"]
+
+    expected, found = trainer_state(whole), trainer_state(resumed)
+    assert expected.keys() == found.keys()
+    assert any("exp_avg" in name for name in expected)
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    assert different == []
