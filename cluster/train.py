@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from typing import Any
 
 import ray
@@ -93,8 +94,9 @@ def _follow(driver: Any, progress: Progress, silence: float) -> dict[str, Any]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line for an event."""
-    rest = ", ".join(f"{key} {_short(value)}" for key, value in record.items() if key not in ("event", "step"))
+    """One line for an event; scores by data source are left to the run folder."""
+    shown = {k: v for k, v in record.items() if k not in ("event", "step") and not fnmatch(k, "val/*/reward/mean")}
+    rest = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
     return f"[{record.get('step', '')}] {record['event']}: {rest}"
 
 
