@@ -35,7 +35,7 @@ def train(config: RunConfig, address: str | None) -> int:
     """Run to the end. Returns 0; raises RayloopError (its exit code is the command's)."""
     folder = RunFolder(config.output, config.name)
     with (
-        _handling(_too_early, signal.SIGTERM),
+        _ended_while_idle(),
         folder.acquired(config.checkpoint.resume),
         session(config, address),
         Progress(config.steps) as progress,
@@ -104,9 +104,18 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value).partition("\n")[0]
 
 
-def _too_early(number: int, frame: Any) -> None:
-    """A SIGTERM while there is no driver: unwind, so that the private cluster ends with this process."""
-    raise Preempted("stopped before the run began: there was nothing to save; run again to continue")
+@contextmanager
+def _ended_while_idle() -> Iterator[None]:
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process."""
+    with _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+        try:
+            yield
+        except SystemExit as end:  # from here, or from the like handler that ray.init installs
+            if end.code == signal.SIGTERM:
+                raise Preempted(
+                    "stopped while no driver ran: there was nothing to save; run again to continue"
+                ) from None
+            raise
 
 
 @contextmanager

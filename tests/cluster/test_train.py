@@ -1,20 +1,199 @@
-"""``python -m cluster train`` as a user meets it: exit codes, the run folder, preemption, refusals."""
+"""``python -m cluster train`` as a user meets it: exit codes, the run folder, preemption, refusals, what the processes hold."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import yaml
 
-from tests.support.runs import finished, ledger_closes, settings
+from cluster.cli import main
+from cluster.config import RunConfig
+from rayloop.core.config import load
+from tests.support.marks import Marks, marked, next_mark
+from tests.support.runs import ROOT, finished, ledger_closes, run, settings
 
 pytestmark = pytest.mark.timeout(300)
 
+LIGHT = ("Driver", "EnvironmentActor", "RewardActor")
+HEAVY = ("RolloutActor", "PolicyRank")
 
-def test_a_run_trains_its_steps_and_leaves_nothing_behind(tmp_path: Path, digits_model: Path) -> None:
-    run = finished(settings(tmp_path, digits_model))
-    assert [record["step"] for record in run.metrics] == [1, 2, 3]
-    [end] = run.named("finished")
-    ledger_closes(end["ledger"])
-    assert end["ledger"]["trained"] == 3 * 8
-    assert [len(e["groups"]) for e in run.named("trained")] == [2, 2, 2]
+
+def maps_torch(process: psutil.Process) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def with_evaluation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    (folder / "eval.jsonl").write_text("".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(5)))
+    config["data"]["eval"] = str(folder / "eval.jsonl")
+    config["evaluation"] = {"every": 4, "limit": 4}
+    return config
+
+
+def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, digits_model: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+    config = settings(
+        tmp_path,
+        digits_model,
+        steps=8,
+        checkpoint__every=8,
+        reward__source__with={"seconds": 0.5},
+        rollout__sampling={"max_tokens": 300, "min_tokens": 300},
+    )
+    config = with_evaluation(marked(config, marks), tmp_path)
+    with run(config) as made:
+        made.until_event("trained", step=1)
+        assert not [name for name in LIGHT for process in made.actors(name) if maps_torch(process)]
+        assert all(maps_torch(made.actor(name)) for name in HEAVY), "the check must be able to see torch"
+        refused = subprocess.run(
+            [sys.executable, "-m", "cluster", "train", str(tmp_path / "run-0.yaml")],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert refused.returncode == 2, refused.stderr
+        assert f"process {made.process.pid} on" in refused.stderr
+
+        next_mark(made, marks, "reset", 8)
+        made.process.send_signal(signal.SIGTERM)
+        made.ends(75, deadline=30)
+    done = made.metrics[-1]["step"]
+    assert f"stopped at step {done} of 8, saved" in made.text
+    assert made.named("preempted")[0]["ledger"]["in_flight"] > 0, "the signal came while episodes were under way"
+    assert [e["step"] for e in made.named("checkpoint")] == [done]
+
+    resumed = finished(config)
+    assert [record["step"] for record in resumed.metrics] == list(range(1, 9))
+    begin = resumed.named("begin")[1]
+    assert (begin["lineage"], begin["restored"]) == (2, f"step_{done:06d}")
+    counts = resumed.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    assert counts["trained"] == 8 * 8
+    assert counts["attempts"] > 0, "what was in flight was issued again"
+    assert {e["step"] for e in resumed.named("evaluated")} == {0, 4, 8}
+    for evaluated in resumed.named("evaluated"):
+        assert (evaluated["val/scored"], evaluated["val/unscored"]) == (4, 0)
+        assert evaluated["val/digits/reward/mean"] == evaluated["val/reward/mean"]
+
+    again = main(["train", str(tmp_path / "run-0.yaml"), "checkpoint.resume=never"])
+    assert again == 2, "never continues nothing"
+
+
+def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_model: Path) -> None:
+    with run(settings(tmp_path, digits_model)) as made:
+        made.until(lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(), "the lock")
+        made.process.send_signal(signal.SIGTERM)
+        assert made.wait(30) == 75, made.text
+        made.nothing_left_behind()
+    assert "Preempted: stopped while no driver ran" in made.text
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own for ``folder``. Skips where it cannot be mounted."""
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no right to mount: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow_faults
+def test_a_full_disk_costs_checkpoints_until_it_is_too_much(tmp_path: Path, digits_model: Path) -> None:
+    config = settings(tmp_path, digits_model, steps=9, checkpoint={"every": 1, "max_failures": 2})
+    folder = tmp_path / "run" / "checkpoints"
+    with small_disk(folder, "4m"), run(config) as made:
+        made.until_event("checkpoint", step=2)
+        with pytest.raises(OSError, match="No space left"), (folder / "ballast").open("wb") as ballast:
+            ballast.write(bytes(4 * 2**20))
+        made.until_event("checkpoint_failed", failures=1)
+        (folder / "ballast").unlink()
+        recovered = made.until(
+            lambda: made.named("checkpoint")[-1]["step"] > 2 and made.named("checkpoint")[-1], "a save"
+        )
+        with pytest.raises(OSError, match="No space left"), (folder / "ballast").open("wb") as ballast:
+            ballast.write(bytes(4 * 2**20))
+        assert made.wait() == 1, made.text
+        made.nothing_left_behind()
+        assert not list(folder.glob("*.tmp"))
+        assert (folder / f"step_{recovered['step']:06d}" / "COMPLETE").exists()
+    failures = [e["failures"] for e in made.named("checkpoint_failed")]
+    assert failures[-3:] == [1, 2, 3]
+    assert "bytes were written" in made.text or "were written)" in made.text
+    assert made.named("failed")[0]["error"] == "CheckpointError"
+
+
+# What needs no run ---------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, model: Path, **changes: Any) -> str:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(folder, model, **changes)))
+    return str(path)
+
+
+def test_print_config_shows_a_configuration_that_loads_to_the_same(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, digits_model)
+    assert main(["train", path, "steps=7", "--print-config"]) == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    assert load(shown, [], RunConfig) == load(Path(path), ["steps=7"], RunConfig)
+    assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, digits_model, policy__ranks=4, policy__placement={"num_gpus": 1})
+    assert main(["train", path]) == 1
+    assert "ResourcesUnavailable: the run needs 4 GPUs, this machine has 0" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.lock").read_text() == ""
+
+
+CROSS_FIELD = [
+    ({"algorithm.group_size": 1}, ["algorithm.group_size is 1"]),
+    ({"algorithm.advantage": {"min_group": 9}}, ["min_group (9)", "group_size (4)"]),
+    ({"algorithm.filtering": {"carry_over": True}}, ["max_staleness: 0"]),
+    (
+        {"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}},
+        ["rollout.deterministic", "max_staleness: 3"],
+    ),
+    ({"policy.update": {"mini_batches": 5}}, ["mini_batches (5)", "only 2 groups"]),
+    ({"policy.loss": {"kl_coef": 0.25}}, ["kl_coef is 0.25", "reference.kind is none"]),
+    ({"reference": {"kind": "actor"}}, ["kl_coef is 0.0", "reference.kind is actor"]),
+    ({"reference": {"kind": "adapter_off"}, "policy.loss": {"kl_coef": 0.1}}, ["policy.engine.lora"]),
+    ({"evaluation": {"every": 3}}, ["data.eval"]),
+    (
+        {"environment.episode": {"max_prompt_tokens": 90, "max_tokens": 95}},
+        ["max_prompt_tokens (90)", "max_tokens (8)", "98", "episode.max_tokens (95)"],
+    ),
+    (
+        {"algorithm.filtering": {"groups_per_generation": 1, "max_generation_batches": 1, "min_fraction": 0.75}},
+        ["1 generation batches of 1 groups", "4 trajectories at most", "6 of 8"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), CROSS_FIELD, ids=[" ".join(changes) for changes, _ in CROSS_FIELD])
+def test_what_cannot_work_together_is_refused_with_the_numbers(
+    changes: dict[str, Any], words: list[str], tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, digits_model, **{key.replace(".", "__"): value for key, value in changes.items()})
+    assert main(["train", path]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("rayloop: ConfigError: ")
+    assert [word for word in words if word not in message] == []
