@@ -383,3 +383,7 @@ class Group:
     def map(self, change: Mapping[int, Member]) -> Group:
         """The same group with the members at the given positions replaced."""
         return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
+
+    def with_references(self, references: Mapping[int, Any]) -> Group:
+        """The same group with reference log-probs attached to the members at the given positions."""
+        return self.map({i: dataclasses.replace(self.members[i], reference=r) for i, r in references.items()})
