@@ -147,6 +147,7 @@ class Driver:
     async def publish(self) -> None:
         self.version = Version(self.version.lineage, self.step)
         await self.publisher.publish(self.version)
+        self.production.published()
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""

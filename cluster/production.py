@@ -68,6 +68,7 @@ class Production:
         self.finished: list[Group] = []
         """Groups that ended since the last step, as they were after the filters (for metrics)."""
         self.issued_this_step = 0
+        self._taken = 0
         self._collecting = False
         self._stopping = False
         self._bad: DataFailure | None = None
@@ -110,7 +111,7 @@ class Production:
         if self.reissue:
             return len(self.reissue)
         rate = self.acceptance.value
-        slots = open_slots(stale, c.target, self.survivors, len(self.in_flight) * c.group_size, rate)
+        slots = open_slots(stale, c.target, self.survivors + self._taken, len(self.in_flight) * c.group_size, rate)
         if slots and c.filtering.groups_per_generation:
             wanted = c.filtering.groups_per_generation
         else:
@@ -237,7 +238,13 @@ class Production:
             self.ready = []
             self.settle([_with_fate(g, Fate(State.SURPLUS, "left_over")) for g in chosen.left_over], None)
         self.issued_this_step = 0
+        self._taken = sum(len(group.kept) for group in chosen.train)
         return chosen.train
+
+    def published(self) -> None:
+        """What the last step took is trained, and engines serve its weights: until then it fills the bound on staleness."""
+        self._taken = 0
+        self._notify()
 
     def _verdict(self) -> Verdict:
         """Train, or wait for more. A synchronous round is awaited to its end; the budget is spent when nothing is in flight."""

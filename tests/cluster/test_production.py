@@ -1,0 +1,355 @@
+"""Production with a player that only pretends to play: rounds, budget, staleness, quarantine, order. No Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.background import background
+from cluster.config import RunConfig
+from cluster.production import Issue, Production
+from rayloop.core.failures import (
+    ConfigError,
+    DataFailure,
+    GenerationBudgetSpent,
+    Preempted,
+    RayloopError,
+    Stalled,
+)
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import (
+    EndReason,
+    Group,
+    Member,
+    PlayRequest,
+    Scored,
+    State,
+    Summary,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filtering import apply_filters
+from tests.support.runs import ledger_closes, settings
+
+Play = Callable[["Loop", PlayRequest], Awaitable[Scored | Unscored]]
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.bad: list[DataFailure] = []
+
+    def bad_row(self, failure: DataFailure) -> None:
+        self.bad.append(failure)
+
+
+class Loop:
+    """The driver's part in it: collects steps, and is the player. ``play`` says what an episode earns."""
+
+    def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
+        self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
+        self.ledger, self.reporter = Ledger(), Reporter()
+        self.production = Production(self.config, self.ledger, self.reporter)  # type: ignore[arg-type]
+        self.version = Version(1, 0)
+        self.played: list[PlayRequest] = []
+        self.collecting = False
+        self._play = play
+
+    async def play(self, request: PlayRequest, step: int) -> Member:
+        self.played.append(request)
+        version = self.version
+        outcome = await self._play(self, request)
+        summary = Summary(
+            request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
+            observation_images=0, images_consistent=True, first_version=version, last_version=version,
+        )  # fmt: skip
+        return Member(summary, outcome, payload=object())
+
+    async def finish(self, group: Group) -> Group:
+        group = self.production.replay(group, self.version.step)
+        group = with_advantages(group, self.config.algorithm.advantage)
+        return apply_filters(group, self.config.algorithm.filtering.filters)
+
+    async def step(self, between: float = 0.0) -> tuple[Group, ...]:
+        """Collect, pretend to train for a while, publish."""
+        self.collecting = True
+        groups = await self.production.collect(self.version, {})
+        self.collecting = False
+        await asyncio.sleep(between)
+        self.production.settle(groups, State.TRAINED)
+        self.production.finished.clear()
+        self.ledger.check()
+        self.version = Version(1, self.version.step + 1)
+        self.production.published()
+        return groups
+
+    def run(self, test: Callable[[], Awaitable[Any]]) -> Any:
+        async def both() -> Any:
+            produce = self.production.run(self, self.finish, lambda: (self.version.step, self.version))  # type: ignore[arg-type]
+            async with background(produce):
+                return await asyncio.wait_for(test(), 30)
+
+        try:
+            return asyncio.run(both())
+        finally:
+            self.production.close()
+            self.ledger.check()
+
+
+def spread(request: PlayRequest) -> Scored:
+    """Rewards that differ within a group, more in later groups."""
+    return Scored(request.id.sample * request.id.group / 100)
+
+
+async def differs(loop: Loop, request: PlayRequest) -> Scored:
+    return spread(request)
+
+
+async def equal(loop: Loop, request: PlayRequest) -> Scored:
+    return Scored(0.5)
+
+
+def issues(groups: tuple[Group, ...]) -> list[int]:
+    return [group.issue for group in groups]
+
+
+def test_a_synchronous_round_starts_and_ends_within_its_step(tmp_path: Path) -> None:
+    outside: list[PlayRequest] = []
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        await asyncio.sleep(0.001 * request.id.sample)
+        if not loop.collecting:
+            outside.append(request)
+        return spread(request)
+
+    loop = Loop(tmp_path, play)
+
+    async def test() -> list[list[int]]:
+        return [issues(await loop.step(between=0.02)) for _ in range(4)]
+
+    assert loop.run(test) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert outside == []
+    counts = loop.ledger.counts()
+    assert counts["issued"] == counts["trained"] == 4 * 8
+
+
+def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        return spread(request) if request.id.group % 3 == 0 else Scored(0.5)
+
+    loop = Loop(tmp_path, play)
+
+    async def test() -> list[int]:
+        return issues(await loop.step())
+
+    assert loop.run(test) == [3, 6]
+    counts = loop.ledger.counts()
+    ledger_closes(counts)
+    assert counts["trained"] == 8
+    assert counts["filtered[all_equal]"] == 4 * (loop.production.next_number - loop.production.next_number // 3)
+
+
+def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 3})
+    with pytest.raises(
+        GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"
+    ):
+        loop.run(loop.step)
+    assert loop.production.next_number == 3 * 2
+
+
+def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        return spread(request) if request.id.group == 1 else Scored(0.5)
+
+    loop = Loop(tmp_path, play, algorithm__filtering={"min_fraction": 0.5, "max_generation_batches": 2})
+
+    async def test() -> list[int]:
+        return issues(await loop.step())
+
+    assert loop.run(test) == [1]
+    assert loop.production.next_number == 4
+
+
+def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, differs, algorithm__filtering={"groups_per_generation": 5})
+
+    async def test() -> list[int]:
+        return issues(await loop.step())
+
+    assert loop.run(test) == [4, 5]
+    assert loop.ledger.counts()["surplus[left_over]"] == 3 * 4
+
+
+def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
+    changes = {
+        "algorithm__filtering": {"carry_over": True, "ranking": "issue"},
+        "algorithm__staleness": {"max_staleness": 1},
+    }
+    loop = Loop(tmp_path, differs, **changes)
+
+    async def test() -> list[list[int]]:
+        await asyncio.sleep(0.05)  # two steps' worth is admitted
+        assert loop.production.next_number == 4
+        return [issues(await loop.step(between=0.02)) for _ in range(3)]
+
+    assert loop.run(test) == [[1, 2], [3, 4], [5, 6]]
+    assert "stale" not in loop.ledger.counts(), "what trains next must be admitted so that it is fresh"
+
+
+def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
+    changes = {
+        "algorithm__filtering": {"carry_over": True, "ranking": "issue"},
+        "algorithm__staleness": {"max_staleness": 1},
+    }
+    loop = Loop(tmp_path, differs, **changes)
+
+    async def test() -> list[int]:
+        await asyncio.sleep(0.05)
+        assert loop.production.survivors == 16
+        loop.version = Version(1, 2)
+        return issues(await loop.step())
+
+    assert loop.run(test) == [5, 6]
+    assert loop.ledger.counts()["stale"] == 16
+
+
+def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Path) -> None:
+    generator = random.Random(3)
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        await asyncio.sleep(generator.uniform(0, 0.03))
+        return spread(request)
+
+    def committed(deterministic: bool) -> list[int]:
+        folder = tmp_path / str(deterministic)
+        folder.mkdir()
+        loop = Loop(folder, play, rollout__deterministic=deterministic, algorithm__groups_per_step=12)
+        order: list[int] = []
+
+        async def test() -> None:
+            await loop.production.collect(loop.version, {})
+            order.extend(group.issue for group in loop.production.finished)
+
+        loop.run(test)
+        assert {request.cohort for request in loop.played} == ({4} if deterministic else {None})
+        return order
+
+    assert committed(True) == list(range(1, 13))
+    assert committed(False) != list(range(1, 13)), "the delays must be able to change the order"
+
+
+async def bad_first(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    if request.task.id != "train-0":
+        return spread(request)
+    loop.production.quarantine(request.task, "/data/gone.png", "cannot be read")
+    return Unscored(UnscoredKind.BAD_DATA, "cannot be read")
+
+
+def test_a_quarantined_task_is_reported_once_and_never_played_again(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, bad_first)
+
+    async def test() -> None:
+        for _ in range(30):
+            await loop.step()
+
+    loop.run(test)
+    assert [(failure.path, failure.reason) for failure in loop.reporter.bad] == [("/data/gone.png", "cannot be read")]
+    assert sum(request.task.id == "train-0" for request in loop.played) == 4
+    assert sum(request.task.id == "train-1" for request in loop.played) >= 8, "the other tasks were visited again"
+    assert loop.ledger.counts()["excluded[bad_data]"] == 4
+
+
+def test_strict_data_stops_at_the_bad_task(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, bad_first, data__strict=True)
+    with pytest.raises(DataFailure, match=r"/data/gone\.png: cannot be read"):
+        loop.run(loop.step)
+
+
+def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Unscored:
+        loop.production.quarantine(request.task, "", "broken")
+        return Unscored(UnscoredKind.BAD_DATA, "broken")
+
+    loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 50})
+    with pytest.raises(ConfigError, match="every one of the 24 tasks is quarantined"):
+        loop.run(loop.step)
+
+
+def test_a_task_whose_environment_keeps_failing_is_quarantined(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+        if request.task.id == "train-0" and request.id.sample == 0:
+            return Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "crashed")
+        return spread(request)
+
+    loop = Loop(tmp_path, play, environment__task_failures=2)
+
+    async def test() -> None:
+        for _ in range(40):
+            await loop.step()
+
+    loop.run(test)
+    assert [str(failure) for failure in loop.reporter.bad] == ["train-0: its environment failed in 2 groups"]
+    assert loop.ledger.counts()["excluded[environment_failure]"] == 2
+
+
+def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
+    """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
+    loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})
+    loop.production.reissue = [Issue(number, number - 1, 1) for number in (1, 2, 3)]
+    loop.production.next_number, loop.production.issued_this_step = 3, 3
+    with pytest.raises(GenerationBudgetSpent):
+        loop.run(loop.step)
+    assert sorted({request.id.group for request in loop.played}) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("end", "error"), [("stop", Preempted), ("stall", Stalled)])
+def test_waiting_ends(tmp_path: Path, end: str, error: type[RayloopError]) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        if end == "stop":
+            loop.production.stop()
+        await asyncio.sleep(60)
+        return spread(request)
+
+    loop = Loop(tmp_path, play, recovery={"stall_timeout": 0.2})
+    with pytest.raises(error) as caught:
+        loop.run(loop.step)
+    if end == "stall":
+        assert str(caught.value).endswith("0 of 8 trajectories are ready, groups in flight: 1, 2")
+    assert loop.ledger.counts()["cancelled"] == 8
+
+
+def test_an_error_of_production_ends_the_wait_for_it(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        raise ZeroDivisionError("a bug")
+
+    loop = Loop(tmp_path, play)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        loop.run(loop.step)
+
+
+def test_no_wake_up_is_lost(tmp_path: Path) -> None:
+    """Groups end in neighbouring turns of the event loop; whoever waits must notice each of them."""
+    generator = random.Random(5)
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        for _ in range(generator.randint(0, 12)):
+            await asyncio.sleep(0)
+        return spread(request) if generator.random() < 0.4 else Scored(0.5)
+
+    loop = Loop(
+        tmp_path, play, recovery={"stall_timeout": 1.0},
+        algorithm={"group_size": 2, "groups_per_step": 3, "filtering": {"max_generation_batches": 1000}},
+    )  # fmt: skip
+
+    async def test() -> None:
+        for _ in range(300):
+            await loop.step()
+
+    loop.run(test)
