@@ -335,21 +335,16 @@ def test_an_error_of_production_ends_the_wait_for_it(tmp_path: Path) -> None:
 
 
 def test_no_wake_up_is_lost(tmp_path: Path) -> None:
-    """Groups end in neighbouring turns of the event loop; whoever waits must notice each of them."""
-    generator = random.Random(5)
-
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
-        for _ in range(generator.randint(0, 12)):
-            await asyncio.sleep(0)
-        return spread(request) if generator.random() < 0.4 else Scored(0.5)
-
-    loop = Loop(
-        tmp_path, play, recovery={"stall_timeout": 1.0},
-        algorithm={"group_size": 2, "groups_per_step": 3, "filtering": {"max_generation_batches": 1000}},
-    )  # fmt: skip
+    """A group ends just after one waiter began to wait and just before another does: the first must hear of it."""
+    production = Loop(tmp_path, differs, recovery={"stall_timeout": 5.0}).production
 
     async def test() -> None:
-        for _ in range(300):
-            await loop.step()
+        first = asyncio.create_task(production._change())
+        await asyncio.sleep(0)
+        production._notify()
+        second = production._change()
+        second.send(None)
+        await asyncio.wait_for(first, 1)
+        second.close()
 
-    loop.run(test)
+    asyncio.run(test())
