@@ -19,7 +19,9 @@ from rayloop.core.failures import RayloopError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. A RayloopError is printed as one paragraph on stderr."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that share cores must not spin while they wait
+    # Threads that wait spin briefly, then sleep: without spinning small operations crawl, and actors that share cores and
+    # spin for long (the default) bring each other to a stop.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
