@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
             ray.shutdown()
         return
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # runs after Ray's own: for an interrupted ray.init
         needed = total(bundles(config))
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from typing import Any
 
@@ -35,26 +36,30 @@ def train(config: RunConfig, address: str | None) -> int:
     """Run to the end. Returns 0; raises RayloopError (its exit code is the command's)."""
     folder = RunFolder(config.output, config.name)
     with (
-        _ended_while_idle(),
+        _while_idle() as check,
         folder.acquired(config.checkpoint.resume),
         session(config, address),
         Progress(config.steps) as progress,
     ):
         folder.write_config(dump(config))
         progress.note(f"run folder {folder.path}")
-        result = _run(config, folder, progress)
+        result = _run(config, folder, progress, check)
         progress.close(result)
     return 0
 
 
-def _run(config: RunConfig, folder: RunFolder, progress: Progress) -> dict[str, Any]:
-    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint."""
+def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callable[[], None]) -> dict[str, Any]:
+    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint.
+
+    ``check`` raises Preempted when a SIGTERM came while there was no driver to save.
+    """
     resume, path = config.checkpoint.resume, str(folder.path.resolve())
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         driver = ray.remote(Driver).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, path, resume)
         try:
             with _stop_on_signal(driver, progress):
+                check()
                 return _follow(driver, progress, config.recovery.stall_timeout)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
@@ -105,17 +110,31 @@ def _short(value: Any) -> str:
 
 
 @contextmanager
-def _ended_while_idle() -> Iterator[None]:
-    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process."""
-    with _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+def _while_idle() -> Iterator[Callable[[], None]]:
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
+
+    Gives a function that raises Preempted when a SIGTERM has come: an exception raised by a signal handler (this one, or
+    that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
+    """
+    seen, told = socket.socketpair()
+    with seen, told, _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+        seen.setblocking(False)
+        told.setblocking(False)
+        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+
+        def check() -> None:
+            with suppress(BlockingIOError):
+                if signal.SIGTERM in seen.recv(4096):
+                    raise Preempted("stopped while no driver ran: there was nothing to save; run again to continue")
+
         try:
-            yield
-        except SystemExit as end:  # from here, or from the like handler that ray.init installs
+            yield check
+        except SystemExit as end:
             if end.code == signal.SIGTERM:
-                raise Preempted(
-                    "stopped while no driver ran: there was nothing to save; run again to continue"
-                ) from None
+                check()
             raise
+        finally:
+            signal.set_wakeup_fd(-1)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,9 +86,12 @@ def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, dig
     assert again == 2, "never continues nothing"
 
 
-def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_model: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.4, 1.0])
+def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_model: Path, delay: float) -> None:
+    """Also while ray.init forks its daemons, where an exception raised by a signal handler may be lost."""
     with run(settings(tmp_path, digits_model)) as made:
         made.until(lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(), "the lock")
+        time.sleep(delay)
         made.process.send_signal(signal.SIGTERM)
         assert made.wait(30) == 75, made.text
         made.nothing_left_behind()
