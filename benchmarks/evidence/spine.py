@@ -3,7 +3,8 @@
     python -m benchmarks.evidence.spine --grounding FOLDER      writes benchmarks/evidence/spine.json
 
 FOLDER holds train.jsonl and test.jsonl of MiniWoB++ screenshots with instructions and boxes (recipes/arc_vision). The
-text task makes its own rows. Held-out scores are greedy, before the first and after the last GRPO step.
+text task makes its own rows. Held-out scores are those of the presets (digits: greedy; grounding: sampled at
+the run's temperature), before the first and after the last GRPO step.
 """
 
 from __future__ import annotations
