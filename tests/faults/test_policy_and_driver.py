@@ -25,13 +25,12 @@ def kill_while_training(made: Run, marks: Marks, rank: int) -> float:
     return kill(victim)
 
 
-def restored(made: Run, fault: str, cause: str, killed: float) -> dict[str, Any]:
-    """The event of the new lineage. Records what the fault cost."""
+def restored(made: Run, fault: str, cause: str, killed: float) -> tuple[dict[str, Any], fault_table.Times]:
+    """The event of the new lineage (with the cause as ``why``), and when the fault happened, was noticed and mended."""
     lost = made.until(lambda: [e for e in made.named(cause) if e["time"] >= killed - 0.005], f"event {cause}")[0]
     begin = made.until(lambda: [e for e in made.named("begin") if e["time"] >= lost["time"]], "a new lineage")[0]
-    fault_table.record(fault, killed, lost["time"], begin["time"], 0)
     assert begin["restored"] == f"step_{begin['step']:06d}", begin
-    return {**begin, "why": lost["why"]}
+    return {**begin, "why": lost["why"]}, fault_table.Times(fault, killed, lost["time"], begin["time"])
 
 
 def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> None:
@@ -42,19 +41,20 @@ def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> N
     )  # fmt: skip
     with run(marked(config, marks)) as made:
         made.until_event("checkpoint", step=2)
-        begin = restored(made, "policy rank (of 2)", "policy_lost", kill_while_training(made, marks, 1))
+        begin, rank = restored(made, "policy rank (of 2)", "policy_lost", kill_while_training(made, marks, 1))
         assert begin["why"].startswith("the policy group failed in train"), begin
         assert begin["lineage"] == 2
         assert begin["step"] >= 2
 
         made.until_event("checkpoint", step=begin["step"] + 1)
         next_mark(made, marks, "reset", 8)
-        begin = restored(made, "driver actor", "driver_lost", kill(made.actor("Driver")))
+        begin, driver = restored(made, "driver actor", "driver_lost", kill(made.actor("Driver")))
         assert begin["lineage"] == 3
         made.ends(0)
     assert [record["step"] for record in made.metrics] == list(range(1, 7))
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
+    fault_table.record((rank, driver), counts)
     assert counts["trained"] == 6 * 8, counts
 
 
@@ -68,8 +68,10 @@ def test_the_only_rank_dies(tmp_path: Path, digits_model: Path) -> None:
     with run(marked(config, marks)) as made:
         made.until_event("checkpoint", step=2)
         killed = kill_while_training(made, marks, 0)
-        begin = restored(made, "policy rank (of 1)", "policy_lost", killed)
+        begin, rank = restored(made, "policy rank (of 1)", "policy_lost", killed)
         assert begin["lineage"] == 2
         made.ends(0)
     assert [record["step"] for record in made.metrics] == [1, 2, 3, 4]
-    ledger_closes(made.named("finished")[0]["ledger"])
+    counts = made.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    fault_table.record((rank,), counts)

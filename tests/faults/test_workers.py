@@ -15,17 +15,16 @@ from tests.support.runs import Run, ledger_closes, pause, run, settings
 pytestmark = pytest.mark.timeout(400)
 
 
-def replaced(made: Run, role: str, killed: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The events of the loss of a worker and of its replacement."""
+def replaced(made: Run, role: str, killed: float) -> tuple[str, fault_table.Times]:
+    """Why a worker was lost, and when that happened, was noticed and mended."""
 
     def both() -> tuple[dict[str, Any], dict[str, Any]] | None:
         lost = [e for e in made.named("worker_lost", role=role) if e["time"] >= killed - 0.005]
         back = [e for e in made.named("worker_replaced", role=role) if lost and e["worker"] == lost[0]["worker"]]
         return (lost[0], back[0]) if back else None
 
-    found: tuple[dict[str, Any], dict[str, Any]] = made.until(both, f"the {role} worker is replaced")
-    fault_table.record(f"{role} actor", killed, found[0]["time"], found[1]["time"], 0)
-    return found
+    lost, back = made.until(both, f"the {role} worker is replaced")
+    return lost["why"], fault_table.Times(f"{role} actor", killed, lost["time"], back["time"])
 
 
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
@@ -43,33 +42,34 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
         made.until_event("trained", step=1)
 
         next_mark(made, marks, "reset", 8)  # all episodes have begun: they generate
-        lost, _ = replaced(made, "rollout", kill(made.actor("RolloutActor")))
-        assert lost["why"].startswith("a request of episode"), lost
+        why, rollout = replaced(made, "rollout", kill(made.actor("RolloutActor")))
+        assert why.startswith("a request of episode")
 
         next_mark(made, marks, "reset", 8)
-        replaced(made, "environment", kill(made.actor("EnvironmentActor")))
+        _, environment = replaced(made, "environment", kill(made.actor("EnvironmentActor")))
         [failed, *_] = made.named("episode_failed")
         assert "environment actor was lost" in failed["why"], failed
 
         next_mark(made, marks, "score")
-        replaced(made, "reward", kill(made.actor("RewardActor")))
+        _, reward = replaced(made, "reward", kill(made.actor("RewardActor")))
 
         victim = made.actor("ReferenceActor")
         next_mark(made, marks, "reset", 8)
         pause(victim)
         next_mark(made, marks, "score", 8)
         time.sleep(1.0)  # scored, hence waiting for the reference
-        lost, _ = replaced(made, "reference", kill(victim))
+        _, reference = replaced(made, "reference", kill(victim))
 
         made.ends(0)
     [fired] = hung.iterdir()
     [lost] = [e for e in made.named("worker_lost", role="environment") if "gave no answer" in e["why"]]
     assert "FaultyEnvironment.reset of task train-17 gave no answer within 2 seconds" in lost["why"]
     [back] = made.named("worker_replaced", role="environment", worker=lost["worker"])
-    fault_table.record("hung environment", fired.stat().st_mtime, lost["time"], back["time"], 0)
+    stuck = fault_table.Times("hung environment", fired.stat().st_mtime, lost["time"], back["time"])
     assert [record["step"] for record in made.metrics] == list(range(1, 10))
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
+    fault_table.record((rollout, environment, reward, reference, stuck), counts)
     assert counts["issued"] == counts["trained"] == 9 * 8, counts
     assert all(0.2 < record["reward/min"] <= record["reward/max"] < 0.8 for record in made.metrics)
     assert made.metrics[-1]["rollout/reissued"] >= 1

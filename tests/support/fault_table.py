@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds from the kill to the event that reports it, and to the one that says it is mended; trajectories excluded."""
+    """Seconds from the kill to the event that reports it, and to the one that says it is mended; trajectories excluded.
+
+    When several faults hit one run, each row carries what all of them together lost.
+    """
 
     fault: str
     detected_s: float
@@ -21,10 +25,23 @@ class Row:
 ROWS: list[Row] = []
 
 
-def record(fault: str, killed: float, detected: float, recovered: float, lost: int) -> None:
-    """Add a row from wall-clock times. Raises AssertionError for an event before its cause."""
-    assert killed - 0.005 <= detected <= recovered, (fault, killed, detected, recovered)
-    ROWS.append(Row(fault, round(max(0.0, detected - killed), 3), round(recovered - killed, 3), lost))
+@dataclass(frozen=True)
+class Times:
+    """Wall-clock times of a fault, its detection and its repair."""
+
+    fault: str
+    killed: float
+    detected: float
+    recovered: float
+
+
+def record(times: Iterable[Times], counts: Mapping[str, int]) -> None:
+    """Add the rows of a run whose ledger ended with ``counts``. Raises AssertionError for an event before its cause."""
+    lost = sum(number for name, number in counts.items() if name.startswith(("excluded", "cancelled")))
+    for t in times:
+        assert t.killed - 0.005 <= t.detected <= t.recovered, t
+        detected = max(0.0, t.detected - t.killed)
+        ROWS.append(Row(t.fault, round(detected, 3), round(t.recovered - t.killed, 3), lost))
 
 
 def lines() -> list[str]:
