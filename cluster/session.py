@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 import ray
 
 from cluster.config import RunConfig
@@ -35,13 +37,14 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
             ray.shutdown()
         return
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # runs after Ray's own: for an interrupted ray.init
         needed = total(bundles(config))
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(
                 f"the run needs {needed['GPU']:g} GPUs, this machine has {visible}. "
                 "Lower the roles' num_gpus, or join a cluster with --address"
             )
+        clean = functools.partial(_clean_up, folder)
+        atexit.register(clean)
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0))),
@@ -55,6 +58,17 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+            atexit.unregister(clean)
+
+
+def _clean_up(folder: str) -> None:
+    """After an interrupted ray.init: daemons that Ray's own exit handler does not know yet, and what they write."""
+    daemons = psutil.Process().children(recursive=True)
+    for daemon in daemons:
+        with suppress(psutil.NoSuchProcess):
+            daemon.kill()
+    psutil.wait_procs(daemons, timeout=5)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _gpus() -> int:
