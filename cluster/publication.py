@@ -17,7 +17,9 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, UnscoredKind, Version
 
 VISIBLE = 10.0
-"""A perturbation is visible when it moves the log-probs by this many times the tolerance."""
+"""A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
+ARRIVED = 1 / 3
+"""Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
 
 
 class Publisher:
@@ -56,7 +58,7 @@ class Publisher:
 
     async def _parity(self, tasks: Sequence[Task], player: Player) -> None:
         self._probes = await self._probe(tasks, player, "parity")
-        found = await self.services.policy.compare(self._probes, swap_images=True)
+        found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
         self.reporter.event("parity", **found.report(), tolerance=self.config.tolerance)
         if not found.mean <= self.config.tolerance:
             raise ParityError(
@@ -74,13 +76,13 @@ class Publisher:
         """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
         images = (await self.services.policy.compare(self._probes)).images
         groups = await self.services.policy.parameter_groups()
-        for number, group in enumerate(groups, start=1):
+        for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not images:
                 self.reporter.event("self_test", group=group, skipped="no probe has an image")
                 continue
             await self.services.policy.perturb(group)
             try:
-                await self.publish(Version(version.lineage, version.step - number))
+                await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
                 moved = await self.services.policy.compare(self._probes)
                 follows = await self.services.policy.compare(await self._probe(tasks, player, group))
             finally:
@@ -90,15 +92,17 @@ class Publisher:
         await self.publish(version)
 
     def _judge(self, group: str, moved: Comparison, follows: Comparison) -> None:
-        if not follows.mean <= self.config.tolerance:
+        """``moved``: the trainer's log-probs by the change; ``follows``: what then still separates the engines from it."""
+        if not moved.mean > VISIBLE * self._unchanged.mean:
+            raise PublicationError(
+                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
+                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive"
+            )
+        allowed = min(self.config.tolerance, ARRIVED * moved.mean)
+        if not follows.mean <= allowed:
             raise PublicationError(
                 f"publishing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
-                f"{follows.mean:.2e} away from them ({self.config.tolerance:.0e} is allowed): this part did not arrive"
-            )
-        if not moved.mean > VISIBLE * self.config.tolerance:
-            raise PublicationError(
-                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}: the self-test could not see whether "
-                "they arrive"
+                f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
             )
 
     async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:

@@ -293,6 +293,17 @@ def test_a_part_that_stays_stale_is_named(
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
+class Unmoved(PolicyRank):
+    """Its perturbations change nothing."""
+
+    def perturb(self, group: str) -> None: ...
+
+
+def test_a_self_test_that_proves_nothing_is_noticed(tmp_path: Path, picture_model: Path) -> None:
+    with pytest.raises(PublicationError, match="the self-test could not see whether they arrive"):
+        act(configuration(tmp_path, picture_model), rank=Unmoved)
+
+
 # Warnings ----------------------------------------------------------------------------------------------------------
 
 

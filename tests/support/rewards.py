@@ -20,6 +20,8 @@ class TokenReward:
     class Settings(_Settings):
         faults: dict[str, Fault] = {}
         """Task id (or ``*`` for every task) -> what is returned instead."""
+        fade: int | None = None
+        """From this step on everything earns 0: groups fail throughout."""
         seconds: float = 0.0
         """How long scoring takes."""
         marks: str | None = None
@@ -35,5 +37,7 @@ class TokenReward:
         fault = self._settings.faults.get(task.id, self._settings.faults.get("*"))
         if fault is not None:
             return VALUES[fault]
+        if self._settings.fade is not None and context.step >= self._settings.fade:
+            return 0.0
         sampled = [token for turn in trajectory.sampled_turns for token in turn.token_ids]
         return sum(token % 2 == 0 for token in sampled) / len(sampled)
