@@ -33,6 +33,7 @@ runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
 	$(BIN)/python -m rayloop.core.reference cluster.config:RunConfig > docs/config.md
+	$(BIN)/python -m rayloop.core.reference cluster.sft:SftConfig > docs/sft.md
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cluster.config import RunConfig
 from cluster.environment import private_cluster
+from cluster.preflight import preflight
 from rayloop.core.config import check_components, dump, load
 from rayloop.core.failures import RayloopError
 
@@ -46,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     train.set_defaults(command=_train)
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
-    sft.add_argument("config", type=Path)
-    sft.add_argument("overrides", nargs="*", metavar="key=value")
+    sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
+    sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
     sft.set_defaults(command=_sft)
     return top
 
@@ -64,11 +65,12 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
+    preflight(config)
     address = arguments.address or os.environ.get("RAY_ADDRESS")
-    with nullcontext() if address else private_cluster():
+    with nullcontext() if address else private_cluster() as temporary:
         from cluster.train import train  # imports ray
 
-        return train(config, address)
+        return train(config, address, temporary)
 
 
 def _sft(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Publication of weights to the rollout engines, and the proof at the start that they arrive (specs/algorithm.md, 10, 11)."""
+"""Publication of weights to the rollout engines, and the proof at the start that they arrive (docs/algorithm.md, 10, 11)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Publisher:
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise PublicationError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
-                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive"
+                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Raise publish.probes, "
+                "or set publish.self_test=false"
             )
         allowed = min(self.config.tolerance, ARRIVED * moved.mean)
         if not follows.mean <= allowed:

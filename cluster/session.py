@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -23,11 +24,12 @@ OBJECT_STORE = 512 * 2**20
 
 
 @contextmanager
-def session(config: RunConfig, address: str | None) -> Iterator[None]:
+def session(config: RunConfig, address: str | None, temporary: str | None, logs: Path) -> Iterator[None]:
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
     A private cluster is given as many logical CPUs as the run's actors ask for, so that a laptop can hold all roles; its
-    files live in a temporary folder of its own (its token: cluster/environment.py).
+    files live below ``temporary`` (see cluster/environment.py, which makes it). What its actors printed is kept in
+    ``logs``; a cluster that was joined keeps its own logs.
     """
     if address:
         ray.init(address=address, log_to_driver=False)
@@ -36,7 +38,7 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=temporary, ignore_cleanup_errors=True) as folder:
         needed = total(bundles(config))
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(
@@ -58,7 +60,15 @@ def session(config: RunConfig, address: str | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+            _keep_logs(Path(folder), logs)
             atexit.unregister(clean)
+
+
+def _keep_logs(folder: Path, logs: Path) -> None:
+    """Copy what the actors wrote to stdout and stderr; empty files are left out."""
+    for file in (folder / "session_latest" / "logs").glob("worker-*.*"):
+        if file.suffix in (".out", ".err") and file.stat().st_size:
+            shutil.copyfile(file, logs / file.name)
 
 
 def _clean_up(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the driver, so that a resumed run continues exactly (specs/algorithm.md, section 12)."""
+"""What a checkpoint holds of the driver, so that a resumed run continues exactly (docs/algorithm.md, section 12)."""
 
 from __future__ import annotations
 

@@ -32,13 +32,16 @@ class DriverLost(RayloopError):
     """The driver actor died more often than ``recovery.driver_restarts`` allows."""
 
 
-def train(config: RunConfig, address: str | None) -> int:
-    """Run to the end. Returns 0; raises RayloopError (its exit code is the command's)."""
+def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
+    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
+
+    Returns 0; raises RayloopError (its exit code is the command's).
+    """
     folder = RunFolder(config.output, config.name)
     with (
         _while_idle() as check,
         folder.acquired(config.checkpoint.resume),
-        session(config, address),
+        session(config, address, temporary, folder.logs),
         Progress(config.steps) as progress,
     ):
         folder.write_config(dump(config))
@@ -92,7 +95,10 @@ def _follow(driver: Any, progress: Progress, silence: float) -> dict[str, Any]:
             updates = []  # ``running`` will tell
         seen += len(updates)
         for kind, record in updates:
-            progress.step(record) if kind == "step" else progress.note(describe(record))
+            if kind == "step":
+                progress.step(record)
+            elif record["event"] != "failed":  # it is raised below, and then told in full
+                progress.note(describe(record))
         if ended:
             result: dict[str, Any] = ray.get(running)
             return result

@@ -40,7 +40,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a publication consists of (specs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
+    """What a publication consists of (docs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
 
     version: Version
     tensors: Mapping[str, TensorRecord]

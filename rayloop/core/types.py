@@ -94,7 +94,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (specs/algorithm.md, section 1).
+    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
 
     The mask removes ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn.
     ``temperature`` 0 is greedy decoding (evaluation only; log-probs are then those of temperature 1).

@@ -1,7 +1,7 @@
 """One rank of the trainer: GRPO updates with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
 
 The result of an update does not depend on world size, micro-batches, packing or the order of ranks: every token's
-weight comes from one denominator over all ranks, and gradients are sums (specs/algorithm.md, section 6).
+weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md, section 6).
 """
 
 from __future__ import annotations

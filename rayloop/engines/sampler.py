@@ -1,6 +1,6 @@
 """Sampling from the policy's distribution for a batch of sequences, and noticing where a turn ends.
 
-The distribution is ``log_softmax(mask(logits) / temperature)`` (specs/algorithm.md, section 1). All sequences of a
+The distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). All sequences of a
 batch are at the same position of their turn; B is their number, V the vocabulary.
 """
 

@@ -1,6 +1,6 @@
 """Log-probs of sampled tokens under a Hugging Face model: the one definition that old, current and reference share.
 
-The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (specs/algorithm.md, section 1).
+The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
 """
 
 from __future__ import annotations

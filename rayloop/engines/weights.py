@@ -1,4 +1,4 @@
-"""Publication of weights: what is sent, how it travels, and the check at the receiver (specs/algorithm.md, section 10).
+"""Publication of weights: what is sent, how it travels, and the check at the receiver (docs/algorithm.md, section 10).
 
 The trainer ``pack``s its tensors into a manifest and a source, the source travels (through Ray's object store, or as a
 file), and every receiver ``unpack``s it: names, byte counts and checksums must be those of the manifest.

@@ -1,4 +1,4 @@
-"""The group-relative advantage (specs/algorithm.md, section 3), over the members of a group that have a reward."""
+"""The group-relative advantage (docs/algorithm.md, section 3), over the members of a group that have a reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial dynamic filtering (specs/algorithm.md, section 4): oversample, filter, rank, and when to stop refilling."""
+"""Partial dynamic filtering (docs/algorithm.md, section 4): oversample, filter, rank, and when to stop refilling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss on packed loss tokens (specs/algorithm.md, sections 2 and 6), and its metrics.
+"""The clipped policy-gradient loss on packed loss tokens (docs/algorithm.md, sections 2 and 6), and its metrics.
 
 N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one after the other.
 """

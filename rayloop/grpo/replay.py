@@ -1,4 +1,4 @@
-"""Replay of one stored success into a group that failed throughout (specs/algorithm.md, section 5; ARPO)."""
+"""Replay of one stored success into a group that failed throughout (docs/algorithm.md, section 5; ARPO)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the algorithm, beside its code (specs/algorithm.md gives the sections). No torch."""
+"""Settings of the algorithm, beside its code (docs/algorithm.md gives the sections). No torch."""
 
 from __future__ import annotations
 

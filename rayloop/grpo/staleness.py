@@ -1,4 +1,4 @@
-"""Staleness (specs/algorithm.md, section 7): how far generation may run ahead of training, bounded at admission."""
+"""Staleness (docs/algorithm.md, section 7): how far generation may run ahead of training, bounded at admission."""
 
 from __future__ import annotations
 

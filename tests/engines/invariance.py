@@ -1,4 +1,4 @@
-"""The trainer's result must not depend on how the work is spread (specs/algorithm.md, section 6).
+"""The trainer's result must not depend on how the work is spread (docs/algorithm.md, section 6).
 
 ``python -m tests.engines.invariance`` prints the largest relative differences.
 """

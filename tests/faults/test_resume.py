@@ -1,4 +1,4 @@
-"""Determinism (specs/algorithm.md, section 12): a run that is killed and resumed equals one that never was, bit for bit."""
+"""Determinism (docs/algorithm.md, section 12): a run that is killed and resumed equals one that never was, bit for bit."""
 
 from __future__ import annotations
 

@@ -291,6 +291,7 @@ def test_the_reference_describes_every_key() -> None:
     assert count_fields(House) == 4 + 2 + 2 + 2 + 2  # House without sections, Cat, Dog, Garden, Component
 
 
-def test_the_page_of_the_run_configuration_is_current() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "config.md"
-    assert docs.read_text() == page("cluster.config:RunConfig"), "run: make docs"
+@pytest.mark.parametrize(("name", "model"), [("config.md", "cluster.config:RunConfig"), ("sft.md", "cluster.sft:SftConfig")])
+def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
+    docs = Path(__file__).parents[2] / "docs" / name
+    assert docs.read_text() == page(model), "run: make docs"

@@ -1,0 +1,34 @@
+"""What can be known to fail before anything is started: files and folders that the configuration names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cluster.checkpoint import complete
+from cluster.config import RunConfig
+from rayloop.core.failures import ConfigError
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def preflight(config: RunConfig) -> None:
+    """Raises ConfigError that names the key, what is not there, and what to do."""
+    model = config.model.path
+    if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
+        raise ConfigError(
+            f"model.path: {model} is no folder. Make a model with `python -m cluster sft`, or name a folder in Hugging Face "
+            "layout or a model of the Hub (owner/name)"
+        )
+    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(
+                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a JSONL or parquet file of rows; the recipe's "
+                f"README says how to get one. Set it with {key}=FILE"
+            )
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and complete(Path(resume)) is None:
+        what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
+        raise ConfigError(
+            f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
+        )

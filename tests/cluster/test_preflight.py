@@ -1,0 +1,61 @@
+"""What is refused before anything starts, and what a killed process left behind."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import RunConfig
+from cluster.environment import LOCK, PREFIX, private_cluster, sweep
+from cluster.preflight import preflight
+from rayloop.core.failures import ConfigError
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "rows.jsonl").touch()
+    values: dict[str, Any] = {
+        "name": "run", "steps": 1, "model": {"path": str(folder / "model")}, "data": {"train": str(folder / "rows.jsonl")},
+        "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
+    }  # fmt: skip
+    return RunConfig.model_validate(values | changes)
+
+
+def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
+    preflight(config(tmp_path))
+    preflight(config(tmp_path, model={"path": "Qwen/Qwen2.5-VL-3B-Instruct"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is no folder"),
+        ({"data": {"train": "/nowhere/rows.jsonl"}}, r"data\.train: /nowhere/rows\.jsonl is no file"),
+        ({"checkpoint": {"resume": "/nowhere/step_1"}}, r"checkpoint\.resume: /nowhere/step_1 is no folder"),
+    ],
+)
+def test_what_is_not_there_is_named_with_its_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        preflight(config(tmp_path, **changes))
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        preflight(config(tmp_path, checkpoint={"resume": str(tmp_path)}))
+
+
+def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("dead", "alive"):
+        (tmp_path / (PREFIX + name)).mkdir()
+        (tmp_path / (PREFIX + name) / LOCK).touch()
+    with open(tmp_path / f"{PREFIX}alive" / LOCK) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with private_cluster() as mine:
+            sweep()
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {f"{PREFIX}alive", Path(mine).name}
+    assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
