@@ -141,6 +141,8 @@ class Driver:
             await self.services.policy.load(checkpoint.trainer)
         reinstate(self, checkpoint.state() if checkpoint else self.initial)
         self.reporter.begin(self.step, lineage, checkpoint.folder.name if checkpoint else None)
+        if self.step >= self.config.steps:
+            self.reporter.event("already_done", advice=f"raise steps above {self.step} to go on")
         self.version = Version(lineage, self.step)
 
     @timed("update_weights")
