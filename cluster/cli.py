@@ -15,7 +15,7 @@ from cluster.config import RunConfig
 from cluster.environment import private_cluster
 from cluster.preflight import preflight
 from rayloop.core.config import check_components, dump, load
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import ConfigError, RayloopError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +50,25 @@ def parser() -> argparse.ArgumentParser:
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
     sft.set_defaults(command=_sft)
+    _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    prepare = actions.add_parser("prepare", help="make a recipe's dataset")
+    datasets = prepare.add_subparsers(required=True, metavar="DATASET")
+    miniwob = datasets.add_parser("miniwob", help="UI grounding on MiniWoB++ pages, rendered by a real Chromium")
+    miniwob.add_argument("--out", type=Path, required=True, help="folder to write into")
+    miniwob.add_argument("--rows", nargs="*", default=[], metavar="SPLIT=N", help="other numbers of rows than shipped")
+    miniwob.add_argument("--browser", help="the Chromium to use (default: the system's)")
+    miniwob.add_argument("--jobs", type=int, default=2, help="browsers at once")
+    miniwob.set_defaults(command=_prepare_miniwob)
+    validate = actions.add_parser("validate", help="name the rows of a file that a run could not use")
+    validate.add_argument("file", type=Path)
+    validate.add_argument("--reader", default="rayloop.core.dataset:ChatRows", help="package.module:Class of the reader")
+    validate.add_argument("--max-image-pixels", type=int, default=50_000_000)
+    validate.set_defaults(command=_validate)
 
 
 def read(path: Path, overrides: list[str]) -> RunConfig:
@@ -79,3 +97,21 @@ def _sft(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides, SftConfig)
     check_components(config)
     return sft(config)
+
+
+def _prepare_miniwob(arguments: argparse.Namespace) -> int:
+    from cluster.data import prepare_miniwob
+
+    rows = {}
+    for item in arguments.rows:
+        split, _, count = item.partition("=")
+        if not count.isdigit():
+            raise ConfigError(f"--rows {item}: expected SPLIT=N, for example train=500")
+        rows[split] = int(count)
+    return prepare_miniwob(arguments.out, rows, arguments.browser, arguments.jobs)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from cluster.data import validate
+
+    return validate(arguments.file, arguments.reader, arguments.max_image_pixels)

@@ -57,6 +57,7 @@ class Dataset:
         if not tasks:
             raise ConfigError(f"{self.path} holds no usable row; see the quarantined rows for the reasons")
         self._tasks = tuple(tasks.values())
+        self._lines = lines
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -66,6 +67,10 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
+
+    def where(self, task: Task) -> str:
+        """file:line of a task of this dataset."""
+        return self._lines[task.id]
 
 
 def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
@@ -132,7 +137,7 @@ class ChatRows:
         prompt = field(row, self._settings.prompt, where)
         if isinstance(prompt, str):
             prompt = json.loads(prompt) if prompt.lstrip().startswith("[") else [{"role": "user", "content": prompt}]
-        images = [_image(entry, where, root) for entry in row.get(self._settings.images) or ()]
+        images = [image_entry(entry, where, root) for entry in row.get(self._settings.images) or ()]
         reward_model = row.get("reward_model") or {}
         extra = row.get("extra_info") or {}
         return Task(
@@ -152,9 +157,19 @@ def field(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def image_source(path: str, root: Path) -> ImageSource:
-    """An image file, relative to the folder of the data file unless absolute."""
-    return ImageSource(path=str(root / path))
+def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
+    """An image column's entry: a path (relative to ``root`` unless absolute), {image: path}, {path: ...} or {bytes: ...}.
+
+    Raises DataFailure for anything else.
+    """
+    if isinstance(entry, Mapping):
+        data = entry.get("bytes")
+        if isinstance(data, bytes):
+            return ImageSource(data=data)
+        entry = entry.get("image", entry.get("path"))
+    if not isinstance(entry, str) or not entry:
+        raise DataFailure(where, f"an image must be a path, {{image: path}} or {{bytes: ...}}, found {entry!r:.80}")
+    return ImageSource(path=str(root / entry.removeprefix("file://")))
 
 
 def place_images(contents: Sequence[tuple[str, str]], images: Sequence[ImageSource], where: str) -> tuple[Message, ...]:
@@ -176,17 +191,6 @@ def place_images(contents: Sequence[tuple[str, str]], images: Sequence[ImageSour
             parts += [next(remaining), other]
         messages.append(Message(role, tuple(part for part in parts if part != "")))
     return tuple(messages)
-
-
-def _image(entry: Any, where: str, root: Path) -> ImageSource:
-    if isinstance(entry, Mapping):
-        data = entry.get("bytes")
-        if isinstance(data, bytes):
-            return ImageSource(data=data)
-        entry = entry.get("image", entry.get("path"))
-    if not isinstance(entry, str) or not entry:
-        raise DataFailure(where, f"an image must be a path, {{image: path}} or {{bytes: ...}}, found {entry!r:.80}")
-    return image_source(entry.removeprefix("file://"), root)
 
 
 def _identity(row: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> str:

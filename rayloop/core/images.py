@@ -1,4 +1,4 @@
-"""Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL only."""
+"""Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL and numpy only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import hashlib
 import io
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
@@ -69,6 +71,18 @@ def decode(data: bytes) -> Image.Image:
     """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@lru_cache(maxsize=1024)
+def tinted(data: bytes, strength: float) -> bytes:
+    """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right, blue from top to bottom."""
+    pixels = np.asarray(decode(data), np.float32) * (1 - strength)
+    height, width, _ = pixels.shape
+    pixels[..., 0] += 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
+    pixels[..., 2] += 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
+    file = io.BytesIO()
+    Image.fromarray(pixels.round().astype(np.uint8)).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def smart_resize(

@@ -20,3 +20,8 @@ class ModelSettings(Settings):
     """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer."""
     max_pixels: int = Field(1_003_520, gt=0)
     """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL."""
+    position_tint: float = Field(0.0, ge=0, lt=1)
+    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone.
+
+    A tiny model trained from scratch needs it to know where on the page a patch is; pretrained models do not.
+    """

@@ -18,7 +18,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.core.images import ImageGeometry, image_ref, probe
+from rayloop.core.images import ImageGeometry, image_ref, probe, tinted
 from rayloop.core.model import ModelSettings
 from rayloop.core.types import ImageSource, Message, PromptImage, Sampling, TokenIds
 from rayloop.envs.chat_template import load_chat_template, read_json
@@ -48,6 +48,7 @@ class Renderer:
     def __init__(self, model: ModelSettings, max_image_pixels: int) -> None:
         folder = model_folder(model.path)
         self._max_image_pixels = max_image_pixels
+        self._tint = model.position_tint
         self._template = load_chat_template(folder)
         self._tokenizer = load_tokenizer(folder)
         self._plain = load_tokenizer(folder)
@@ -63,7 +64,7 @@ class Renderer:
         self.end_tokens = self._end_tokens(folder, config)
 
     def prompt(self, messages: Sequence[Message]) -> Rendered:
-        """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None).
+        """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None) unless tinted.
 
         Raises DataFailure for an unusable image, and for messages that the chat template refuses.
         """
@@ -137,6 +138,8 @@ class Renderer:
         if self._geometry is None:
             raise DataFailure(source.path or "image bytes", "the model takes text only, the messages have an image")
         data, width, height = probe(source, self._max_image_pixels)
+        if self._tint:
+            data, keep_file = tinted(data, self._tint), False
         path = source.path if keep_file and source.data is None else None
         return PromptImage(image_ref(data, width, height, self._geometry, path), None if path else data)
 

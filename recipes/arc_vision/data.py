@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.config import Settings as _Settings
-from rayloop.core.dataset import field, image_source
+from rayloop.core.dataset import field, image_entry
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 
@@ -18,7 +18,10 @@ Box = tuple[float, float, float, float]
 
 
 class GroundingRows:
-    """Reads rows {id, image, instruction, bbox}; ``page`` becomes the task's source, and splits the metrics."""
+    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}.
+
+    The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics.
+    """
 
     class Settings(_Settings):
         prompt: str = (
@@ -33,16 +36,32 @@ class GroundingRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        text = self._settings.prompt.replace("{instruction}", str(field(row, "instruction", where)))
-        image = image_source(str(field(row, "image", where)), root)
-        parts = (image, text) if self._settings.image_first else (text, image)
+        flat = _flat(row, where) if "extra_info" in row else row
+        instruction = str(field(flat, "instruction", where))
+        text = self._settings.prompt.replace("{instruction}", instruction)
+        image = image_entry(field(flat, "image", where), where, root)
         return Task(
-            str(field(row, "id", where)),
-            (Message("user", parts),),
-            box(field(row, "bbox", where), where),
-            str(row.get("page", "")),
-            {"instruction": row["instruction"]},
+            str(field(flat, "id", where)),
+            (Message("user", (image, text) if self._settings.image_first else (text, image)),),
+            box(field(flat, "bbox", where), where),
+            str(flat.get("page", "")),
+            {"instruction": instruction},
         )
+
+
+def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row in Arc Vision's schema as a flat one. Its id is ``extra_info.id``, else ``<split>-<index>``."""
+    extra = field(row, "extra_info", where)
+    images = field(row, "images", where)
+    if len(images) != 1:
+        raise DataFailure(where, f"a grounding row has one image, not {len(images)}")
+    return {
+        "id": extra.get("id") or f"{field(extra, 'split', where)}-{field(extra, 'index', where)}",
+        "page": extra.get("element_type") or "",
+        "instruction": field(extra, "original_instruction", where),
+        "image": images[0],
+        "bbox": field(row, "ground_truth", where),
+    }
 
 
 def box(values: Any, where: str) -> Box:

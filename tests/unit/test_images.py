@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rayloop.core.failures import DataFailure, ImageRefused
-from rayloop.core.images import ImageGeometry, decode, image_ref, probe, smart_resize
+from rayloop.core.images import ImageGeometry, decode, image_ref, probe, smart_resize, tinted
 from rayloop.core.types import ImageSource
 from tests.support.pictures import picture, png_header
 
@@ -93,3 +94,12 @@ def test_orientation_turns_size_and_pixels_alike() -> None:
     data = picture(40, 30, format="JPEG", exif=exif)
     assert probe(ImageSource(data=data), LIMIT)[1:] == (30, 40)
     assert decode(data).size == (30, 40)
+
+
+def test_a_tint_shows_position_and_keeps_the_page() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (5, 3), (100, 100, 100)).save(file, "PNG")
+    pixels = decode(tinted(file.getvalue(), 0.5)).load()
+    assert pixels[0, 0] == (50, 50, 50)
+    assert pixels[4, 0] == (178, 50, 50)
+    assert pixels[0, 2] == (50, 50, 178)
