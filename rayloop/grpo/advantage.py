@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.seeds import derive
 from rayloop.core.types import Fate, Group, Scored, State, Unscored
 from rayloop.grpo.settings import AdvantageSettings
 
@@ -83,6 +85,9 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     if len(positions) < settings.min_group:
         lonely = Fate(State.EXCLUDED, "min_group")
         return group.map({i: replace(members[i], fate=lonely) for i in positions})
-    result = advantages([members[i].reward for i in positions], settings)
+    rewards = [members[i].reward for i in positions]
+    if settings.permuted:
+        random.Random(derive(0, "permuted rewards", group.issue)).shuffle(rewards)
+    result = advantages(rewards, settings)
     scored = {i: replace(members[i], advantage=value) for i, value in zip(positions, result.values, strict=True)}
     return replace(group.map(scored), mean=result.mean, std=result.std)

@@ -30,6 +30,8 @@ class AdvantageSettings(Settings):
     """A group with fewer scored members is excluded. 1 only makes sense with ``singleton: raw``."""
     singleton: Literal["error", "raw"] = "error"
     """A lone sample has no baseline. ``raw`` (verl's original) takes the reward itself as advantage."""
+    permuted: bool = False
+    """A control for evidence: each group's rewards are shuffled over its members first, so that there is nothing to learn."""
 
     @model_validator(mode="after")
     def _singleton(self) -> AdvantageSettings:

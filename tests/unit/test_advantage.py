@@ -134,3 +134,13 @@ def test_too_few_scored_members_are_excluded_together() -> None:
 def test_a_group_of_one_trains_on_its_reward_when_asked_to() -> None:
     group = with_advantages(make_group(0, [0.7]), AdvantageSettings(min_group=1, singleton="raw"))
     assert group.kept[0].advantage == 0.7
+
+
+def test_permuted_rewards_keep_their_values_but_leave_their_members() -> None:
+    values = [i / 10 for i in range(10)]
+    plain = with_advantages(make_group(0, values), AdvantageSettings())
+    control = with_advantages(make_group(0, values), AdvantageSettings(permuted=True))
+    assert sorted(m.advantage for m in control.members) == sorted(m.advantage for m in plain.members)
+    assert [m.advantage for m in control.members] != [m.advantage for m in plain.members]
+    assert [m.reward for m in control.members] == values
+    assert control == with_advantages(make_group(0, values), AdvantageSettings(permuted=True))
