@@ -27,10 +27,11 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 
 PAGES = (
     "click-button", "click-color", "click-dialog", "click-dialog-2",
-    "click-test", "click-test-2", "focus-text", "identify-shape",
+    "click-test", "click-test-2", "click-widget", "focus-text",
 )  # fmt: skip
 """Page types whose target cannot be told from the instruction alone."""
-OOD_PAGES = ("click-widget", "focus-text-2")
+OOD_PAGES = ("focus-text-2", "identify-shape")
+ALL_PAGES = (*PAGES, *OOD_PAGES)
 ROWS = {"test": 304, "val": 104, "train": 3000, "ood": 150}
 """Rows of the shipped set."""
 SPLITS = ("test", "val", "ood", "train", "pretrain")
@@ -81,9 +82,12 @@ def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs
     if unknown := [split for split in rows if split not in SPLITS]:
         raise ConfigError(f"no split is called {', '.join(unknown)}; there are {', '.join(SPLITS)}")
     browser = find_browser(browser)
-    wanted = [_share(rows, page) for page in (*PAGES, *OOD_PAGES)]
+    wanted = [_share(rows, page) for page in ALL_PAGES]
+    rendered = []
     with ProcessPoolExecutor(jobs) as pool:
-        rendered = list(pool.map(render, (*PAGES, *OOD_PAGES), wanted, repeat(browser)))
+        for page, result in zip(ALL_PAGES, pool.map(render, ALL_PAGES, wanted, repeat(browser)), strict=True):
+            print(f"{page}: " + ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()), flush=True)
+            rendered.append(result)
     out.mkdir(parents=True, exist_ok=True)
     splits = {split: _interleaved([page.rows[split] for page in rendered if split in page.rows]) for split in rows}
     for split, members in splits.items():
@@ -91,7 +95,7 @@ def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs
     manifest = {
         "made_with": {name: version(name) for name in ("miniwob", "pillow")} | {"chromium": browser_version(browser)},
         "splits": {split: _described(members) for split, members in splits.items()},
-        "seeds": {page: dict(result.counts) for page, result in zip((*PAGES, *OOD_PAGES), rendered, strict=True)},
+        "seeds": {page: dict(result.counts) for page, result in zip(ALL_PAGES, rendered, strict=True)},
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -129,7 +133,7 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> Rendered:
             tab.goto(html.as_uri())
             tab.evaluate((Path(__file__).parent / "miniwob_targets.js").read_text())
             for split, members in result.rows.items():
-                for attempt in range(20 * rows[split] + 50):
+                for attempt in range(4 * rows[split] + 50):
                     if len(members) == rows[split]:
                         break
                     row, verdict = _episode(tab, page, f"{split}-{page}-{attempt}")
