@@ -33,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.types import ImageRef
+from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.settings import ModelSettings
 
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
@@ -76,6 +77,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
     if vision:
         _patches_by_matmul(model)
+        use_packed_vision(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -253,12 +255,15 @@ def _part(name: str) -> str:
     return "head" if name.startswith("lm_head") else "language"
 
 
-def save_model(source: str, target: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: str = "float32") -> None:
     """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``."""
     target.mkdir(parents=True, exist_ok=True)
+    kind = getattr(torch, dtype)
     for file in Path(source).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)
     save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
+        {name: tensor.to(kind).contiguous() for name, tensor in tensors.items()},
+        target / "model.safetensors",
+        {"format": "pt"},
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn
+from rayloop.engines.attention import PACKED_SDPA, PACKED_VISION
 from rayloop.engines.models import load_model
 from rayloop.engines.samples import Collator
 from rayloop.engines.scorer import FrozenScorer, Scorer, masked_logprobs
@@ -111,11 +112,13 @@ class Lab:
         return gradients
 
 
-@pytest.mark.parametrize("attention", ["packed_sdpa", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", [PACKED_SDPA, "sdpa", "eager"])
 def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) -> None:
     lab = Lab(tiny_vlm)
-    assert lab.model.base_model.language_model.config._attn_implementation == "packed_sdpa"
-    lab.model.set_attn_implementation(attention)
+    assert lab.model.base_model.language_model.config._attn_implementation == PACKED_SDPA
+    assert lab.model.base_model.visual.config._attn_implementation == PACKED_VISION
+    if attention != PACKED_SDPA:
+        lab.model.set_attn_implementation(attention)
     shapes = [[(6, (2, 3), 4), (3, (4, 2), 5), (2, (1, 2), 3)], [(8, None, 6)], [(4, (3, 3), 5)]]
     samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])
     packed = lab.scorer(lab.collator.batch(samples)).logprobs
@@ -128,6 +131,23 @@ def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) ->
     (separate * direction).sum().backward()
     for name, gradient in lab.gradients().items():
         assert (gradient - packed_gradients[name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+
+
+def test_packed_attention_equals_transformers_own(tiny_vlm: Path) -> None:
+    """Samples shorter and longer than what plain attention computes, images with windows of several sizes."""
+    lab = Lab(tiny_vlm)
+    shapes = [[(6, (3, 4), 4), (3, (5, 2), 5)], [(8, None, 6)], [(150, (3, 3), 5)], [(4, (13, 11), 5)]]
+    samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])
+    found = []
+    for attention in (PACKED_SDPA, "eager"):
+        if attention != PACKED_SDPA:
+            lab.model.set_attn_implementation(attention)
+        logprobs = lab.scorer(lab.collator.batch(samples)).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        found.append((logprobs.detach(), lab.gradients()))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-5
+    for name, gradient in found[1][1].items():
+        assert (gradient - found[0][1][name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
 
 
 def test_samples_of_a_group_share_an_image_without_effect(tiny_vlm: Path) -> None:
