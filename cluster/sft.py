@@ -11,9 +11,10 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import mean
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.config import DataSettings
 from rayloop.core.config import Component, Settings
@@ -21,9 +22,12 @@ from rayloop.core.dataset import Dataset, TaskCursor
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
-from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.envs.rendering import Renderer
 from rayloop.grpo.settings import LossSettings
+
+if TYPE_CHECKING:
+    from rayloop.engines.fsdp import FsdpEngine
 
 START = Version(0, 0)
 
@@ -56,6 +60,10 @@ class SftConfig(Settings):
     steps: int = Field(gt=0)
     seconds: float | None = Field(None, gt=0)
     """Stop after this long, if that comes before ``steps``."""
+    save_every: int | None = Field(None, gt=0)
+    """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
+    dtype: Dtype = "float32"
+    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights."""
     batch_size: int = Field(32, gt=0)
     """Rows per optimizer update."""
     model: ModelSettings
@@ -64,8 +72,17 @@ class SftConfig(Settings):
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
+    """``total_updates`` of a schedule is ``steps`` unless given."""
     max_image_pixels: int = Field(50_000_000, gt=0)
     log_every: int = Field(25, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_ends_with_the_stage(cls, values: Any) -> Any:
+        match values:
+            case {"steps": steps, "optimizer": {"schedule": str(), **optimizer}} if "total_updates" not in optimizer:
+                return {**values, "optimizer": {**values["optimizer"], "total_updates": steps}}
+        return values
 
 
 class Examples:
@@ -94,7 +111,8 @@ class Examples:
 def sft(config: SftConfig) -> int:
     """Train and write the model. Returns the exit code 0; raises RayloopError."""
     from rayloop.engines.fsdp import FsdpEngine
-    from rayloop.engines.models import save_model
+
+    output = Path(config.output)
 
     def quarantine(failure: DataFailure) -> None:
         print(f"left out: {failure}", flush=True)
@@ -109,19 +127,30 @@ def sft(config: SftConfig) -> int:
             config.model, config.engine, config.optimizer, LossSettings(correction="none"),
             rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
         )  # fmt: skip
-    began = time.monotonic()
+    progress = Progress()
     for step in range(1, config.steps + 1):
         batch = [examples.item(dataset[cursor.next()], rng) for _ in range(config.batch_size)]
-        report = engine.train([batch])
-        out_of_time = config.seconds is not None and time.monotonic() - began > config.seconds
-        if step % config.log_every == 0 or step == config.steps or out_of_time:
-            print(line(step, time.monotonic() - began, report), flush=True)
-        if out_of_time:
+        progress.add(engine.train([batch]), len(batch))
+        last = step == config.steps or (config.seconds is not None and progress.seconds > config.seconds)
+        if step % config.log_every == 0 or last:
+            print(progress.line(step), flush=True)
+        if config.save_every is not None and step % config.save_every == 0:
+            write_model(config, engine, output / f"step_{step}")
+        if last:
             break
-    save_model(config.model.path, Path(config.output), engine.export(START))
+    write_model(config, engine, output)
     engine.close()
-    print(f"wrote {config.output}")
+    print(f"wrote {output}")
     return 0
+
+
+def write_model(config: SftConfig, engine: FsdpEngine, folder: Path) -> None:
+    """The weights as they are now, as a model folder."""
+    from rayloop.engines.models import save_model
+    from rayloop.engines.scorer import COMPUTE_DTYPES
+
+    tensors = engine.export(START)
+    save_model(config.model.path, folder, {name: t.to(COMPUTE_DTYPES[config.dtype]) for name, t in tensors.items()})
 
 
 def _make_tiny(config: SftConfig, tiny: TinySettings, dataset: Dataset) -> None:
@@ -136,9 +165,28 @@ def _make_tiny(config: SftConfig, tiny: TinySettings, dataset: Dataset) -> None:
     )
 
 
-def line(step: int, seconds: float, report: dict[str, Any]) -> str:
-    """One line of progress. The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
-    return (
-        f"step {step}  {seconds:.0f} s  loss {report['actor/old_behaviour_mean']:.4f}  "
-        f"grad norm {report['actor/grad_norm']:.2f}  lr {report['actor/lr']:.1e}"
-    )
+class Progress:
+    """What the lines of progress say: means over the steps since the line before."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._rows, self._reports = 0, list[dict[str, float]]()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, report: dict[str, float], rows: int) -> None:
+        self._reports.append(report)
+        self._rows += rows
+
+    def line(self, step: int) -> str:
+        """The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
+        now = time.monotonic()
+        loss = mean(report["actor/old_behaviour_mean"] for report in self._reports)
+        report, rate = self._reports[-1], self._rows / (now - self._last)
+        self._last, self._rows, self._reports = now, 0, []
+        return (
+            f"step {step}  {now - self._began:.0f} s  {rate:.0f} rows/s  loss {loss:.4f}  "
+            f"grad norm {report['actor/grad_norm']:.2f}  lr {report['actor/lr']:.1e}"
+        )

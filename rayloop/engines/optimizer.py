@@ -17,15 +17,21 @@ from rayloop.engines.sharding import local
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then constant or a cosine to its minimum."""
+    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to its minimum.
+
+    wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay.
+    """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant" or settings.total_updates is None:
         return settings.lr
-    length = max(1, settings.total_updates - settings.warmup_steps)
-    progress = min(1.0, (update - settings.warmup_steps) / length)
-    floor = settings.min_lr_fraction
-    return settings.lr * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+    if settings.schedule == "wsd":
+        remaining = max(0, settings.total_updates - update) / (settings.total_updates * settings.decay_fraction)
+        height = min(1.0, remaining)
+    else:
+        length = max(1, settings.total_updates - settings.warmup_steps)
+        height = (1 + math.cos(math.pi * min(1.0, (update - settings.warmup_steps) / length))) / 2
+    return settings.lr * (settings.min_lr_fraction + (1 - settings.min_lr_fraction) * height)
 
 
 @dataclass(frozen=True, slots=True)

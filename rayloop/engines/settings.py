@@ -38,19 +38,23 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr."""
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to the minimum over ``decay_fraction``."""
     total_updates: int | None = Field(None, gt=0)
-    """Length of the cosine in optimizer updates; required by it."""
+    """Length of the schedule in optimizer updates, warm-up included; required by cosine and wsd."""
+    decay_fraction: float = Field(0.3, gt=0, le=1)
+    """Last part of ``total_updates`` over which wsd decays."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
+    """Minimum of cosine and wsd, as a fraction of ``lr``."""
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     max_skipped: int = Field(3, ge=0)
     """Updates in a row that may be skipped because the gradient is not finite, before the run stops."""
 
     @model_validator(mode="after")
-    def _cosine(self) -> OptimizerSettings:
-        if self.schedule == "cosine" and self.total_updates is None:
-            raise ValueError("schedule: cosine needs total_updates (steps * epochs * mini_batches)")
+    def _length(self) -> OptimizerSettings:
+        if self.schedule != "constant" and self.total_updates is None:
+            raise ValueError(f"schedule: {self.schedule} needs total_updates (steps * epochs * mini_batches)")
         return self
 
 

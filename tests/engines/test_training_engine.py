@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +44,20 @@ def test_learning_rate_warms_up_and_follows_the_cosine() -> None:
     assert learning_rate(settings, 9) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
     assert learning_rate(settings, 14) == learning_rate(settings, 99) == pytest.approx(0.1)
     assert learning_rate(OptimizerSettings(lr=1.0, warmup_steps=2), 100) == 1.0
+
+
+def test_learning_rate_warms_up_stays_and_decays_linearly() -> None:
+    settings = OptimizerSettings(lr=1.0, warmup_steps=2, schedule="wsd", total_updates=10, decay_fraction=0.4)
+    rates = [learning_rate(settings, u) for u in range(12)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    floored = settings.model_copy(update={"min_lr_fraction": 0.1})
+    assert learning_rate(floored, 8) == pytest.approx(0.55)
+    assert learning_rate(floored, 99) == pytest.approx(0.1)
+
+
+def test_a_schedule_without_its_length_is_refused() -> None:
+    with pytest.raises(ValidationError, match="wsd needs total_updates"):
+        OptimizerSettings(schedule="wsd")
 
 
 def test_an_update_raises_the_probability_of_what_was_good(tiny_vlm: Path) -> None:
