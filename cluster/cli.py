@@ -50,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
     sft.set_defaults(command=_sft)
+    report = commands.add_parser("report", help="write a run's curves and trajectories as one HTML file")
+    report.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    report.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    report.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
+    report.set_defaults(command=_report)
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
 
@@ -109,6 +114,15 @@ def _prepare_miniwob(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--rows {item}: expected SPLIT=N, for example train=500")
         rows[split] = int(count)
     return prepare_miniwob(arguments.out, rows, arguments.browser, arguments.jobs)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from cluster.trajectory_page import write_page
+
+    if arguments.groups < 0:
+        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
+    print(write_page(arguments.run, arguments.out, arguments.groups))
+    return 0
 
 
 def _validate(arguments: argparse.Namespace) -> int:

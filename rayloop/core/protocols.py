@@ -137,6 +137,22 @@ class RewardSource(Protocol):
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome: ...
 
 
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2 as fractions of an image's width and height."""
+
+
+class BoxReader(Protocol):
+    """Boxes to draw over a task's first image (``report.boxes``). Both may be empty."""
+
+    def true(self, truth: Any) -> Sequence[Box]:
+        """Of the ground truth, as JSON keeps it (a tuple is a list)."""
+        ...
+
+    def answered(self, text: str) -> Sequence[Box]:
+        """Of the last sampled turn's text, which may be anything."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TrainItem:
     """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None.
