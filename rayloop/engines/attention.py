@@ -6,8 +6,7 @@ transformers' own SDPA masks a language model's whole packed row instead, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +29,25 @@ def use_packed_sdpa(model: PreTrainedModel) -> None:
         model.set_attn_implementation({"": PACKED_SDPA, "text_config": PACKED_SDPA})
 
 
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether the model's attention finds the prompt that several samples of a row have in common."""
+    return bool(model.config.get_text_config()._attn_implementation == PACKED_SDPA)
+
+
 def use_packed_vision(model: PreTrainedModel) -> None:
     """Let a vision tower that runs SDPA run it once for all windows (or images) of one size."""
     if model.config.vision_config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_VISION, _packed_vision)
         model.set_attn_implementation({"vision_config": PACKED_VISION})
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a packed row [n]. The ``shared`` first tokens of one lie at ``roots``, the others at ``starts``."""
+
+    lengths: Tensor
+    shared: Tensor
+    roots: Tensor
+    starts: Tensor
 
 
 def _packed_sdpa(
@@ -48,10 +61,17 @@ def _packed_sdpa(
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0.
 
-    Samples of a similar length are padded at their ends to the longest of them, which causal attention never sees.
+    What begins at position P > 0 continues the first P tokens of the last sample that began at 0. Samples of a similar
+    length are padded at their ends to the longest of them, which causal attention never sees.
     """
-    lengths = _lengths((position_ids[0] == 0).nonzero()[:, 0], query.shape[2])
-    return _attend(module, query, key, value, lengths, lengths.log2().ceil(), **options), None
+    positions = position_ids[0]
+    starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
+    shared = positions[starts]
+    lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
+    roots = torch.where(shared == 0, starts, 0).cummax(0).values
+    size = lengths.log2().ceil()
+    kinds = torch.where(shared == 0, size, -size)
+    return _attend(module, query, key, value, _Sequences(lengths, shared, roots, starts), kinds, **options), None
 
 
 def _packed_vision(
@@ -64,37 +84,41 @@ def _packed_vision(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
-    lengths = cu_seq_lens_q.diff()
-    return _attend(module, query, key, value, lengths, lengths, **options), None
-
-
-def _lengths(starts: Tensor, total: int) -> Tensor:
-    return torch.cat([starts, starts.new_tensor([total])]).diff()
+    lengths, starts = cu_seq_lens_q.diff(), cu_seq_lens_q[:-1]
+    sequences = _Sequences(lengths, torch.zeros_like(lengths), starts, starts)
+    return _attend(module, query, key, value, sequences, lengths, **options), None
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, kinds: Tensor, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sequences: _Sequences, kinds: Tensor, **options: Any
 ) -> Tensor:
-    """Attention [1, T, heads, d] within sequences of ``lengths``, one call for all sequences of one of ``kinds``."""
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    """Attention [1, T, heads, d] within ``sequences``, one call for all of one of ``kinds`` [n]."""
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs, places = [], []
-    for index, real in _batches(lengths, kinds):
-        forward = _plain if _plain_is_faster(query, index.shape[1]) else sdpa_attention_forward
-        output, _ = forward(module, *(_take(row, index) for row in rows), None, **options)
-        outputs.append(output.flatten(0, 1).flatten(1).index_select(0, real))
-        places.append(index.flatten()[real])
-    order = torch.cat(places).argsort()
-    return torch.cat(outputs).index_select(0, order).view(1, *rows[0].shape)
-
-
-def _batches(lengths: Tensor, kinds: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of the sequences of one kind: their tokens [n, L], and which elements [real] of the flattened are no padding."""
-    starts = lengths.cumsum(0) - lengths
     for kind in kinds.unique():
-        chosen = kinds == kind
-        steps = torch.arange(int(lengths[chosen].max()), device=lengths.device)
-        index = (starts[chosen, None] + steps).clamp(max=int(lengths.sum()) - 1)
-        yield index, (steps < lengths[chosen, None]).flatten().nonzero()[:, 0]
+        own, seen, mask, real = _batch(_Sequences(*(field[kinds == kind] for field in sequences)), len(queries))
+        forward = _plain if _plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
+        output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
+        outputs.append(output.flatten(0, 1).flatten(1).index_select(0, real))
+        places.append(own.flatten()[real])
+    order = torch.cat(places).argsort()
+    return torch.cat(outputs).index_select(0, order).view(1, *queries.shape)
+
+
+def _batch(sequences: _Sequences, total: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Indices of the queries [n, Q] and keys [n, K]; a mask [n, 1, Q, K] if the first keys are shared; real queries.
+
+    ``real`` are the elements of the flattened indices of the queries that are no padding.
+    """
+    lengths, shared, roots, starts = (field[:, None] for field in sequences)
+    ahead = torch.arange(int((lengths - shared).max()), device=lengths.device)
+    steps = torch.arange(int(lengths.max()), device=lengths.device)
+    own = (starts + ahead).clamp(max=total - 1)
+    real = (ahead < lengths - shared).flatten().nonzero()[:, 0]
+    if not shared.any():
+        return own, own, None, real
+    seen = torch.where(steps < shared, roots + steps, starts - shared + steps).clamp(max=total - 1)
+    return own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None], real
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
@@ -109,11 +133,13 @@ def _plain_is_faster(query: Tensor, length: int) -> bool:
 
 
 def _plain(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
-    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; causal where ``module`` or the options say so."""
+    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where module or options say so."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     scores = (query * scaling) @ key.transpose(2, 3)
-    if options.get("is_causal", module.is_causal):
-        scores = scores.masked_fill(scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is None and options.get("is_causal", module.is_causal):
+        mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None

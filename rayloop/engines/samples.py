@@ -11,10 +11,11 @@ from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import ImageRef, Sampling, Trajectory
+from rayloop.engines.attention import shares_prompts
 from rayloop.engines.models import POOLED_MODELS, load_vision, positions
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, Sample, make_sample
-from rayloop.grpo.packing import micro_batches, pack
+from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
 
 
 class Collator:
@@ -44,8 +45,10 @@ class Collator:
         """The samples' micro-batches: packed up to ``micro_batch_tokens``, or one each without packing."""
         if not self._engine.packing:
             return [[sample] for sample in samples]
-        groups = micro_batches([sample.length for sample in samples], self._engine.micro_batch_tokens)
-        return [[samples[i] for i in group] for group in groups]
+        budget = self._engine.micro_batch_tokens
+        groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
+        plan = micro_batches([packed_length(group) for group in groups], budget)
+        return [[sample for i in indices for sample in groups[i]] for indices in plan]
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
         """Pack samples on the device, or nothing at all into a batch that predicts nothing.
@@ -54,8 +57,11 @@ class Collator:
         same modules, and gloo aborts the process when they do not.
         """
         complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
-        shared = self._model.config.model_type in POOLED_MODELS
-        return pack([*samples] if complete else [*samples, self._dummy], share_images=shared).to(self._device)
+        return pack(
+            [*samples] if complete else [*samples, self._dummy],
+            share_images=self._model.config.model_type in POOLED_MODELS,
+            share_prompts=shares_prompts(self._model),
+        ).to(self._device)
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory) -> Tensor:
         if self._vision is None:

@@ -7,6 +7,7 @@ across the border of two packed trajectories, and the first token of a sequence 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Sample:
     old: Tensor | None = None  # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
     pixels: tuple[Tensor, ...] = ()  # per image [patches, D] float32
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
+    prompt_images: int = 0  # how many of the images precede the first sampled token
     advantage: float = 0.0
     on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
     lag: int = 0  # steps between the weights that sampled the first token and the weights being trained
@@ -42,16 +44,24 @@ class Sample:
         return self.token_ids[self.predict + 1]
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one; all, if none was sampled."""
+        return int(self.predict[0]) + 1 if self.predict.numel() else self.length
+
+    @property
     def length(self) -> int:
         return int(self.token_ids.numel())
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images."""
+    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images.
+
+    A trajectory may lack its prompt, if that of the last whole one before it is the same.
+    """
 
     token_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [R, 1, T] int64; row 0 restarts at 0 with each trajectory
+    position_ids: Tensor  # [R, 1, T] int64; row 0 restarts with each trajectory, at 0 or after the shared prompt
     pixel_values: Tensor | None  # [P, D] float32
     image_grid: Tensor | None  # [n, 3] int64
     image_index: Tensor | None  # [m] int64, m >= n: which distinct image the k-th image of the row is
@@ -97,6 +107,7 @@ def make_sample(item: TrainItem, position_ids: Tensor, pixels: Sequence[Tensor] 
         raise ValueError(
             f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images"
         )
+    prompt = itertools.takewhile(lambda turn: not (turn.sampled and turn.token_ids), trajectory.turns)
     return Sample(
         token_ids=torch.from_numpy(flat.token_ids),
         position_ids=position_ids,
@@ -107,6 +118,7 @@ def make_sample(item: TrainItem, position_ids: Tensor, pixels: Sequence[Tensor] 
         sampling=trajectory.sampling,
         pixels=tuple(pixels),
         grids=tuple(image.grid for image in trajectory.images),
+        prompt_images=sum(len(turn.images) for turn in prompt),
         advantage=item.advantage,
         on_policy=item.on_policy,
         lag=item.lag,

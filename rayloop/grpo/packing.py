@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,16 +31,42 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def pack(samples: Sequence[Sample], *, share_images: bool = False) -> Batch:
+def prompt_groups(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+    """The samples by common prompt; each group has at most ``budget`` tokens when its prompt counts once, or is alone."""
+    groups: list[list[Sample]] = []
+    latest: dict[Hashable, list[Sample]] = {}
+    for sample in samples:
+        group = latest.get(_prompt(sample))
+        if group is None or packed_length([*group, sample]) > budget:
+            group = latest[_prompt(sample)] = []
+            groups.append(group)
+        group.append(sample)
+    return groups
+
+
+def _prompt(sample: Sample) -> Hashable:
+    """Equal for samples whose tokens and images before the first sampled token are the same."""
+    images = tuple(id(pixels) for pixels in sample.pixels[: sample.prompt_images])
+    return sample.token_ids[: sample.prompt_length].numpy().tobytes(), images
+
+
+def packed_length(group: Sequence[Sample]) -> int:
+    """Tokens of samples with one common prompt, which counts once."""
+    return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
+
+
+def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
     """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled.
 
     Attention stays within a sample because row 0 of the position ids restarts at each of them. With ``share_images``
-    an image that several samples have (the same tensor object) is in the batch once.
+    an image that several samples have (the same tensor object) is in the batch once. With ``share_prompts`` a sample
+    lacks its prompt if that of the sample before it is the same; it then starts at the position after the prompt.
     """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
+    if share_prompts:
+        samples = _without_repeated_prompts(samples)
     counts = [s.predict.numel() for s in samples]
-    starts = torch.tensor([0, *(s.length for s in samples)]).cumsum(0)
     predicting = [s for s in samples if s.predict.numel()]
     sampling = _common_sampling(predicting)
 
@@ -56,7 +84,7 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False) -> Batch:
         pixel_values=torch.cat([pixels for pixels, _ in distinct.values()]) if images else None,
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
         image_index=torch.tensor([order[key] for key in keys]) if images else None,
-        predict=torch.cat([s.predict + start for s, start in zip(samples, starts[:-1], strict=True)]),
+        predict=torch.cat(_predict(samples)),
         targets=torch.cat([s.targets for s in samples]),
         segment=per_token(range(len(samples)), torch.int64),
         behaviour=torch.cat([s.behaviour for s in samples]),
@@ -70,6 +98,34 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False) -> Batch:
         banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
         end_tokens=torch.tensor(sampling.end_tokens, dtype=torch.int64),
     )
+
+
+def _without_repeated_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples; those with the prompt of the one before them lack it, and predict from -1, its last token, on."""
+    prompts = [None, *(_prompt(sample) for sample in samples)]
+    return [
+        dataclasses.replace(
+            sample,
+            token_ids=sample.token_ids[sample.prompt_length :],
+            position_ids=sample.position_ids[:, sample.prompt_length :],
+            predict=sample.predict - sample.prompt_length,
+            pixels=sample.pixels[sample.prompt_images :],
+            grids=sample.grids[sample.prompt_images :],
+        )
+        if before == prompt
+        else sample
+        for sample, (before, prompt) in zip(samples, itertools.pairwise(prompts), strict=True)
+    ]
+
+
+def _predict(samples: Sequence[Sample]) -> list[Tensor]:
+    """Where in the row of all ``samples`` the hidden states are that predict the tokens of each."""
+    places, start, prompt_end = [], 0, 0
+    for sample in samples:
+        prompt_end = start + sample.prompt_length - 1 if sample.prompt_length else prompt_end
+        places.append(torch.where(sample.predict < 0, prompt_end, start + sample.predict))
+        start += sample.length
+    return places
 
 
 def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:

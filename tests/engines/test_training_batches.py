@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn
-from rayloop.engines.attention import PACKED_SDPA, PACKED_VISION
+from rayloop.engines.attention import PACKED_SDPA, PACKED_VISION, shares_prompts
 from rayloop.engines.models import load_model
 from rayloop.engines.samples import Collator
 from rayloop.engines.scorer import FrozenScorer, Scorer, masked_logprobs
@@ -97,11 +97,11 @@ def test_masked_logprobs_are_those_of_the_remaining_tokens() -> None:
 class Lab:
     """A tiny model with its scorer and collator."""
 
-    def __init__(self, folder: Path, chunk: int = 2048) -> None:
-        settings = ModelSettings(path=str(folder))
-        self.model = load_model(settings)
+    def __init__(self, folder: Path, chunk: int = 2048, settings: FsdpSettings | None = None) -> None:
+        model = ModelSettings(path=str(folder))
+        self.model = load_model(model)
         self.scorer = Scorer(self.model, chunk)
-        self.collator = Collator(self.model, settings, FsdpSettings(), CPU)
+        self.collator = Collator(self.model, model, settings or FsdpSettings(), CPU)
 
     def samples(self, items: list[TrainItem]) -> list[Sample]:
         return [self.collator.sample(item) for item in items]
@@ -165,6 +165,59 @@ def test_samples_of_a_group_share_an_image_without_effect(tiny_vlm: Path) -> Non
     assert (found[0][0] - found[1][0]).abs().max() < 1e-5
     for name, gradient in found[1][1].items():
         assert (gradient - found[0][1][name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+
+
+def test_samples_of_a_group_share_their_prompt_without_effect(tiny_vlm: Path) -> None:
+    """One turn and several, later turns with images, other groups in between, and a prompt that nothing follows."""
+    lab = Lab(tiny_vlm)
+    assert shares_prompts(lab.model)
+    shapes = [[(6, (2, 3), 4), (3, (1, 2), 5)], [(140, (2, 2), 3)], [(7, None, 6), (2, None, 2)]]
+    groups = [
+        [_continued(trajectory(tiny_vlm, i, turns), member) for member in range(3)] for i, turns in enumerate(shapes)
+    ]
+    groups[2].insert(0, dataclasses.replace(groups[2][0], turns=groups[2][0].turns[:1]))
+    samples = lab.samples([TrainItem(played, 1.0) for group in groups for played in group])
+    shared, repeated = pack(samples, share_images=True, share_prompts=True), pack(samples)
+    prompts = [group[0].prompt_length for group in (samples[:3], samples[3:6], samples[6:])]
+    assert repeated.token_ids.numel() - shared.token_ids.numel() == 2 * prompts[0] + 2 * prompts[1] + 3 * prompts[2]
+    assert shared.targets.equal(repeated.targets)
+    found = []
+    for batch in (shared, repeated):
+        logprobs = lab.scorer(batch).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        found.append((logprobs.detach(), lab.gradients()))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-5
+    for name, gradient in found[1][1].items():
+        assert (gradient - found[0][1][name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+
+
+def _continued(played: Trajectory, member: int) -> Trajectory:
+    """A group's ``member``: other sampled tokens, one more of them in each turn than the member before."""
+    turns = [
+        dataclasses.replace(
+            turn,
+            token_ids=(*(token - member for token in turn.token_ids), *[70] * member),
+            logprobs=(*(turn.logprobs or ()), *[-1.0] * member),
+        )
+        if turn.sampled
+        else turn
+        for turn in played.turns
+    ]
+    return dataclasses.replace(played, id=TrajectoryId(played.id.group, member), turns=tuple(turns))
+
+
+def test_a_group_is_planned_together_and_cut_at_the_budget(tiny_vlm: Path) -> None:
+    lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=40))
+    a, b = ([_continued(trajectory(tiny_vlm, i, [(10, None, 4)]), m) for m in range(4)] for i in range(2))
+    samples = lab.samples([TrainItem(played, 1.0) for pair in zip(a, b, strict=True) for played in pair])
+    number = {id(sample): i for i, sample in enumerate(samples)}
+    plan = [[number[id(sample)] for sample in group] for group in lab.collator.plan(samples)]
+    assert plan == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [lab.collator.batch([samples[i] for i in group]).segment.max() for group in plan] == [3, 3]
+    lab.model.set_attn_implementation("sdpa")
+    assert [len(group) for group in lab.collator.plan(samples)] == [2, 2, 2, 2]
+    dummy = 1
+    assert lab.collator.batch(samples).token_ids.numel() == sum(sample.length for sample in samples) + dummy
 
 
 def test_positions_of_images_matter(tiny_vlm: Path) -> None:

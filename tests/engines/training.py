@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
 import tempfile
@@ -60,7 +61,10 @@ def trajectory(
 
 
 def mixed_items(folder: Path) -> list[TrainItem]:
-    """Text-only and image samples of unequal lengths, with reference log-probs; one advantage is 0."""
+    """Text-only and image samples of unequal lengths, with reference log-probs; one advantage is 0.
+
+    Three of them have the same prompt and begin differently after it.
+    """
     shapes: list[list[tuple[int, tuple[int, int] | None, int]]] = [
         [(5, None, 3)],
         [(4, (2, 3), 7)],
@@ -71,8 +75,14 @@ def mixed_items(folder: Path) -> list[TrainItem]:
     ]
     advantages = (1.3, -0.7, 0.4, -1.1, 0.0, 0.9)
     items = []
-    for number, (turns, advantage) in enumerate(zip(shapes, advantages, strict=True)):
-        played = trajectory(folder, number, turns, Sampling(temperature=0.9))
+    played_once = [trajectory(folder, n, turns, Sampling(temperature=0.9)) for n, turns in enumerate(shapes)]
+    root = played_once[3]
+    others = [
+        dataclasses.replace(root, id=TrajectoryId(3, 1 + i), turns=(*root.turns[:1], *other.turns[1:]))
+        for i, other in enumerate((played_once[0], played_once[4]))
+    ]
+    every = zip([*played_once, *others], (*advantages, 0.8, -0.5), strict=True)
+    for number, (played, advantage) in enumerate(every):
         behaviour = played.flatten().behaviour_logprobs[played.flatten().loss_mask]
         items.append(TrainItem(played, advantage, behaviour - 0.1, lag=number % 2))
     return items
