@@ -157,6 +157,15 @@ class EvaluationSettings(Settings):
     limit: int | None = Field(None, gt=0)
     """Rows evaluated; None: all."""
     greedy: bool = True
+    controls: bool = False
+    """Before the first and after the last step, also play wrong images: does the policy look?"""
+    blind: Component | None = None
+    """The best answers without an image, fitted on ``data.train``, as another control (cluster/controls.py)."""
+
+
+class ReportSettings(Settings):
+    boxes: Component | None = None
+    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images."""
 
 
 class RecoverySettings(Settings):
@@ -194,6 +203,7 @@ class RunConfig(Settings):
     publish: PublishSettings = PublishSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    report: ReportSettings = ReportSettings()
     recovery: RecoverySettings = RecoverySettings()
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images; 0: none."""

@@ -29,6 +29,7 @@ class RunFolder:
         self.events = JsonLines(self.path / "events.jsonl")
         self.quarantine = JsonLines(self.path / "quarantine.jsonl")
         self.rollouts = RolloutDump(self.path / "rollouts")
+        self.evaluations = RolloutDump(self.path / "evaluations")
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.logs = self.path / "logs"
@@ -52,7 +53,7 @@ class RunFolder:
                     f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "
                     "with checkpoint.resume=auto; to start afresh, choose another name=... or remove the folder."
                 )
-            for folder in (self.rollouts.path, self.checkpoints, self.weights, self.logs):
+            for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
                 folder.mkdir(exist_ok=True)
             try:
                 yield self
@@ -81,6 +82,7 @@ class RunFolder:
         """
         moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
         self.rollouts.set_aside_after(step)
+        self.evaluations.set_aside_after(step)
         return moved
 
     def close(self) -> None:
@@ -105,6 +107,7 @@ class RolloutRecord:
 
     ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``fate`` is ``kept`` or
     why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
+    ``truth`` is the task's ground truth. ``length`` counts all tokens (expanded), ``sampled_tokens`` the policy's.
     """
 
     group: int
@@ -124,10 +127,13 @@ class RolloutRecord:
     fate: str = "kept"
     replayed: bool = False
     versions: tuple[str, str] = ("", "")
+    truth: Any = None
+    length: int = 0
+    sampled_tokens: int = 0
 
 
 class RolloutDump:
-    """``rollouts/step_000012.jsonl`` with the images of all steps beside it, each stored once by its hash."""
+    """``step_000012.jsonl`` with the images of all steps beside it, each stored once by its hash."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,15 +142,19 @@ class RolloutDump:
     def file(self, step: int) -> Path:
         return self.path / f"step_{step:06d}.jsonl"
 
-    def write(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
-        """Write the records of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
+    def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
+        """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
+        self.keep(images)
+        rows = ({"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)} for record in records)
+        _write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode())
+
+    def keep(self, images: Mapping[str, bytes]) -> None:
+        """Store images that are not there yet."""
         self.images.mkdir(parents=True, exist_ok=True)
         for sha256, data in images.items():
             target = self.images / image_file(sha256, data)
             if not target.exists():
                 _write_whole(target, data)
-        rows = ({"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)} for record in records)
-        _write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode())
 
     def set_aside_after(self, step: int) -> None:
         """Rename the files of later steps to ``step_N.jsonl.attempt-K``."""
@@ -178,7 +188,19 @@ def rollout_record(
         fate="kept" if member.fate is None else ": ".join(filter(None, (member.fate.state, member.fate.reason))),
         replayed=member.replayed,
         versions=(str(summary.first_version), str(summary.last_version)),
+        truth=jsonable(group.task.ground_truth),
+        length=summary.length,
+        sampled_tokens=summary.sampled_tokens,
     )
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` when JSON can hold it, else its description."""
+    try:
+        encode({"value": value})
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def image_file(sha256: str, data: bytes) -> str:

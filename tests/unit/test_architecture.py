@@ -32,6 +32,7 @@ LIGHT = [
     *modules_below("rayloop.core", "rayloop.envs", "judge", "actors.environment", "actors.reward", "cluster.driver"),
     *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
     *modules_below("rayloop.engines.settings", "cluster.config", "cluster.cli", "recipes"),
+    *modules_below("cluster.trajectory_page", "cluster.pictures"),
 ]
 
 

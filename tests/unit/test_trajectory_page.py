@@ -1,0 +1,237 @@
+"""The report: what the page of a run folder holds, that a browser shows it, and the pictures of a finished run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from cluster.cli import main
+from cluster.pictures import boxes, draw, draw_or_tell
+from cluster.recorded import by_step, evenly, matching
+from cluster.trajectory_page import content, write_page
+from rayloop.core.config import Component
+from rayloop.core.jsonl import encode
+from rayloop.core.runfolder import RolloutRecord, RolloutTurn, RunFolder
+from recipes.arc_vision.boxes import GroundingBoxes
+from tests.support.pictures import picture
+
+NASTY = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
+TRUTH = [0.1, 0.2, 0.5, 0.6]
+READER = GroundingBoxes(GroundingBoxes.Settings())
+CONFIG = """
+steps: 3
+model: {path: some/model}
+report: {boxes: {use: "recipes.arc_vision.boxes:GroundingBoxes"}}
+"""
+
+
+def answer(group: int, sample: int, text: str, reward: float, fate: str = "kept") -> RolloutRecord:
+    image = {"sha256": "aa" * 32, "width": 60, "height": 40, "file": f"images/{'aa' * 32}.png"}
+    return RolloutRecord(
+        group, sample, 0, f"task-{group}", "pages", f"Where is it? {NASTY}", (image,),
+        (RolloutTurn("assistant", text, True),), "done", reward, {"iou": reward}, advantage=2 * reward - 1,
+        fate=fate, replayed=sample == 1 and group == 2, versions=("1.0", "1.0"), truth=TRUTH, length=30, sampled_tokens=9,
+    )  # fmt: skip
+
+
+def item(task: str, text: str, reward: float) -> dict[str, Any]:
+    image = {"sha256": "bb" * 32, "width": 60, "height": 40, "file": f"images/{'bb' * 32}.png"}
+    return {
+        "arm": "right",
+        "task": task,
+        "sample": 0,
+        "reward": reward,
+        "text": text,
+        "truth": TRUTH,
+        "images": [image],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run of three steps with five groups, restored once: what the first lineage did after step 1 is superseded."""
+    with RunFolder(tmp_path, "run").acquired() as run:
+        run.write_config(CONFIG)
+        run.events.append({"event": "start", "config": "0123abcd", "software": {"torch": "2.13"}})
+        run.events.append({"event": "begin", "step": 0, "lineage": 1, "restored": None})
+        for step, reward in ((0, 0.1), (2, 0.9)):
+            run.events.append({"event": "evaluated", "step": step, "val/reward/mean": reward})
+        run.events.append({"event": "begin", "step": 1, "lineage": 2, "restored": "step_000001"})
+        run.events.append({"event": "worker_lost", "step": 1, "role": "rollout", "why": NASTY})
+        for step in (1, 2, 3):
+            run.metrics.append({"step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1})
+        run.metrics.append({"step": 3, "filtered/all_wrong": 2.0})
+        wrong = [answer(3, sample, NASTY, 0.0, "filtered: all_wrong") for sample in (0, 1)]
+        first = [answer(g, s, "<bbox>[0.1,0.2,0.5,0.6]</bbox>", float(s)) for g in (1, 2) for s in (0, 1)]
+        rest = [answer(g, s, "<bbox>[0.3,0.3,0.6,0.7]</bbox>", 0.5) for g in (4, 5) for s in (0, 1)]
+        run.rollouts.write(1, first, {"aa" * 32: picture(60, 40)})
+        run.rollouts.write(2, wrong + rest, {})
+        run.events.append({"event": "evaluated", "step": 3, "val/reward/mean": 0.6, "val/pages/reward/mean": 0.6})
+        arms = {"right": {"reward": [0.6, 0.5, 0.7]}, "blind": {"reward": [0.2, 0.1, 0.3]}}
+        gain = {"blind": {"reward": [0.4, 0.3, 0.5]}}
+        run.events.append({"event": "controls", "step": 3, "arms": arms, "differences": gain, "looks": True})
+        run.events.append(
+            {"event": "finished", "step": 3, "ledger": {"issued": 10, "trained": 8, "filtered[all_wrong]": 2}}
+        )
+        yield run
+
+
+@pytest.fixture
+def evaluated(folder: RunFolder) -> RunFolder:
+    """The same with the items of two evaluations."""
+    folder.evaluations.keep({"bb" * 32: picture(60, 40, "blue")})
+    answers = {0: NASTY, 3: "<bbox>[0.1,0.2,0.4,0.6]</bbox>"}
+    for step, text in answers.items():
+        rows = [item(f"held-out-{n}", text, 0.75 if step else 0.0) for n in range(12)]
+        folder.evaluations.file(step).write_text("".join(encode(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
+    data = content(folder, groups=200)
+    facts = dict(data["facts"])
+    assert (facts["configuration"], facts["steps"], facts["end"]) == ("0123abcd", "3 of 3", "finished")
+    assert facts["lineages"] == "1 from the start model, 2 from step_000001"
+    assert [event["event"] for event in data["incidents"]] == ["worker_lost"]
+    assert data["ledger"]["trained"] == 8
+    assert [e["step"] for e in data["evaluations"]] == [0, 3]
+    lines = {line["name"]: line["points"] for chart in data["charts"] for line in chart["lines"]}
+    assert lines["val/reward/mean"] == [(0, 0.1), (3, 0.6)]
+    assert lines["actor/loss"] == [(1, 0.1), (2, None), (3, 0.1)]
+    assert dict(lines["filtered/all_wrong"]) == {1: 0.0, 2: 0.0, 3: 2.0}
+
+
+def test_groups_carry_boxes_verdicts_and_each_image_once(folder: RunFolder) -> None:
+    data = content(folder, groups=200)
+    by_issue = {group["group"]: group for group in data["groups"]}
+    assert list(by_issue) == [1, 2, 3, 4, 5]
+    assert (by_issue[2]["verdicts"], by_issue[3]["verdicts"]) == (["kept", "replayed"], ["filtered: all_wrong"])
+    assert by_issue[1]["true"] == ((0.1, 0.2, 0.5, 0.6),)
+    assert (by_issue[1]["mean"], by_issue[1]["std"]) == (0.5, 0.5)
+    assert by_issue[4]["members"][1]["boxes"] == ((0.3, 0.3, 0.6, 0.7),)
+    assert by_issue[3]["members"][0]["boxes"] == ()
+    (image,) = data["images"].values()
+    assert (image["width"], image["height"]) == (60, 40)
+    assert image["uri"].startswith("data:image/webp;base64,")
+
+
+def test_an_image_that_is_gone_is_told(folder: RunFolder) -> None:
+    for file in folder.rollouts.images.iterdir():
+        file.unlink()
+    (image,) = content(folder, groups=200)["images"].values()
+    assert "cannot be read" in image["why"]
+
+
+def test_a_run_without_boxes_or_an_end_has_a_page_too(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "run").acquired() as run:
+        run.write_config("steps: 3\n")
+    data = content(run, groups=10)
+    assert (dict(data["facts"])["end"], data["groups"], data["charts"]) == (
+        "not on record: still running, or killed",
+        [],
+        [],
+    )
+
+
+def test_no_text_of_a_run_can_end_the_data(folder: RunFolder) -> None:
+    html = write_page(folder.path, None, groups=200).read_text()
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert json.loads(text)["groups"][2]["members"][0]["turns"][0]["text"] == NASTY
+    assert "<img src=x" not in html
+
+
+def test_the_command_writes_the_page_or_says_why_not(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    assert main(["report", str(folder.path), "--out", str(out), "--groups", "2"]) == 0
+    assert out.exists()
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["report", str(folder.path), "--groups", "-1"]) == 2
+
+
+def test_groups_are_spread_evenly() -> None:
+    assert evenly(range(10), 4) == [0, 2, 5, 7]
+    assert evenly([1, 2], 4) == [1, 2]
+    assert evenly([1, 2], 0) == []
+
+
+def test_a_star_stands_for_a_name_without_slash() -> None:
+    names = ["val/iou/mean", "val/pages/reward/mean", "val/reward/mean", "loss"]
+    assert matching(names, ["loss", "val/*/mean"]) == ["loss", "val/iou/mean", "val/reward/mean"]
+
+
+def test_what_a_restore_superseded_is_left_out(folder: RunFolder) -> None:
+    assert by_step(folder.events, "evaluated").keys() == {0, 3}
+
+
+def test_pictures_show_curves_and_ten_pages(evaluated: RunFolder) -> None:
+    written = draw(evaluated, READER)
+    assert [file.name for file in written] == ["curves.png", "boxes.png"]
+    assert all(Image.open(file).size[0] > 500 for file in written)
+    assert len(boxed_pages(evaluated)) == 10
+
+
+def boxed_pages(folder: RunFolder) -> list[Any]:
+    figure = boxes(folder, READER)
+    assert figure is not None
+    return [axes for axes in figure.axes if len(axes.patches) == 2 and "0.00 → 0.75" in axes.get_title()]
+
+
+def test_boxes_need_a_reader_and_two_evaluations(evaluated: RunFolder) -> None:
+    assert [file.name for file in draw(evaluated, None)] == ["curves.png"]
+    evaluated.evaluations.file(0).unlink()
+    assert [file.name for file in draw(evaluated, READER)] == ["curves.png"]
+
+
+def test_a_drawing_that_fails_is_told_and_fails_nothing(evaluated: RunFolder) -> None:
+    reader, said = Component(use="recipes.arc_vision.boxes:GroundingBoxes"), []
+    draw_or_tell(evaluated, reader, said.append)
+    assert said == [f"wrote {evaluated.path / name}" for name in ("curves.png", "boxes.png")]
+    for image in evaluated.evaluations.images.iterdir():
+        image.write_bytes(b"no image")
+    draw_or_tell(evaluated, reader, said.append)
+    assert said[2].startswith("the pictures could not be drawn: UnidentifiedImageError")
+
+
+@pytest.mark.browser
+def test_a_browser_shows_the_page_without_errors_and_without_requests(folder: RunFolder) -> None:
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install -e .[browser]"
+    )
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium is installed")
+    file = write_page(folder.path, None, groups=200)
+    said: list[str] = []
+    asked: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file.as_uri())
+        assert page.title() == "run – rayloop run"
+        assert page.locator(".list button").count() == 5
+        assert page.locator(".charts svg").count() == len(content(folder, 0)["charts"])
+        assert page.locator("rect.true").count() == 1
+        assert page.locator("rect.answered").count() == 2
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        assert "group 3" in page.locator(".detail h3").inner_text()
+        assert page.locator("article pre.sampled").first.inner_text() == NASTY
+        page.get_by_label("verdict").first.select_option("replayed")
+        assert page.locator("#count").inner_text() == "1 of 5 groups shown; 5 on record"
+        assert page.title() == "run – rayloop run"
+        page.screenshot(path=folder.path / "report.png", full_page=True)
+    assert (folder.path / "report.png").stat().st_size > 10_000
+    assert said == []
+    assert [url for url in asked if not url.startswith(("data:", file.as_uri()))] == []
