@@ -49,7 +49,23 @@ def parser() -> argparse.ArgumentParser:
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
+    sft.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
     sft.set_defaults(command=_sft)
+    evaluate = commands.add_parser("eval", help="measure a checkpoint on held-out rows, with controls")
+    evaluate.add_argument("config", type=Path, help="YAML file of a run")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value")
+    evaluate.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
+    evaluate.add_argument("--data", help="rows to evaluate on (default: data.eval)")
+    evaluate.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
+    evaluate.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
+    evaluate.add_argument("--out", type=Path, help="folder of the items; continued when it exists (default: <run>-eval)")
+    evaluate.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    evaluate.set_defaults(command=_eval)
+    export = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
+    export.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
+    export.add_argument("out", type=Path, help="new folder")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.set_defaults(command=_export)
     report = commands.add_parser("report", help="write a run's curves and trajectories as one HTML file")
     report.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
     report.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
@@ -96,12 +112,53 @@ def _train(arguments: argparse.Namespace) -> int:
         return train(config, address, temporary)
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides)
+    out = arguments.out or Path(config.output) / f"{config.name}-eval"
+    data = arguments.data or config.data.eval
+    if data is None:
+        raise ConfigError("data.eval names no rows, and --data was not given")
+    if arguments.checkpoint is not None:
+        from cluster.export import model_of
+
+        folder = model_of(arguments.checkpoint, out / "models")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    preflight(config)
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    with nullcontext() if address else private_cluster() as temporary:
+        from cluster.eval import evaluate  # imports ray
+
+        return evaluate(
+            config, data, out,
+            controls=arguments.controls, samples=arguments.samples, address=address, temporary=temporary,
+        )  # fmt: skip
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from cluster.export import export
+
+    return export(arguments.checkpoint, arguments.out, arguments.dtype)
+
+
 def _sft(arguments: argparse.Namespace) -> int:
-    from cluster.sft import SftConfig, sft
+    from cluster.sft import SftConfig
 
     config = load(arguments.config, arguments.overrides, SftConfig)
     check_components(config)
-    return sft(config)
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    with nullcontext() if address else private_cluster() as temporary:
+        from cluster.supervised import sft  # imports ray
+
+        return sft(config, address, temporary)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from cluster.trajectory_page import write_page
+
+    if arguments.groups < 0:
+        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
+    print(write_page(arguments.run, arguments.out, arguments.groups))
+    return 0
 
 
 def _prepare_miniwob(arguments: argparse.Namespace) -> int:
@@ -114,15 +171,6 @@ def _prepare_miniwob(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--rows {item}: expected SPLIT=N, for example train=500")
         rows[split] = int(count)
     return prepare_miniwob(arguments.out, rows, arguments.browser, arguments.jobs)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from cluster.trajectory_page import write_page
-
-    if arguments.groups < 0:
-        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
-    print(write_page(arguments.run, arguments.out, arguments.groups))
-    return 0
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from actors.lease import Lease
 from cluster.background import background, timed
 from cluster.checkpoint import CheckpointStore
 from cluster.config import RunConfig
-from cluster.evaluation import evaluate
+from cluster.evaluation import blind, play, plays
 from cluster.player import Player
 from cluster.pool import cause
 from cluster.production import Production
@@ -56,9 +56,8 @@ class Driver:
     def prepare(self) -> None:
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
-        self.held_out = (
-            Production.read(self.config.data.eval, self.config, self.reporter) if self.config.evaluation.every else None
-        )
+        c = self.config
+        self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
         self.prepared = True
@@ -198,11 +197,16 @@ class Driver:
     @timed("testing")
     async def evaluate(self) -> None:
         """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step."""
-        due = self.held_out is not None and (
-            self.step % self.config.evaluation.every == 0 or self.step == self.config.steps
-        )
-        if due and self.held_out is not None:
-            self.reporter.evaluated(self.step, await evaluate(self.config, self.held_out, self.player, self.step))
+        every, last = self.config.evaluation.every, self.step == self.config.steps
+        if not self.held_out or not (last or self.step % every == 0):
+            return
+        controls = self.config.evaluation.controls and (last or self.step == 0)
+        images: dict[str, bytes] = {}
+        asked = plays(self.config, self.held_out, controls=controls)
+        items = await play(asked, self.config, self.player, self.step, lambda item, found: images.update(found))
+        if controls:
+            items += blind(self.config, self.production.dataset, self.held_out)
+        self.reporter.evaluated(self.step, items, images)
 
     async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""

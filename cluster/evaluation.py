@@ -3,46 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 from cluster.config import RunConfig
+from cluster.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, swapped
 from cluster.player import Player
 from rayloop.core.dataset import Dataset
+from rayloop.core.runfolder import jsonable
 from rayloop.core.seeds import derive
-from rayloop.core.types import Member, PlayRequest, Scored, TrajectoryId
+from rayloop.core.types import Group, PlayRequest, Sampling, Scored, Task, TrajectoryId
 
 AT_ONCE = 128
 
 
-async def evaluate(config: RunConfig, dataset: Dataset, player: Player, step: int) -> dict[str, float]:
-    """Play each task once. Returns val/reward/mean, val/<source>/reward/mean, val/<component>/mean and val/unscored.
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One answer to ask for."""
+
+    arm: str
+    task: Task
+    sampling: Sampling
+    sample: int = 0
+
+
+def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int = 0) -> list[Play]:
+    """The right image once per task, the swapped images with ``controls``, and ``samples`` sampled answers per task."""
+    sampling = config.rollout.sampling.sampling(greedy=config.evaluation.greedy)
+    arms = {RIGHT: list(tasks)}
+    if controls:
+        arms |= {SAME: swapped(tasks, config.seed, same=True), OTHER: swapped(tasks, config.seed, same=False)}
+    asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
+    drawn = config.rollout.sampling.sampling()
+    return asked + [Play(SAMPLED, task, drawn, sample) for sample in range(samples) for task in tasks]
+
+
+async def play(
+    asked: Sequence[Play], config: RunConfig, player: Player, step: int,
+    keep: Callable[[Item, dict[str, bytes]], None],
+) -> list[Item]:  # fmt: skip
+    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(index: int, asked: Play) -> Item:
+        seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
+        request = PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
+        async with gate:
+            member = await player.play(request, step)
+            records, images = await player.describe(Group(-1 - index, asked.task, (member,)))
+        outcome = member.outcome
+        scored = outcome if isinstance(outcome, Scored) else None
+        item = Item(
+            asked.arm, asked.task.id, asked.task.source, asked.sample,
+            reward=scored.value if scored else None,
+            components=scored.components if scored else {},
+            unscored=None if isinstance(outcome, Scored) else f"{outcome.kind}: {outcome.reason}",
+            text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
+            truth=jsonable(asked.task.ground_truth),
+            images=tuple(image for record in records for image in record.images),
+        )  # fmt: skip
+        keep(item, images)
+        return item
+
+    return list(await asyncio.gather(*(one(index, asked) for index, asked in enumerate(asked))))
+
+
+def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item]:
+    """The blind prior's items; none when the configuration names no prior."""
+    if config.evaluation.blind is None:
+        return []
+    prior: BlindPrior = config.evaluation.blind.build()
+    prior.fit(train)
+    found = [(task, prior.score(task)) for task in tasks]
+    return [
+        Item(BLIND, t.id, t.source, reward=s.value, components=s.components, truth=jsonable(t.ground_truth))
+        for t, s in found
+    ]
+
+
+def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
+    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, and val/control/<arm>/...
 
     Tasks without a score are left out of the means and counted in val/unscored.
     """
-    count = min(len(dataset), config.evaluation.limit or len(dataset))
-    sampling = config.rollout.sampling.sampling(greedy=config.evaluation.greedy)
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def one(index: int) -> Member:
-        task = dataset[index]
-        seed = derive(config.seed, "evaluation", task.id)
-        async with gate:
-            return await player.play(PlayRequest(task, TrajectoryId(-1 - index, 0), 0, seed, sampling), step)
-
-    return summarise(list(await asyncio.gather(*(one(index) for index in range(count)))))
-
-
-def summarise(members: list[Member]) -> dict[str, float]:
-    """Means over the scored members, in all and by source, of the reward and of each component."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for member in members:
-        if isinstance(member.outcome, Scored):
-            values["reward"].append(member.outcome.value)
-            if member.summary.source:
-                values[f"{member.summary.source}/reward"].append(member.outcome.value)
-            for name, value in member.outcome.components.items():
-                values[name].append(value)
-    scored = len(values["reward"])
-    means = {f"val/{name}/mean": mean(numbers) for name, numbers in values.items() if numbers}
-    return {**means, "val/scored": float(scored), "val/unscored": float(len(members) - scored)}
+    right = [item for item in items if item.arm == RIGHT]
+    names = {f"val/{name}/mean": value[0] for name, value in table.get(RIGHT, {}).items()}
+    for source in sorted({item.source for item in right} - {""}):
+        rewards = [item.reward for item in right if item.source == source and item.reward is not None]
+        if rewards:
+            names[f"val/{source}/reward/mean"] = mean(rewards)
+    for arm in table.keys() - {RIGHT}:
+        names |= {f"val/control/{arm}/{name}/mean": value[0] for name, value in table[arm].items()}
+    scored = sum(item.reward is not None for item in right)
+    return {**names, "val/scored": float(scored), "val/unscored": float(len(right) - scored)}

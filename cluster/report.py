@@ -9,6 +9,8 @@ from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import RunConfig
+from cluster.controls import Item, against_controls, by_arm, looks
+from cluster.evaluation import metrics
 from rayloop.core.failures import DataFailure
 from rayloop.core.runfolder import RolloutRecord, RunFolder
 from rayloop.core.types import Group, Member, Scored
@@ -49,10 +51,14 @@ class Reporter:
         moved = self.folder.truncate_after(step)
         self.event("begin", lineage=lineage, restored=checkpoint, superseded_records=moved)
 
-    def evaluated(self, step: int, scores: dict[str, float]) -> None:
-        """Held-out scores: an event at once, and part of the step's metrics."""
-        self._evaluation = scores
-        self.event("evaluated", step=step, **scores)
+    def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
+        """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
+        self.folder.evaluations.write(step, items, images)
+        table, differences = by_arm(items), against_controls(items)
+        self._evaluation = metrics(items, table)
+        self.event("evaluated", step=step, **self._evaluation)
+        if differences:
+            self.event("controls", step=step, arms=table, differences=differences, looks=looks(differences))
 
     def step(
         self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
@@ -61,7 +67,7 @@ class Reporter:
         """Write one record to metrics.jsonl and forget what was collected for it."""
         self._step = step
         seconds = sum(timings.values())
-        metrics = {
+        record = {
             "step": float(step),
             **production_metrics(production.finished, groups, self.config.algorithm.target),
             **report,
@@ -73,11 +79,11 @@ class Reporter:
             "rollout/reissued": float(reissued),
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
-        self.folder.metrics.append({**metrics, "step": step})
-        self.updates.append(("step", metrics))
+        self.folder.metrics.append({**record, "step": step})
+        self.updates.append(("step", record))
         self._evaluation = {}
         production.finished.clear()
-        return metrics
+        return record
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
         self.folder.rollouts.write(step, records, images)

@@ -25,14 +25,17 @@ CONCURRENCY = 1000
 """Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
 
 
-def demand(config: RunConfig) -> list[tuple[str, Placement]]:
-    """One entry per actor, in the order of the placement group's bundles."""
-    roles = [
+def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
+    """One entry per actor, in the order of the placement group's bundles. An evaluation neither trains nor compares."""
+    training = [
         ("policy", config.policy.ranks, config.policy.placement),
+        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
+    ]
+    roles = [
         ("rollout", config.rollout.actors, config.rollout.placement),
         ("environment", config.environment.actors, config.environment.placement),
         ("reward", config.reward.actors, config.reward.placement),
-        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
+        *(training if trains else ()),
     ]
     return [(role, placement) for role, count, placement in roles for _ in range(count)]
 
@@ -42,9 +45,9 @@ def _bundle(placement: Placement) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
 
 
-def bundles(config: RunConfig) -> list[dict[str, float]]:
+def bundles(config: RunConfig, trains: bool = True) -> list[dict[str, float]]:
     """What each actor reserves, as Ray's placement groups want it."""
-    return [_bundle(placement) for _, placement in demand(config)]
+    return [_bundle(placement) for _, placement in demand(config, trains)]
 
 
 def total(each: list[dict[str, float]]) -> dict[str, float]:
@@ -55,14 +58,13 @@ def total(each: list[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-async def reserve(config: RunConfig, name: str) -> PlacementGroup:
-    """Reserve what all actors need, at once. Raises ResourcesUnavailable with the arithmetic.
+async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]]) -> PlacementGroup:
+    """Reserve what all actors want, at once. Raises ResourcesUnavailable with the arithmetic.
 
     A placement group lives until its job ends, not its driver actor: one that a driver who died left behind goes first.
     """
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
-    wanted = bundles(config)
     needed, present = total(wanted), ray.cluster_resources()
     short = {name: amount for name, amount in needed.items() if amount > present.get(name, 0.0) + 1e-6}
     if short:
@@ -86,32 +88,26 @@ async def reserve(config: RunConfig, name: str) -> PlacementGroup:
 
 
 class Services:
-    """All actors of a run. Owned by the driver actor: when it dies, Ray ends them too; nothing is detached."""
+    """All actors of a run, or those that an evaluation needs (``trains=False``).
 
-    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
-        self.config, self.folder = config, folder
+    Owned by the driver actor: when it dies, Ray ends them too; nothing is detached.
+    """
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None], *, trains: bool = True) -> None:
+        self.config, self.folder, self.trains = config, folder, trains
         self._event = on_event
         self._group: PlacementGroup | None = None
+        self.policy: PolicyGroup | None = None
+        self.reference: Pool | None = None
         self._first = {}
-        for index, (role, _) in enumerate(demand(config)):
+        for index, (role, _) in enumerate(demand(config, trains)):
             self._first.setdefault(role, index)
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c = self.config
-        self._group = await reserve(c, f"rayloop {self.folder}")
+        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains))
         weights = f"{self.folder}/weights"
-        self.policy = PolicyGroup(
-            c.policy,
-            spawn=lambda rank: self._spawn(
-                PolicyRank, "policy", rank, c.policy.placement,
-                RankSettings(
-                    c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, weights, c.seed,
-                    adapter_reference=c.reference.kind == "adapter_off",
-                ),
-                rank, c.policy.ranks,
-            ),
-        )  # fmt: skip
         self.rollout = self._pool(
             RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
             c.model, c.rollout.engine, c.publish.transport, weights, admit=admit_engine,
@@ -126,13 +122,30 @@ class Services:
         )
         self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
         self.pools = [self.rollout, self.environment, self.reward]
-        self.reference: Pool | None = None
+        if self.trains:
+            await asyncio.gather(self._start_training(weights), *(pool.start() for pool in self.pools))
+        else:
+            await asyncio.gather(*(pool.start() for pool in self.pools))
+
+    async def _start_training(self, weights: str) -> None:
+        """The policy's ranks, and the frozen reference if the run has one."""
+        c = self.config
+        settings = RankSettings(
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, weights, c.seed,
+            adapter_reference=c.reference.kind == "adapter_off",
+        )  # fmt: skip
+        placement, ranks = c.policy.placement, c.policy.ranks
+        self.policy = PolicyGroup(
+            c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
+        )
+        starts = [self.policy.start()]
         if c.reference.kind == "actor":
             self.reference = self._pool(
                 ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
             )
             self.pools.append(self.reference)
-        await asyncio.gather(self.policy.start(), *(pool.start() for pool in self.pools))
+            starts.append(self.reference.start())
+        await asyncio.gather(*starts)
 
     def _pool(
         self, actor: type, role: str, size: int, placement: Placement, *args: Any,
@@ -163,6 +176,7 @@ class Services:
             return
         for pool in self.pools:
             pool.stop()
-        self.policy.stop()
+        if self.policy is not None:
+            self.policy.stop()
         remove_placement_group(self._group)
         self._group = None

@@ -8,15 +8,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import ray
 
-from cluster.config import RunConfig
-from cluster.services import bundles, total
 from rayloop.core.failures import ResourcesUnavailable
 
 OBJECT_STORE = 512 * 2**20
@@ -24,11 +22,11 @@ OBJECT_STORE = 512 * 2**20
 
 
 @contextmanager
-def session(config: RunConfig, address: str | None, temporary: str | None, logs: Path) -> Iterator[None]:
+def session(needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path) -> Iterator[None]:
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
-    A private cluster is given as many logical CPUs as the run's actors ask for, so that a laptop can hold all roles; its
-    files live below ``temporary`` (see cluster/environment.py, which makes it). What its actors printed is kept in
+    ``needed``: resource -> sum over the actors. A private cluster is given as many logical CPUs, so that a laptop can hold
+    all roles; its files live below ``temporary`` (see cluster/environment.py, which makes it). What its actors printed is kept in
     ``logs``; a cluster that was joined keeps its own logs.
     """
     if address:
@@ -39,7 +37,6 @@ def session(config: RunConfig, address: str | None, temporary: str | None, logs:
             ray.shutdown()
         return
     with tempfile.TemporaryDirectory(prefix="ray-", dir=temporary, ignore_cleanup_errors=True) as folder:
-        needed = total(bundles(config))
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(
                 f"the run needs {needed['GPU']:g} GPUs, this machine has {visible}. "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -15,8 +17,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.config import RunConfig
 from cluster.driver import Driver
+from cluster.eval import config_hash
+from cluster.pictures import draw_or_tell
 from cluster.pool import brief, cause
 from cluster.progress import Progress
+from cluster.services import bundles, total
 from cluster.session import session
 from rayloop.core.config import dump
 from rayloop.core.failures import Preempted, RayloopError
@@ -41,14 +46,22 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     with (
         _while_idle() as check,
         folder.acquired(config.checkpoint.resume),
-        session(config, address, temporary, folder.logs),
+        session(total(bundles(config)), address, temporary, folder.logs),
         Progress(config.steps) as progress,
     ):
         folder.write_config(dump(config))
+        folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
+        folder.events.close()  # the driver goes on writing it
         progress.note(f"run folder {folder.path}")
         result = _run(config, folder, progress, check)
+        draw_or_tell(folder, config.report.boxes, progress.note)
         progress.close(result)
     return 0
+
+
+def _software() -> dict[str, str]:
+    packages = {name: version(name) for name in ("torch", "transformers", "ray")}
+    return {"python": platform.python_version(), **packages}
 
 
 def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callable[[], None]) -> dict[str, Any]:

@@ -53,6 +53,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}"""
 """ChatML as in Qwen2.5-VL, without its default system message."""
 
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""What Qwen2.5-VL normalises pixels by, red, green, blue."""
+
 PATCH, MERGE, TEMPORAL_PATCH, VOCABULARY_MULTIPLE = 14, 2, 2, 64
 
 
@@ -87,12 +90,15 @@ def write_tiny_vlm(
     vision: bool = True,
     seed: int = 0,
     extra_tokens: Sequence[str] = (),
+    image_mean: Sequence[float] = CLIP_MEAN,
+    image_std: Sequence[float] = CLIP_STD,
     **sizes: Any,
 ) -> Path:
     """Write a model folder and return its path. Equal arguments give equal files.
 
-    ``texts`` train the tokenizer; ``extra_tokens`` become one token each (coordinates, tags); ``sizes`` are fields of
-    ``TinySizes``. ``vision=False`` writes a text-only Qwen2ForCausalLM. Raises TypeError for an unknown size.
+    ``texts`` train the tokenizer; ``extra_tokens`` become one token each (coordinates, tags); ``image_mean`` and ``image_std``
+    (red, green, blue, 0..1) are what pixels are normalised by; ``sizes`` are fields of ``TinySizes``. ``vision=False`` writes a
+    text-only Qwen2ForCausalLM. Raises TypeError for an unknown size.
     """
     folder, size = Path(folder), TinySizes(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +113,7 @@ def write_tiny_vlm(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if vision:
-        (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(), indent=2) + "\n")
+        (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n")
     return folder
 
 
@@ -192,8 +198,8 @@ def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTra
     return Qwen2_5_VLForConditionalGeneration(config).float()
 
 
-def _image_processor() -> dict[str, Any]:
-    """Qwen2.5-VL's own preprocessor_config.json; the pixel limits are those of ``ModelSettings``' defaults."""
+def _image_processor(mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+    """A preprocessor_config.json like Qwen2.5-VL's; the pixel limits are those of ``ModelSettings``' defaults."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
@@ -202,6 +208,6 @@ def _image_processor() -> dict[str, Any]:
         "patch_size": PATCH,
         "temporal_patch_size": TEMPORAL_PATCH,
         "merge_size": MERGE,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": list(mean),
+        "image_std": list(std),
     }

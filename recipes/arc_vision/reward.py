@@ -1,13 +1,20 @@
-"""Rewards for UI grounding: how well the answered box covers the true one."""
+"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it.
+
+An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` in fractions of the image's width and height. Of several the last counts, and
+anything else is no box: pixels, other notations and corners in the wrong order are not guessed at.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from pydantic import Field
 
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Outcome, Scored, Task, Trajectory
-from recipes.arc_vision.data import Box
+from recipes.arc_vision.data import Box, box
 
 _NUMBER = r"\s*(\d{1,4}(?:\.\d{1,9})?)\s*"
 _ANSWER = re.compile(r"<bbox>\s*\[" + ",".join([_NUMBER] * 4) + r"\]\s*</bbox>")
@@ -26,12 +33,133 @@ class IoUReward:
         del settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        answer = parse_box(context.texts[-1])
-        if answer is None:
-            return Scored(0.0, {"iou": 0.0, "click": 0.0, "format": 0.0}, ("unparsable",))
-        truth: Box = task.ground_truth
-        overlap = iou(answer, truth)
-        return Scored(overlap, {"iou": overlap, "click": float(click_hits(answer, truth)), "format": 1.0})
+        """Raises DataFailure when the ground truth is no box."""
+        components = grounding(context.texts[-1], box(task.ground_truth, f"ground truth of task {task.id}"))
+        return Scored(components["iou"], components, () if components["format"] else ("unparsable",))
+
+
+class ArcVisionReward:
+    """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
+
+    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``small`` and ``edge`` (the
+    true box, 0 or 1). Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
+    """
+
+    class Settings(_Settings):
+        """The defaults are those that Arc Vision trained with."""
+
+        weights: Weights = Field(default_factory=lambda: Weights())
+        small_area: float = Field(0.05, ge=0, le=1)
+        """A true box that covers less of the image than this is small: looking closer is worth a call."""
+        edge_margin: float = Field(0.1, ge=0, lt=0.5)
+        """A true box that reaches this close to the image's border is at the edge."""
+        shares: ToolShares = Field(default_factory=lambda: ToolShares())
+        restraint: float = 0.1
+        """r_tool without a call, for a box that is not small and is found: IoU above ``restraint_iou``."""
+        restraint_iou: float = Field(0.7, ge=0, le=1)
+        penalties: Penalties = Field(default_factory=lambda: Penalties())
+        max_tools: int = Field(2, ge=0)
+        """More calls than this cost ``penalties.excessive``, once."""
+        tool_only: float = 0.1
+        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0).
+
+        Paying for the question teaches to ask and never to answer: set 0 where calls are carried out.
+        """
+        call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
+        """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
+        waiting: str = "wait"
+        """A call whose text contains this word waits."""
+        closer: tuple[str, ...] = ("zoom", "crop")
+        """A call whose text contains one of these words looks closer."""
+
+    def __init__(self, settings: ArcVisionReward.Settings) -> None:
+        self._settings = settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """Raises DataFailure when the ground truth is no box."""
+        return arc_vision(context.texts, box(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
+
+
+class Weights(_Settings):
+    task: float = 0.6
+    tool: float = 0.3
+    gate: float = 0.1
+
+
+class ToolShares(_Settings):
+    """r_tool of an answer after a call, as a share of its IoU, by what the true box is."""
+
+    small: float = 0.4
+    edge: float = 0.2
+    other: float = 0.1
+
+
+class Penalties(_Settings):
+    """What is subtracted from r_gate; several add up."""
+
+    missed: float = Field(0.3, ge=0)
+    """A small box, no call, and IoU below ``missed_iou``."""
+    missed_iou: float = Field(0.5, ge=0, le=1)
+    unneeded: float = Field(0.25, ge=0)
+    """More than one call although the box is neither small nor at the edge."""
+    wrong: float = Field(0.05, ge=0)
+    """A small box, and a call that waits but none that looks closer."""
+    excessive: float = Field(0.4, ge=0)
+    """More than ``max_tools`` calls."""
+
+
+def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Settings) -> Scored:
+    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0) of an episode's sampled turns.
+
+    Calls are counted over all turns; the answer is the last turn's.
+    """
+    tags = "|".join(map(re.escape, settings.call_tags))
+    calls = [call.lower() for text in texts for _, call in re.findall(rf"<({tags})>(.*?)</\1>", text, re.DOTALL)]
+    small = _area(truth) < settings.small_area
+    edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
+    found = grounding(texts[-1], truth)
+    about = found | {"tools": float(len(calls)), "small": float(small), "edge": float(edge)}
+    if calls and "<bbox>" not in texts[-1]:
+        paid = settings.tool_only if small or edge else 0.0
+        return Scored(paid, about | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}, ("tool_only",))
+    overlap = found["iou"]
+    penalties = _penalties(calls, overlap, small, edge, settings)
+    tool, gate = _tool_term(len(calls), overlap, small, edge, settings), -sum(penalties.values(), 0.0)
+    weights = settings.weights
+    value = weights.task * overlap + weights.tool * tool + weights.gate * gate
+    flags = (*penalties, *(() if found["format"] else ("unparsable",)))
+    return Scored(value, about | {"r_task": overlap, "r_tool": tool, "r_gate": gate}, flags)
+
+
+def _tool_term(calls: int, overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings) -> float:
+    if calls:
+        shares = settings.shares
+        return overlap * (shares.small if small else shares.edge if edge else shares.other)
+    return settings.restraint if not small and overlap > settings.restraint_iou else 0.0
+
+
+def _penalties(
+    calls: Sequence[str], overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings
+) -> dict[str, float]:
+    """The penalties that apply, by the flag that names them. ``calls`` are lower-case texts."""
+    costs = settings.penalties
+    waited = any(settings.waiting in call for call in calls)
+    looked = any(word in call for call in calls for word in settings.closer)
+    cases = (
+        ("missed_tool", small and not calls and overlap < costs.missed_iou, costs.missed),
+        ("unneeded_tools", not small and not edge and len(calls) > 1, costs.unneeded),
+        ("wrong_tool", small and waited and not looked, costs.wrong),
+        ("excessive_tools", len(calls) > settings.max_tools, costs.excessive),
+    )
+    return {flag: cost for flag, applies, cost in cases if applies}
+
+
+def grounding(text: str, truth: Box) -> dict[str, float]:
+    """``iou``, ``click`` and ``format`` of the last box in ``text``; all 0 when there is no valid one."""
+    answer = parse_box(text)
+    if answer is None:
+        return {"iou": 0.0, "click": 0.0, "format": 0.0}
+    return {"iou": iou(answer, truth), "click": float(click_hits(answer, truth)), "format": 1.0}
 
 
 def parse_box(text: str) -> Box | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from cluster.evaluation import summarise
 from cluster.report import production_metrics
 from rayloop.core.metrics import METRICS, reference, validate
 from rayloop.core.types import (
@@ -66,7 +65,6 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     produced = production_metrics([group], [group], target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
     assert validate(produced) == ()
-    assert validate(summarise(list(members))) == ()
 
 
 def test_what_the_loss_reports_is_in_the_table() -> None:

@@ -1,0 +1,137 @@
+"""Does the policy look at the image? Evaluation with wrong images, and against the best answer without any.
+
+A policy that learns where answers usually are scores well without seeing. It looks only if the right image scores higher
+than another image of the same kind, than an image of another kind, and than the blind prior, each by more than chance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rayloop.core.bootstrap import Interval, interval, paired_interval
+from rayloop.core.seeds import derive
+from rayloop.core.types import ImageSource, Scored, Task
+
+RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same page", "other page", "blind", "sampled"
+"""Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
+CONTROLS = (BLIND, SAME, OTHER)
+
+
+class BlindPrior(Protocol):
+    """The best answers that need no image, scored as the policy's would be."""
+
+    def fit(self, tasks: Iterable[Task]) -> None: ...
+
+    def score(self, task: Task) -> Scored: ...
+
+
+def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
+    """Each task with the images of another task of the same source, or of another source; its question stays.
+
+    Tasks without images, and tasks for which there is no such other with other images, are left out.
+    """
+    order = [task for task in tasks if _images(task)]
+    random.Random(derive(seed, "swapped images", SAME if same else OTHER)).shuffle(order)
+    result = []
+    for position, task in enumerate(order):
+        others = (*order[position + 1 :], *order[:position])
+        fits = (o for o in others if (o.source == task.source) == same and _images(o) != _images(task))
+        if (other := next(fits, None)) is not None:
+            result.append(_with_images(task, _images(other)))
+    return result
+
+
+def _images(task: Task) -> list[ImageSource]:
+    return [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+
+
+def _with_images(task: Task, images: list[ImageSource]) -> Task:
+    """The task with its k-th image replaced by the k-th of ``images``, which are repeated when there are fewer."""
+    remaining = iter(images * len(_images(task)))
+    return replace(
+        task,
+        messages=tuple(
+            replace(m, parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts))
+            for m in task.messages
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm."""
+
+    arm: str
+    task: str
+    source: str
+    sample: int = 0
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    unscored: str | None = None
+    text: str = ""
+    truth: Any = None
+    images: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.arm, self.task, self.sample
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The reward and its components; empty without a reward."""
+        return {} if self.reward is None else {"reward": self.reward, **self.components}
+
+
+Table = dict[str, dict[str, Interval]]
+"""Arm (or source) -> score -> mean, lower and upper bound."""
+
+
+def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
+    """Score -> task -> mean over the task's answers. Answers without a reward are left out."""
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        for name, value in item.scores.items():
+            values[name][item.task].append(value)
+    return {name: {task: sum(v) / len(v) for task, v in by.items()} for name, by in values.items()}
+
+
+def means(items: Iterable[Item]) -> dict[str, Interval]:
+    """Score -> mean over tasks with its 95 % interval."""
+    return {name: interval(list(by_task.values())) for name, by_task in scores(items).items()}
+
+
+def by_arm(items: Sequence[Item]) -> Table:
+    arms = list(dict.fromkeys(item.arm for item in items))
+    return {arm: means(item for item in items if item.arm == arm) for arm in arms}
+
+
+def by_source(items: Sequence[Item]) -> Table:
+    """The right image's scores by source."""
+    right = [item for item in items if item.arm == RIGHT]
+    return {s: means(i for i in right if i.source == s) for s in sorted({item.source for item in right})}
+
+
+def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
+    """Score -> mean difference over the tasks that both have, with its paired 95 % interval."""
+    new, old = scores(after), scores(before)
+    result = {}
+    for name in new.keys() & old.keys():
+        common = sorted(new[name].keys() & old[name].keys())
+        if common:
+            result[name] = paired_interval([new[name][t] for t in common], [old[name][t] for t in common])
+    return result
+
+
+def against_controls(items: Sequence[Item]) -> Table:
+    """Control arm -> score -> right image minus that arm."""
+    arms = {arm: [item for item in items if item.arm == arm] for arm in (RIGHT, *CONTROLS)}
+    return {arm: gains(arms[RIGHT], arms[arm]) for arm in CONTROLS if arms[arm]}
+
+
+def looks(differences: Table) -> bool:
+    """Whether the reward with the right image is above that of every control, each interval excluding 0."""
+    return {SAME, OTHER} <= differences.keys() and all(by["reward"][1] > 0 for by in differences.values())

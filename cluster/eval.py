@@ -1,0 +1,214 @@
+"""``python -m cluster eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.lease import Lease
+from cluster.config import RunConfig
+from cluster.controls import BLIND, RIGHT, Item, Table, against_controls, by_arm, by_source, looks
+from cluster.evaluation import Play, blind, play, plays
+from cluster.player import Player
+from cluster.pool import cause, within
+from cluster.services import Services, bundles, total
+from cluster.session import session
+from rayloop.core.config import dump
+from rayloop.core.dataset import Dataset
+from rayloop.core.failures import ConfigError, DataFailure, RayloopError
+from rayloop.core.jsonl import JsonLines
+from rayloop.core.runfolder import RolloutDump
+from rayloop.core.types import Version
+
+CONCURRENCY = 10_000
+
+
+def evaluate(
+    config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None
+) -> int:
+    """Evaluate ``config.model`` on the rows of ``data`` and write ``out/items.jsonl`` and ``out/summary.json``.
+
+    Items that ``out`` has already are not played again. Returns 0, or 1 when some items have no score. Raises ConfigError
+    when ``out`` belongs to another model, configuration or file.
+    """
+    tasks = [*_read(data, config)][: config.evaluation.limit]
+    asked = plays(config, tasks, controls=controls, samples=samples)
+    blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
+    identity = {"config": config_hash(config), "weights": weights_hash(config.model.path), "data": _sha256([Path(data)])}
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out / "identity.json", identity)
+    done = read_items(out)
+    keys = {item.key for item in done}
+    missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in keys]
+    print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
+    if missing:
+        with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
+            _play(config, out, missing)
+    wanted = {(p.arm, p.task.id, p.sample) for p in asked}
+    items = [item for item in read_items(out) if item.key in wanted] + blinds
+    summary = {"identity": identity, "data": data, **summarise(items), "unscored": len(wanted) - len(items) + len(blinds)}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n".join(table(summary)))
+    return 1 if summary["unscored"] else 0
+
+
+def _play(config: RunConfig, out: Path, missing: list[Play]) -> None:
+    actor = ray.remote(Evaluator).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(out.resolve()))
+    try:
+        ray.get(actor.main.remote(missing))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(cause(error), RayloopError):
+            raise cause(error) from error
+        raise
+    finally:
+        ray.kill(actor)
+
+
+class Evaluator:
+    """The actor that owns the others during an evaluation, and writes the items."""
+
+    def __init__(self, config: RunConfig, out: str) -> None:
+        self.config, self.out = config, Path(out)
+        self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
+        self.images = RolloutDump(self.out)
+
+    async def main(self, missing: Sequence[Play]) -> None:
+        """Play what is missing. Items without a score are not kept: another call asks for them again."""
+        services = Services(self.config, str(self.out), self._event, trains=False)
+        me = ray.get_runtime_context().current_actor
+        self.player = Player(self.config, services, me, self._event, self._bad_data)
+        try:
+            self.weights = await asyncio.to_thread(self._pack)
+            await services.start(self._admit)
+            await play(missing, self.config, self.player, 0, self._keep)
+        finally:
+            services.stop()
+
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
+        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        return await self.player.replace_engine(episode, lost, why)
+
+    async def _admit(self, engine: Any) -> None:
+        manifest, source = self.weights
+        await within(self.config.publish.timeout, engine.load.remote(manifest, source), "a rollout engine (load)")
+
+    def _pack(self) -> tuple[Any, Any]:
+        """The weights of ``model.path``, as a publication."""
+        from rayloop.engines.models import hf_state, load_model
+        from rayloop.engines.weights import DTYPES, transport
+
+        model = load_model(self.config.model, dtype=DTYPES[self.config.rollout.engine.dtype])
+        packer = transport(self.config.publish.transport, self.out / "weights")
+        manifest, source = packer.pack(Version(0, 0), hf_state(model))
+        return manifest, ray.put(source)
+
+    def _keep(self, item: Item, images: dict[str, bytes]) -> None:
+        if item.reward is None:
+            self._event("unscored", arm=item.arm, task=item.task, why=item.unscored)
+            return
+        self.images.keep(images)
+        self.items.append(dataclasses.asdict(item))
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"event": kind, **fields})
+
+    def _bad_data(self, task: Any, path: str, reason: str) -> None:
+        self._event("bad_data", task=task.id, path=path, why=reason)
+
+
+def read_items(out: Path) -> list[Item]:
+    """The items on record in an evaluation's folder."""
+    names = {field.name for field in dataclasses.fields(Item)}
+    return [Item(**{k: v for k, v in record.items() if k in names}) for record in JsonLines(out / "items.jsonl")]
+
+
+def summarise(items: Sequence[Item]) -> dict[str, Any]:
+    """Every mean as [mean, low, high]; ``differences``: the right image minus each control."""
+    differences = against_controls(items)
+    return {
+        "items": sum(item.arm == RIGHT for item in items),
+        "arms": by_arm(items),
+        "sources": by_source(items),
+        "differences": differences,
+        "looks": looks(differences) if differences else None,
+    }
+
+
+def table(summary: dict[str, Any]) -> list[str]:
+    """The summary as lines of text."""
+    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)"]
+    lines += _rows("", summary["arms"])
+    if len(summary["sources"]) > 1:
+        lines += ["by source, right image:", *_rows("  ", summary["sources"])]
+    if differences := summary["differences"]:
+        lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
+    if summary["unscored"]:
+        lines.append(f"{summary['unscored']} answers have no score (events.jsonl says why); run again to play them")
+    return lines
+
+
+def verdict(differences: Table) -> str:
+    """One sentence on whether the policy looks."""
+    if looks(differences):
+        return "The policy looks: the right image scores above " + ", ".join(differences) + ", no interval holds 0."
+    failing = [arm for arm, by in differences.items() if by["reward"][1] <= 0]
+    if not failing:
+        return "Not all controls could be played."
+    blind_too = " (the best answer without an image)" if BLIND in failing else ""
+    return f"No evidence that the policy looks: not above {', '.join(failing)}{blind_too}."
+
+
+def _rows(indent: str, rows: Table) -> list[str]:
+    width = max((len(name) for name in rows), default=0)
+    return [
+        f"{indent}{name:<{width}}  " + "  ".join(f"{s} {m:.3f} [{low:.3f}, {high:.3f}]" for s, (m, low, high) in by.items())
+        for name, by in rows.items()
+    ]
+
+
+def config_hash(config: RunConfig) -> str:
+    """16 hex digits over what decides the answers: everything but the run's name and where things lie."""
+    bare = config.model_copy(update={"name": "x", "output": "", "model": config.model.model_copy(update={"path": ""})})
+    return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
+
+
+def weights_hash(path: str) -> str:
+    """16 hex digits over a local model folder's weights; a Hub name is returned as it is."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return _sha256(files) if files else path
+
+
+def _sha256(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} is no file; data files are JSONL or parquet")
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(path: str, config: RunConfig) -> Dataset:
+    def report(failure: DataFailure) -> None:
+        print(f"left out: {failure}", flush=True)
+
+    return Dataset(path, config.data.reader.build(), config.data.strict, report)
+
+
+def _claim(file: Path, identity: dict[str, str]) -> None:
+    if file.exists() and (before := json.loads(file.read_text())) != identity:
+        changed = ", ".join(name for name in identity if before.get(name) != identity[name])
+        raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
+    file.write_text(json.dumps(identity) + "\n")
+
+
+def _logs(out: Path) -> Path:
+    folder = out / "logs"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -1,0 +1,29 @@
+"""Percentile bootstrap intervals over items (Efron, 1979). numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+RESAMPLES, LEVEL = 10_000, 95.0
+
+Interval = tuple[float, float, float]
+"""Mean, lower and upper bound."""
+
+
+def interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """The mean of ``values`` with its 95 % interval over resampled items. Raises ValueError without values."""
+    if not len(values):
+        raise ValueError("no values: there is no mean")
+    array = np.asarray(values, np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)), dtype=np.int32)
+    low, high = np.percentile(array[picks].mean(axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return float(array.mean()), float(low), float(high)
+
+
+def paired_interval(after: Sequence[float], before: Sequence[float], seed: int = 0) -> Interval:
+    """The mean of ``after - before`` item by item, with its 95 % interval. Raises ValueError when the lengths differ."""
+    if len(after) != len(before):
+        raise ValueError(f"{len(after)} and {len(before)} values cannot be paired")
+    return interval(np.subtract(after, before).tolist(), seed)

@@ -1,0 +1,58 @@
+"""Makes ``recipes/arc_vision/tiny``, where the quickstart starts: ``python -m recipes.arc_vision.pretrain_tiny``.
+
+Renders the pages of the ``pretrain`` split, trains a Qwen2.5-VL of 2.6 M parameters from random weights with answers only
+(``pretrain.yaml``), and measures the controls of every snapshot on the validation split. Chosen is the first snapshot
+whose reward with the right image is above that of every control by more than ``MARGIN``, with its whole interval. Early,
+because a policy that is already sure of its answers samples the same one eight times, and GRPO learns from differences.
+Each stage is a public command and continues where it was interrupted; half an hour to an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGES = Path("runs/data/miniwob")
+TRAINED = Path("runs/models/miniwob-pretrained")
+ROWS = 8000
+MARGIN = 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the tiny checkpoint of the quickstart.")
+    parser.add_argument("--out", type=Path, default=HERE / "tiny", help="folder to write the checkpoint into")
+    out = parser.parse_args().out
+    if not (PAGES / "pretrain.parquet").exists():
+        cluster("data", "prepare", "miniwob", "--out", PAGES, "--rows", f"pretrain={ROWS}")
+    cluster("sft", HERE / "pretrain.yaml")
+    for snapshot in sorted(TRAINED.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_"))):
+        summary = controls(snapshot)
+        print(f"{snapshot.name}: " + json.dumps(summary["arms"]), flush=True)
+        if min(by["reward"][1] for by in summary["differences"].values()) > MARGIN:
+            cluster("export", snapshot, out, "--dtype", "bfloat16")
+            (out / "controls.json").write_text(json.dumps({"snapshot": snapshot.name, **summary}, indent=1) + "\n")
+            return 0
+    print("no snapshot looks at the page; raise steps in pretrain.yaml", file=sys.stderr)
+    return 1
+
+
+def cluster(*arguments: str | Path) -> None:
+    """Run ``python -m cluster`` and raise CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+
+
+def controls(snapshot: Path) -> dict[str, Any]:
+    """The summary of the snapshot's evaluation with controls on the validation split."""
+    folder = snapshot / "eval"
+    cluster("eval", HERE / "quickstart.yaml", "--checkpoint", snapshot, "--controls", "--out", folder)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Does the policy look? Swapped images, the blind prior, intervals, and what is made of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from cluster.controls import BLIND, OTHER, RIGHT, SAME, Item, against_controls, by_arm, by_source, gains, looks, swapped
+from cluster.eval import table, verdict
+from cluster.evaluation import metrics
+from rayloop.core.bootstrap import interval, paired_interval
+from rayloop.core.metrics import validate
+from rayloop.core.types import ImageSource, Message, Task
+from recipes.arc_vision.controls import BlindBox
+
+
+def task(name: str, source: str, image: bytes, box: tuple[float, ...] = (0, 0, 1, 1), instruction: str = "Go.") -> Task:
+    return Task(name, (Message("user", (instruction, ImageSource(data=image))),), box, source, {"instruction": instruction})
+
+
+TASKS = [task(f"{page}{i}", page, f"{page}{i}".encode()) for page in ("a", "b", "c") for i in range(4)]
+
+
+def image(of: Task) -> bytes | None:
+    (found,) = (part.data for part in of.messages[0].parts if isinstance(part, ImageSource))
+    return found
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_swapped_images_come_from_the_right_kind_of_page_and_questions_stay(same: bool) -> None:
+    swaps = swapped(TASKS, 0, same=same)
+    originals = {t.id: t for t in TASKS}
+    assert {t.id for t in swaps} == originals.keys()
+    for t in swaps:
+        original = originals[t.id]
+        assert image(t) != image(original)
+        assert (image(t)[:1] == t.source.encode()) is same  # type: ignore[index]
+        assert (t.ground_truth, t.messages[0].parts[0]) == (original.ground_truth, original.messages[0].parts[0])
+    assert swaps == swapped(TASKS, 0, same=same)
+    assert swaps != swapped(TASKS, 1, same=same)
+
+
+def test_tasks_without_another_image_are_left_out() -> None:
+    twins = [task("x", "a", b"1"), task("y", "a", b"1")]
+    assert swapped(twins, 0, same=True) == []
+    assert swapped(twins, 0, same=False) == []
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).normal(1.0, 1.0, (200, 40))
+    covered = sum(low <= 1.0 <= high for _, low, high in (interval(row) for row in draws))
+    assert 180 <= covered <= 200
+
+
+def test_pairing_removes_what_items_have_in_common() -> None:
+    base = [i / 10 for i in range(100)]
+    difference, low, high = paired_interval([b + 0.5 for b in base], base)
+    assert (difference, low, high) == pytest.approx((0.5, 0.5, 0.5))
+    with pytest.raises(ValueError, match="paired"):
+        paired_interval([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="no values"):
+        interval([])
+
+
+def items(arm: str, values: list[float | None]) -> list[Item]:
+    return [Item(arm, str(i), "page", reward=v, components={} if v is None else {"iou": v}) for i, v in enumerate(values)]
+
+
+def test_a_policy_looks_only_if_every_control_is_worse() -> None:
+    rng = random.Random(0)
+    right = [0.6 + rng.random() / 4 for _ in range(50)]
+    worse = [value - 0.2 + rng.random() / 10 for value in right]
+    seeing = items(RIGHT, right) + items(SAME, worse) + items(OTHER, worse) + items(BLIND, worse)
+    assert looks(against_controls(seeing))
+    blind_as_good = items(RIGHT, right) + items(SAME, worse) + items(OTHER, worse) + items(BLIND, right)
+    assert not looks(against_controls(blind_as_good))
+    assert "not above blind" in verdict(against_controls(blind_as_good))
+    assert not looks(against_controls(items(RIGHT, right) + items(BLIND, worse)))
+
+
+def test_answers_without_a_reward_are_left_out_and_counted() -> None:
+    found = items(RIGHT, [1.0, None, 0.0])
+    recorded = metrics(found, by_arm(found))
+    assert recorded == {
+        "val/reward/mean": 0.5, "val/iou/mean": 0.5, "val/page/reward/mean": 0.5, "val/scored": 2.0, "val/unscored": 1.0
+    }  # fmt: skip
+    controlled = metrics(found + items(SAME, [0.0, 0.0, 0.0]), by_arm(found + items(SAME, [0.0, 0.0, 0.0])))
+    assert validate(controlled) == ()
+    assert controlled["val/control/same page/reward/mean"] == 0.0
+
+
+def test_several_samples_of_a_task_count_as_one_item() -> None:
+    twice = [Item(RIGHT, "a", "p", s, reward=float(s)) for s in range(2)]
+    assert gains(twice, [Item(RIGHT, "a", "p", reward=0.0)])["reward"] == (0.5, 0.5, 0.5)
+
+
+def test_the_table_shows_arms_sources_and_differences() -> None:
+    found = items(RIGHT, [1.0, 0.8]) + items(SAME, [0.1, 0.2]) + [Item(RIGHT, "9", "other", reward=0.5)]
+    differences = against_controls(found)
+    summary = {
+        "items": 3, "arms": by_arm(found), "sources": by_source(found), "differences": differences, "unscored": 1
+    }  # fmt: skip
+    text = "\n".join(table(summary))
+    assert "same page" in text
+    assert "reward 0.750" in text
+    assert "1 answers have no score" in text
+
+
+def test_the_blind_prior_is_the_best_constant_box_of_an_instruction() -> None:
+    prior = BlindBox(BlindBox.Settings())
+    left, right = (0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 1.0, 1.0)
+    rows = [task(f"l{i}", "a", b"", left, "Left.") for i in range(3)] + [task(f"r{i}", "a", b"", right, "Right.") for i in range(5)]
+    with pytest.raises(ValueError, match="fit"):
+        prior.score(rows[0])
+    prior.fit(rows)
+    assert prior.score(task("x", "a", b"", left, "Left.")).components["iou"] == 1.0
+    assert prior.score(task("x", "a", b"", left, "Right.")).components == {"iou": 0.0, "click": 0.0, "format": 1.0}
+    assert prior.score(task("x", "a", b"", right, "Never seen.")).value == 1.0  # most rows of the page are on the right
+    assert prior.score(task("x", "z", b"", right, "Never seen.")).value == 1.0
