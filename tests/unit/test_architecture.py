@@ -114,5 +114,5 @@ def test_an_installation_adds_only_our_packages(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert "rayloop/core/types.py" in names
-    presets = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml")}
-    assert presets & set(tracked.stdout.split("\0")) <= set(names)
+    ours = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*")}
+    assert ours & set(tracked.stdout.split("\0")) <= set(names)
