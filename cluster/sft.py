@@ -1,33 +1,27 @@
 """Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
 
 The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1, so an answer is a trajectory whose
-sampled turn is the answer, and the trainer needs no second code path. One process; the model folder that it writes is
-what ``model.path`` of a run takes.
+sampled turn is the answer, and the trainer needs no second code path. The model folder that it writes is what
+``model.path`` of a run takes. Here is what the stage consists of; cluster/supervised.py runs it.
 """
 
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import Field, model_validator
 
-from cluster.config import DataSettings
+from cluster.config import DataSettings, Placement
 from rayloop.core.config import Component, Settings
-from rayloop.core.dataset import Dataset, TaskCursor
-from rayloop.core.failures import DataFailure
+from rayloop.core.dataset import Dataset
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.envs.rendering import Renderer
-from rayloop.grpo.settings import LossSettings
-
-if TYPE_CHECKING:
-    from rayloop.engines.fsdp import FsdpEngine
 
 START = Version(0, 0)
 
@@ -49,6 +43,10 @@ class TinySettings(Settings):
     vision: bool = True
     sizes: dict[str, int | float | bool] = {}
     """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters."""
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. From random weights, the
+    background's own colour as mean lets what stands out reach the language model; otherwise the constant drowns it."""
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
 
 class SftConfig(Settings):
@@ -65,7 +63,15 @@ class SftConfig(Settings):
     dtype: Dtype = "float32"
     """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights."""
     batch_size: int = Field(32, gt=0)
-    """Rows per optimizer update."""
+    """Rows per optimizer update, spread over the workers."""
+    workers: int = Field(1, ge=1)
+    """FSDP world size: one Ray Train worker per rank. The result does not depend on it."""
+    placement: Placement = Placement()
+    """What one worker reserves."""
+    checkpoint_every: int = Field(100, gt=0)
+    """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again."""
+    max_failures: int = Field(3, ge=0)
+    """How often the workers are started again after one died."""
     model: ModelSettings
     data: DataSettings
     answers: Component
@@ -108,69 +114,33 @@ class Examples:
         return TrainItem(trajectory, advantage=1.0)
 
 
-def sft(config: SftConfig) -> int:
-    """Train and write the model. Returns the exit code 0; raises RayloopError."""
-    from rayloop.engines.fsdp import FsdpEngine
-
-    output = Path(config.output)
-
-    def quarantine(failure: DataFailure) -> None:
-        print(f"left out: {failure}", flush=True)
-
-    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, quarantine)
-    if config.tiny is not None and not Path(config.model.path).exists():
-        _make_tiny(config, config.tiny, dataset)
-    cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle)
-    examples, rng = Examples(config), random.Random(config.seed)
-    with tempfile.TemporaryDirectory() as meeting:
-        engine = FsdpEngine(
-            config.model, config.engine, config.optimizer, LossSettings(correction="none"),
-            rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
-        )  # fmt: skip
-    progress = Progress()
-    for step in range(1, config.steps + 1):
-        batch = [examples.item(dataset[cursor.next()], rng) for _ in range(config.batch_size)]
-        progress.add(engine.train([batch]), len(batch))
-        last = step == config.steps or (config.seconds is not None and progress.seconds > config.seconds)
-        if step % config.log_every == 0 or last:
-            print(progress.line(step), flush=True)
-        if config.save_every is not None and step % config.save_every == 0:
-            write_model(config, engine, output / f"step_{step}")
-        if last:
-            break
-    write_model(config, engine, output)
-    engine.close()
-    print(f"wrote {output}")
-    return 0
-
-
-def write_model(config: SftConfig, engine: FsdpEngine, folder: Path) -> None:
-    """The weights as they are now, as a model folder."""
-    from rayloop.engines.models import save_model
-    from rayloop.engines.scorer import COMPUTE_DTYPES
-
-    tensors = engine.export(START)
-    save_model(config.model.path, folder, {name: t.to(COMPUTE_DTYPES[config.dtype]) for name, t in tensors.items()})
-
-
-def _make_tiny(config: SftConfig, tiny: TinySettings, dataset: Dataset) -> None:
+def make_tiny(config: SftConfig) -> None:
+    """Make the model of ``config.tiny`` unless it is there. Raises ConfigError, DataFailure."""
+    if config.tiny is None or Path(config.model.path).exists():
+        return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
+    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None)
     answers: Answers = config.answers.build()
     rng = random.Random(config.seed)
     texts = [part for task in dataset for message in task.messages for part in message.parts if isinstance(part, str)]
     texts += [answers.answer(task, rng) for task in dataset]
     write_tiny_vlm(
-        config.model.path, texts, vision=tiny.vision, seed=config.seed, extra_tokens=answers.tokens, **tiny.sizes
-    )
+        config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=answers.tokens,
+        **config.tiny.sizes,
+    )  # fmt: skip
 
 
 class Progress:
-    """What the lines of progress say: means over the steps since the line before."""
+    """What the lines of progress say: means over the steps since the line before, of which ``rows`` counts the rows.
 
-    def __init__(self) -> None:
-        self._began = self._last = time.monotonic()
-        self._rows, self._reports = 0, list[dict[str, float]]()
+    ``spent``: seconds before this part of the stage.
+    """
+
+    def __init__(self, spent: float = 0.0) -> None:
+        self._last = time.monotonic()
+        self._began = self._last - spent
+        self.rows, self._reports = 0, list[dict[str, float]]()
 
     @property
     def seconds(self) -> float:
@@ -178,14 +148,14 @@ class Progress:
 
     def add(self, report: dict[str, float], rows: int) -> None:
         self._reports.append(report)
-        self._rows += rows
+        self.rows += rows
 
     def line(self, step: int) -> str:
         """The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
         now = time.monotonic()
         loss = mean(report["actor/old_behaviour_mean"] for report in self._reports)
-        report, rate = self._reports[-1], self._rows / (now - self._last)
-        self._last, self._rows, self._reports = now, 0, []
+        report, rate = self._reports[-1], self.rows / (now - self._last)
+        self._last, self.rows, self._reports = now, 0, []
         return (
             f"step {step}  {now - self._began:.0f} s  {rate:.0f} rows/s  loss {loss:.4f}  "
             f"grad norm {report['actor/grad_norm']:.2f}  lr {report['actor/lr']:.1e}"

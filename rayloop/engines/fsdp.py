@@ -54,7 +54,10 @@ class Update:
 
 
 class FsdpEngine:
-    """Implements ``rayloop.core.protocols.TrainingEngine``; all methods but ``parameter_groups`` are collective."""
+    """Implements ``rayloop.core.protocols.TrainingEngine``; all methods but ``parameter_groups`` are collective.
+
+    ``init_method`` is torch.distributed's; None: the default process group exists already.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class FsdpEngine:
         *,
         rank: int,
         world_size: int,
-        init_method: str,
+        init_method: str | None,
         seed: int,
     ) -> None:
         if settings.threads is not None:

@@ -21,15 +21,16 @@ from rayloop.engines.settings import FsdpSettings
 T = TypeVar("T")
 
 
-def join(device_type: str, rank: int, world_size: int, init_method: str, timeout: float) -> DeviceMesh:
-    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA."""
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+def join(device_type: str, rank: int, world_size: int, init_method: str | None, timeout: float) -> DeviceMesh:
+    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met."""
+    if init_method is not None:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
     return init_device_mesh(device_type, (world_size,))
 
 
