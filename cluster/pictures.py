@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.controls import RIGHT
 from cluster.recorded import Record, by_step, evenly, image_path, series, step_files
 from rayloop.core.config import Component
 from rayloop.core.images import decode
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGES, COLUMNS = 10, 5
-ARM = "right"
-"""The arm of an evaluation in which the policy sees the task's own image."""
 STYLES = {"true": ("#12874a", "-"), "before": ("#8a4fb0", ":"), "after": ("#d4480c", "--")}
 
 
@@ -99,7 +98,7 @@ def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
 
 def _answers(file: Path) -> dict[str, Record]:
     """Task -> its answer with the right image."""
-    return {record["task"]: record for record in JsonLines(file) if record["arm"] == ARM and not record["sample"]}
+    return {record["task"]: record for record in JsonLines(file) if record["arm"] == RIGHT and not record["sample"]}
 
 
 def _page(axes: Axes, folder: Path, before: Record, after: Record, reader: BoxReader) -> None:
