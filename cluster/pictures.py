@@ -48,6 +48,7 @@ def draw(folder: RunFolder, reader: BoxReader | None) -> list[Path]:
 def curves(folder: RunFolder) -> Figure:
     """Training and held-out reward over the steps."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     evaluations = by_step(folder.events, "evaluated")
     lines = {
@@ -61,7 +62,7 @@ def curves(folder: RunFolder) -> Figure:
             steps, values = zip(*((s, float("nan") if v is None else v) for s, v in points), strict=True)
             axes.plot(steps, values, style, label=label)
     axes.set(title=folder.path.name, xlabel="step", ylabel="mean reward")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
