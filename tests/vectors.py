@@ -5,8 +5,8 @@ original function; a table of rules (one module per recipe in tests/vector_rules
 options that express the original. Numbers agree within 1e-5 (relative above 1); any typed error meets a
 ``{"raises": ...}``.
 
-Prints every mismatch and every entry that no rule knows. Exit code: 0 when nothing mismatched, 1 otherwise, 2 when a
-file cannot be read. ``--strict``: unknown entries fail too.
+Prints every mismatch, every deliberate deviation with its reason, and every entry that no rule knows. Exit code: 0
+when nothing mismatched, 1 otherwise, 2 when a file cannot be read. ``--strict``: unknown entries fail too.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rayloop.core.failures import RayloopError
-from tests.vector_rules import algorithm
-from tests.vector_rules.entries import Entry, Rule, Unknown
+from tests.vector_rules import algorithm, arc_vision
+from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
 
-RULES: dict[str, Rule] = {**algorithm.RULES}
+RULES: dict[str, Rule] = {**arc_vision.RULES, **algorithm.RULES}
 """The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``ok`` None: no rule knows the entry, and ``got`` says why."""
+    """``ok`` None: no rule knows the entry, and ``got`` says why. ``why`` is the reason of a deliberate deviation."""
 
     entry: Entry
     ok: bool | None
     got: Any = None
+    why: str = ""
 
 
 def read(path: str) -> list[Entry]:
@@ -67,6 +68,9 @@ def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
         return Verdict(entry, isinstance(entry.expected, Mapping) and "raises" in entry.expected, got)
     except (TypeError, LookupError, AttributeError) as error:
         return Verdict(entry, False, f"the rule broke on these inputs: {type(error).__name__}: {error}")
+    if isinstance(got, Deviation):
+        same = matches(got.got, entry.expected)
+        return Verdict(entry, same, got.got, "" if same else got.why)
     return Verdict(entry, matches(got, entry.expected), got)
 
 
@@ -94,14 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path}: {error}", file=sys.stderr)
             return 2
         verdicts += [check(entry, file) for entry in file]
-    wrong = [v for v in verdicts if v.ok is False]
+    deliberate = [v for v in verdicts if v.why]
+    wrong = [v for v in verdicts if v.ok is False and not v.why]
     unknown = [v for v in verdicts if v.ok is None]
     for v in wrong:
         print(f"MISMATCH {v.entry.recipe}: {v.entry.reward}\n  inputs   {json.dumps(v.entry.inputs)}")
         print(f"  expected {json.dumps(v.entry.expected)}\n  got      {v.got}")
     for v in unknown:
         print(f"UNKNOWN  {v.entry.recipe}: {v.entry.reward} ({v.got})")
-    print(f"{len(verdicts) - len(wrong) - len(unknown)} agree, {len(wrong)} mismatch, {len(unknown)} unknown")
+    for v in deliberate:
+        print(f"DEVIATES {v.entry.recipe}: {v.entry.reward} ({v.entry.note})\n  because  {v.why}")
+    agree = len(verdicts) - len(wrong) - len(unknown) - len(deliberate)
+    summary = f"{agree} agree, {len(wrong)} mismatch, {len(unknown)} unknown"
+    print(summary + (f", {len(deliberate)} deviate on purpose" if deliberate else ""))
     return 1 if wrong or (options.strict and unknown) else 0
 
 

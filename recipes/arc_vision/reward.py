@@ -38,49 +38,9 @@ class IoUReward:
         return Scored(components["iou"], components, () if components["format"] else ("unparsable",))
 
 
-class ArcVisionReward:
-    """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
-
-    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``small`` and ``edge`` (the
-    true box, 0 or 1). Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
-    """
-
-    class Settings(_Settings):
-        """The defaults are those that Arc Vision trained with."""
-
-        weights: Weights = Field(default_factory=lambda: Weights())
-        small_area: float = Field(0.05, ge=0, le=1)
-        """A true box that covers less of the image than this is small: looking closer is worth a call."""
-        edge_margin: float = Field(0.1, ge=0, lt=0.5)
-        """A true box that reaches this close to the image's border is at the edge."""
-        shares: ToolShares = Field(default_factory=lambda: ToolShares())
-        restraint: float = 0.1
-        """r_tool without a call, for a box that is not small and is found: IoU above ``restraint_iou``."""
-        restraint_iou: float = Field(0.7, ge=0, le=1)
-        penalties: Penalties = Field(default_factory=lambda: Penalties())
-        max_tools: int = Field(2, ge=0)
-        """More calls than this cost ``penalties.excessive``, once."""
-        tool_only: float = 0.1
-        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0).
-
-        Paying for the question teaches to ask and never to answer: set 0 where calls are carried out.
-        """
-        call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
-        """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
-        waiting: str = "wait"
-        """A call whose text contains this word waits."""
-        closer: tuple[str, ...] = ("zoom", "crop")
-        """A call whose text contains one of these words looks closer."""
-
-    def __init__(self, settings: ArcVisionReward.Settings) -> None:
-        self._settings = settings
-
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure when the ground truth is no box."""
-        return arc_vision(context.texts, box(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
-
-
 class Weights(_Settings):
+    """Of the three terms in the reward."""
+
     task: float = 0.6
     tool: float = 0.3
     gate: float = 0.1
@@ -108,6 +68,48 @@ class Penalties(_Settings):
     """More than ``max_tools`` calls."""
 
 
+class ArcVisionReward:
+    """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
+
+    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``small`` and ``edge`` (the
+    true box, 0 or 1). Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
+    """
+
+    class Settings(_Settings):
+        """The defaults are those that Arc Vision trained with."""
+
+        weights: Weights = Weights()
+        small_area: float = Field(0.05, ge=0, le=1)
+        """A true box that covers less of the image than this is small: looking closer is worth a call."""
+        edge_margin: float = Field(0.1, ge=0, lt=0.5)
+        """A true box that reaches this close to the image's border is at the edge."""
+        shares: ToolShares = ToolShares()
+        restraint: float = 0.1
+        """r_tool without a call, for a box that is not small and is found: IoU above ``restraint_iou``."""
+        restraint_iou: float = Field(0.7, ge=0, le=1)
+        penalties: Penalties = Penalties()
+        max_tools: int = Field(2, ge=0)
+        """More calls than this cost ``penalties.excessive``, once."""
+        tool_only: float = 0.1
+        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0).
+
+        Paying for the question teaches to ask and never to answer: set 0 where calls are carried out.
+        """
+        call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
+        """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
+        waiting: str = "wait"
+        """A call whose text contains this word waits."""
+        closer: tuple[str, ...] = ("zoom", "crop")
+        """A call whose text contains one of these words looks closer."""
+
+    def __init__(self, settings: ArcVisionReward.Settings) -> None:
+        self._settings = settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """Raises DataFailure when the ground truth is no box."""
+        return arc_vision(context.texts, box(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
+
+
 def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Settings) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0) of an episode's sampled turns.
 
@@ -124,7 +126,7 @@ def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Setti
         return Scored(paid, about | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}, ("tool_only",))
     overlap = found["iou"]
     penalties = _penalties(calls, overlap, small, edge, settings)
-    tool, gate = _tool_term(len(calls), overlap, small, edge, settings), -sum(penalties.values(), 0.0)
+    tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())
     weights = settings.weights
     value = weights.task * overlap + weights.tool * tool + weights.gate * gate
     flags = (*penalties, *(() if found["format"] else ("unparsable",)))

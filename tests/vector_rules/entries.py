@@ -33,5 +33,13 @@ class Entry:
             raise Unknown(f"inputs {extra} mean nothing here")
 
 
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """What our code returns where it may differ from the original on purpose, and why. Agreement is still agreement."""
+
+    got: Any
+    why: str
+
+
 Rule = Callable[[Entry, Sequence[Entry]], Any]
-"""From an entry and all entries of its file (for those that depend on others) to what our code returns."""
+"""From an entry and all entries of its file (for those that depend on others) to what our code returns, or a Deviation."""

@@ -1,0 +1,189 @@
+"""Arc Vision's reward, against values worked out from its formula, and its preset."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from cluster.config import RunConfig
+from rayloop.core.config import check_components, load
+from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Scored, Task, Trajectory, TrajectoryId
+from recipes.arc_vision.data import Box
+from recipes.arc_vision.reward import ArcVisionReward, IoUReward, arc_vision
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = ArcVisionReward.Settings()
+PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+
+SMALL: Box = (0.1, 0.1, 0.2, 0.2)
+EDGE: Box = (0.0, 0.3, 0.4, 0.7)
+LARGE: Box = (0.3, 0.3, 0.7, 0.7)
+ZOOM, WAIT, LOOK = (f"<use_tool>{name}</use_tool>" for name in ("zoom_ui_element", "wait_for_ui", "inspect_element"))
+CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0.0, 0.0, 0.5, 0.5]}}</tool_call>'
+
+
+def said(box: Box) -> str:
+    return f"<bbox>{list(box)}</bbox>"
+
+
+def half(box: Box) -> str:
+    """An answer that is the left half of the box: IoU .5."""
+    return said((box[0], box[1], round((box[0] + box[2]) / 2, 4), box[3]))
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "terms", "value", "flags"),
+    [
+        (said(SMALL), SMALL, (1, 0, 0), 0.6, ()),
+        (ZOOM + said(SMALL), SMALL, (1, 0.4, 0), 0.72, ()),
+        (CROP + said(SMALL), SMALL, (1, 0.4, 0), 0.72, ()),
+        (WAIT + said(SMALL), SMALL, (1, 0.4, -0.05), 0.715, ("wrong_tool",)),
+        (WAIT + CROP + said(SMALL), SMALL, (1, 0.4, 0), 0.72, ()),
+        (WAIT + said(EDGE), EDGE, (1, 0.2, 0), 0.66, ()),
+        (LOOK + said(LARGE), LARGE, (1, 0.1, 0), 0.63, ()),
+        (said(LARGE), LARGE, (1, 0.1, 0), 0.63, ()),
+        (said(EDGE), EDGE, (1, 0.1, 0), 0.63, ()),
+        (half(LARGE), LARGE, (0.5, 0, 0), 0.3, ()),
+        (ZOOM + half(SMALL), SMALL, (0.5, 0.2, 0), 0.36, ()),
+        (said(LARGE), SMALL, (0, 0, -0.3), -0.03, ("missed_tool",)),
+        ("I see nothing.", SMALL, (0, 0, -0.3), -0.03, ("missed_tool", "unparsable")),
+        ("I see nothing.", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
+        ("<bbox>[30, 30, 70, 70]</bbox>", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
+        (ZOOM * 2 + said(LARGE), LARGE, (1, 0.1, -0.25), 0.605, ("unneeded_tools",)),
+        (ZOOM * 2 + said(EDGE), EDGE, (1, 0.2, 0), 0.66, ()),
+        (ZOOM * 3 + said(SMALL), SMALL, (1, 0.4, -0.4), 0.68, ("excessive_tools",)),
+        (ZOOM * 3 + said(SMALL), LARGE, (0, 0, -0.65), -0.065, ("unneeded_tools", "excessive_tools")),
+        (WAIT, SMALL, (0, 0.1, 0), 0.1, ("tool_only",)),
+        (ZOOM * 4, EDGE, (0, 0.1, 0), 0.1, ("tool_only",)),
+        (CROP, LARGE, (0, 0, 0), 0.0, ("tool_only",)),
+        (ZOOM + "<bbox>none</bbox>", SMALL, (0, 0, 0), 0.0, ("unparsable",)),
+        ("<use_tool>zoom", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
+    ],
+)
+def test_the_formula(text: str, truth: Box, terms: tuple[float, ...], value: float, flags: tuple[str, ...]) -> None:
+    scored = arc_vision([text], truth, DEFAULTS)
+    assert scored.value == pytest.approx(value, abs=1e-9)
+    assert [scored.components[name] for name in ("r_task", "r_tool", "r_gate")] == pytest.approx(terms, abs=1e-9)
+    assert scored.flags == flags
+
+
+@pytest.mark.parametrize(
+    ("truth", "small", "edge"),
+    [(SMALL, 1, 0), (EDGE, 0, 1), (LARGE, 0, 0), ((0.0, 0.0, 0.1, 0.1), 1, 1), ((0.8, 0.8, 0.9, 0.91), 1, 1)],
+)
+def test_components_say_what_was_asked_and_answered(truth: Box, small: float, edge: float) -> None:
+    components = arc_vision([CROP + ZOOM + said(truth)], truth, DEFAULTS).components
+    expected = {"iou": 1, "click": 1, "format": 1, "tools": 2, "small": small, "edge": edge}
+    assert {name: components[name] for name in expected} == pytest.approx(expected)
+    assert set(components) == {*expected, "r_task", "r_tool", "r_gate"}
+
+
+def test_calls_are_counted_over_all_turns_and_the_last_one_answers() -> None:
+    scored = arc_vision([f"{said(LARGE)} {CROP}", said(SMALL)], SMALL, DEFAULTS)
+    assert (scored.value, scored.components["tools"], scored.flags) == (pytest.approx(0.72), 1.0, ())
+    assert arc_vision([said(SMALL), CROP], SMALL, DEFAULTS).flags == ("tool_only",)
+
+
+def test_only_the_configured_tags_are_calls() -> None:
+    settings = ArcVisionReward.Settings(call_tags=("tool_call",))
+    assert arc_vision([ZOOM + said(SMALL)], SMALL, settings).components["tools"] == 0
+    assert arc_vision([CROP + said(SMALL)], SMALL, settings).components["tools"] == 1
+    assert arc_vision(["<tool_call>crop</use_tool>"], SMALL, settings).components["tools"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "truth", "value"),
+    [
+        ({"tool_only": 0.0}, ZOOM, SMALL, 0.0),
+        ({"weights": {"task": 1.0, "tool": 0.0, "gate": 0.0}}, ZOOM * 3 + half(LARGE), LARGE, 0.5),
+        ({"small_area": 0.0}, ZOOM + said(SMALL), SMALL, 0.63),
+        ({"edge_margin": 0.15}, ZOOM + said(LARGE), (0.14, 0.3, 0.7, 0.7), 0.6 * 4 / 5.6 + 0.3 * 0.2 * 4 / 5.6),
+        ({"shares": {"small": 1.0}}, ZOOM + said(SMALL), SMALL, 0.9),
+        ({"restraint": 0.5}, said(LARGE), LARGE, 0.75),
+        ({"restraint_iou": 0.4}, half(LARGE), LARGE, 0.33),
+        ({"penalties": {"missed": 1.0}}, said(LARGE), SMALL, -0.1),
+        ({"penalties": {"missed_iou": 0.9}}, said((0.1, 0.1, 0.16, 0.2)), SMALL, 0.33),
+        ({"penalties": {"unneeded": 0.0}}, ZOOM * 2 + said(LARGE), LARGE, 0.63),
+        ({"max_tools": 0}, ZOOM + said(SMALL), SMALL, 0.68),
+        ({"waiting": "zoom", "closer": ["inspect"]}, ZOOM + said(SMALL), SMALL, 0.715),
+    ],
+)
+def test_every_number_is_a_setting(changes: dict[str, Any], text: str, truth: Box, value: float) -> None:
+    default = arc_vision([text], truth, DEFAULTS).value
+    assert arc_vision([text], truth, ArcVisionReward.Settings.model_validate(changes)).value == pytest.approx(value)
+    assert default != pytest.approx(value)
+
+
+TRUTHS = st.sampled_from([SMALL, EDGE, LARGE])
+PARTS = st.lists(
+    st.sampled_from([ZOOM, WAIT, LOOK, CROP, said(SMALL), said(EDGE), said(LARGE), "<bbox>", "[1]", "text"])
+)
+
+
+@given(parts=PARTS, truth=TRUTHS)
+def test_the_reward_stays_in_its_reachable_range(parts: list[str], truth: Box) -> None:
+    scored = arc_vision(["".join(parts)], truth, DEFAULTS)
+    assert -0.065 - 1e-9 <= scored.value <= 0.72 + 1e-9
+    assert scored.components["tools"] == sum(part in (ZOOM, WAIT, LOOK, CROP) for part in parts)
+
+
+def test_both_rewards_measure_the_same_box() -> None:
+    task = Task("t", (), ground_truth=list(LARGE))
+    context = ScoreContext(0, [half(LARGE)])
+    simple = IoUReward(IoUReward.Settings()).score(PLAYED, task, context)
+    full = ArcVisionReward(DEFAULTS).score(PLAYED, task, context)
+    assert isinstance(simple, Scored)
+    assert isinstance(full, Scored)
+    assert simple.components == {name: full.components[name] for name in simple.components}
+    assert simple.value == full.components["r_task"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("reward", [IoUReward(IoUReward.Settings()), ArcVisionReward(DEFAULTS)])
+@pytest.mark.parametrize("truth", [None, [30, 30, 70, 70], [0.2, 0.2, 0.2, 0.4]])
+def test_a_broken_ground_truth_blames_the_data(reward: IoUReward | ArcVisionReward, truth: Any) -> None:
+    with pytest.raises(DataFailure, match="ground truth of task t"):
+        reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, [said(LARGE)]))
+
+
+# The preset --------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None:
+    """The original's prompt shows a call that its engine does not parse, and pays for writing it."""
+    config = load(ROOT / "recipes/arc_vision/arc_vision.yaml", [], RunConfig)
+    check_components(config)
+    Image.new("RGB", (640, 480)).save(tmp_path / "screen.png")
+    row = {"id": "a", "image": "screen.png", "instruction": "close the window", "bbox": SMALL}
+    task = config.data.reader.build().task(row, "rows:1", tmp_path)
+    image, prompt = task.messages[0].parts
+    assert isinstance(image, ImageSource)
+    assert "close the window" in prompt
+    (call,) = re.findall("<tool_call>.*</tool_call>", prompt)
+
+    environment = config.environment.episode.environment.build()
+    environment.reset(task)
+    step = environment.step(f"<reasoning>Tiny.</reasoning>{call}")
+    assert step.error is None
+    assert step.observation is not None
+    assert step.observation.messages == (Message("user", ("320x120 pixels", step.observation.messages[0].parts[1])),)
+    assert environment.step(said(SMALL)).done
+
+    reward = config.reward.source.build()
+    answered = reward.score(PLAYED, task, ScoreContext(0, [call, said(SMALL)]))
+    assert answered.value == pytest.approx(0.72)
+    assert reward.score(PLAYED, task, ScoreContext(0, [call, call])).value == 0.0
+    assert reward.score(PLAYED, task, ScoreContext(0, [ZOOM + said(SMALL)])).value == pytest.approx(0.6)
+
+
+def test_the_presets_schedule_is_as_long_as_the_run() -> None:
+    config = load(ROOT / "recipes/arc_vision/arc_vision.yaml", [], RunConfig)
+    update = config.policy.update
+    assert config.policy.optimizer.total_updates == config.steps * update.epochs * update.mini_batches
