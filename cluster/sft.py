@@ -72,6 +72,8 @@ class SftConfig(Settings):
     """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again."""
     max_failures: int = Field(3, ge=0)
     """How often the workers are started again after one died."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds in which the cluster must have room for the workers."""
     model: ModelSettings
     data: DataSettings
     answers: Component

@@ -7,6 +7,7 @@ not to the model that it makes, is in ``output``/run: progress.txt, logs, and th
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -88,10 +89,12 @@ def _follow(running: Any, path: Path, stopped: list[int]) -> None:
 
 def _fit(config: SftConfig) -> None:
     """Run the trainer; in a process of its own, since importing it imports torch. Raises RayloopError."""
+    import torch
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of the configuration keep their meaning
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
     make_tiny(config)
     placement, gpu = config.placement, config.placement.num_gpus > 0
     resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
@@ -99,7 +102,9 @@ def _fit(config: SftConfig) -> None:
         run_rank,
         train_loop_config={"config": config},
         torch_config=TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=int(config.engine.collective_timeout)
+            # as the engine chooses its device: a worker without a reserved GPU sees those of its node
+            backend="cpu:gloo,cuda:nccl" if gpu or torch.cuda.is_available() else "gloo",
+            timeout_s=math.ceil(config.engine.collective_timeout),
         ),
         scaling_config=ScalingConfig(
             num_workers=config.workers,
@@ -238,4 +243,6 @@ class Rank:
 
 def _identity(config: SftConfig) -> dict[str, Any]:
     """What must not change between two parts of one stage."""
-    return config.model_dump(mode="json", exclude={"workers", "placement", "max_failures", "log_every"})
+    return config.model_dump(
+        mode="json", exclude={"workers", "placement", "max_failures", "start_timeout", "log_every"}
+    )

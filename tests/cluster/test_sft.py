@@ -1,0 +1,199 @@
+"""The supervised stage as a command: its losses, its files, its number of workers, and what happens when one dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cluster.sft import Progress, SftConfig
+from cluster.supervised import CHECKPOINTS, RUN
+from recipes.digits.prepare import main as prepare
+from tests.support.runs import ROOT, TAG, eventually, tagged
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, DEADLINE = 8, 280.0
+
+
+def config(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "output": str(folder / name),
+        "steps": STEPS,
+        "batch_size": 8,
+        "log_every": 1,
+        "model": {"path": str(model)},
+        "data": {"train": str(folder / "train.jsonl"), "reader": {"use": "recipes.digits.data:DigitRows"}},
+        "answers": {"use": "recipes.digits.data:SortedAnswers"},
+        "engine": {"threads": 1},
+        "optimizer": {"lr": 3.0e-3, "warmup_steps": 2, "schedule": "wsd"},
+        **changes,
+    }
+
+
+@dataclass
+class Stage:
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+    tag: str
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in re.findall(r"loss (\S+)", self.text)]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return load_file(self.output / "model.safetensors")
+
+    @property
+    def worker(self) -> psutil.Process:
+        found = [p for p in tagged(self.tag) if "".join(p.cmdline()).startswith("ray::RayTrainWorker")]
+        return found[0]
+
+    def has_checkpoint(self) -> None:
+        """Wait until Ray Train knows of one."""
+        snapshot = self.output / RUN / CHECKPOINTS / "checkpoint_manager_snapshot.json"
+        eventually(lambda: snapshot.exists() or self.process.poll() is not None, f"a checkpoint\n{self.text}", DEADLINE)
+        assert self.process.poll() is None, self.text
+
+    def ends(self, code: int) -> None:
+        assert self.process.wait(DEADLINE) == code, self.text
+        eventually(lambda: not tagged(self.tag), "the stage's processes end", 10)
+
+
+@contextmanager
+def started(settings: dict[str, Any]) -> Iterator[Stage]:
+    tag, output = uuid.uuid4().hex, Path(settings["output"])
+    path, log = output.with_suffix(".yaml"), output.with_suffix(".log")
+    path.write_text(yaml.safe_dump(settings))
+    with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary, log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster", "sft", str(path)],
+            cwd=ROOT, env={**os.environ, TAG: tag, "TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield Stage(process, output, log, tag)
+        finally:
+            for left in tagged(tag):
+                left.kill()
+            process.wait(10)
+
+
+def ended(settings: dict[str, Any], code: int = 0) -> Stage:
+    with started(settings) as stage:
+        stage.ends(code)
+    return stage
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sft")
+    prepare(["--out", str(made)])
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, digits_model: Path) -> Stage:
+    return ended(config(folder, digits_model, "undisturbed", save_every=4, checkpoint_every=100))
+
+
+@pytest.mark.slow
+def test_a_stage_lowers_the_loss_and_writes_model_and_snapshots(undisturbed: Stage) -> None:
+    losses = undisturbed.losses
+    assert len(losses) == STEPS
+    assert losses[-1] < 0.8 * losses[0]
+    assert [p.name for p in sorted(undisturbed.output.glob("step_*"))] == ["step_4", "step_8"]
+    early, late = (load_file(undisturbed.output / name / "model.safetensors") for name in ("step_4", "step_8"))
+    assert any(not torch.equal(early[name], late[name]) for name in late)
+    assert all(torch.equal(late[name], tensor) for name, tensor in undisturbed.weights.items())
+    assert not (undisturbed.output / RUN / CHECKPOINTS).exists()
+
+
+def test_the_schedule_ends_with_the_stage_unless_told_otherwise(folder: Path, digits_model: Path) -> None:
+    settings = config(folder, digits_model, "unused")
+    assert SftConfig.model_validate(settings).optimizer.total_updates == STEPS
+    settings["optimizer"]["total_updates"] = 20
+    assert SftConfig.model_validate(settings).optimizer.total_updates == 20
+    settings["optimizer"] = {"lr": 1.0e-3}
+    assert SftConfig.model_validate(settings).optimizer.total_updates is None
+
+
+def test_a_line_of_progress_is_the_mean_since_the_line_before() -> None:
+    progress = Progress(spent=100.0)
+    for losses in ((1.0, 3.0), (5.0,)):
+        for loss in losses:
+            progress.add({"actor/old_behaviour_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3}, rows=4)
+        line = progress.line(7)
+        assert f"loss {sum(losses) / len(losses):.4f}" in line
+        assert "step 7  100 s" in line
+        assert progress.rows == 0
+
+
+@pytest.mark.slow_faults
+def test_two_workers_do_what_one_does(folder: Path, digits_model: Path, undisturbed: Stage) -> None:
+    two = ended(config(folder, digits_model, "two", workers=2))
+    assert two.losses == pytest.approx(undisturbed.losses, rel=1e-3)
+    for name, expected in undisturbed.weights.items():
+        torch.testing.assert_close(two.weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow_faults
+def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(
+    folder: Path, digits_model: Path, undisturbed: Stage
+) -> None:
+    with started(config(folder, digits_model, "killed", checkpoint_every=1)) as stage:
+        stage.has_checkpoint()
+        stage.worker.kill()
+        stage.ends(0)
+    assert "goes on after step" in stage.text
+    assert all(torch.equal(stage.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+
+
+@pytest.mark.slow_faults
+def test_a_stopped_stage_goes_on_with_the_same_configuration_only(
+    folder: Path, digits_model: Path, undisturbed: Stage
+) -> None:
+    settings = config(folder, digits_model, "stopped", checkpoint_every=1)
+    with started(settings) as stage:
+        stage.has_checkpoint()
+        stage.process.send_signal(signal.SIGTERM)
+        stage.ends(75)
+    refused = ended({**settings, "batch_size": 4}, code=1)
+    assert "another configuration" in refused.text
+    again = ended(settings)
+    assert "goes on after step" in again.text
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+
+
+@pytest.mark.slow_faults
+def test_a_bad_row_ends_a_strict_stage_at_once(folder: Path, digits_model: Path) -> None:
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    bad = folder / "bad.jsonl"
+    bad.write_text("".join(rows[:4]) + "no JSON\n")
+    settings = config(folder, digits_model, "bad", workers=2)
+    settings["data"] |= {"train": str(bad), "strict": True}
+    stage = ended(settings, code=1)
+    assert f"rayloop: DataFailure: {bad}:5" in stage.text
+    assert "A worker died" not in stage.text
