@@ -1,4 +1,4 @@
-# `make test` is everything a change must pass; `make quickstart` trains the tiny model on this machine's CPU.
+# `make test` is everything a change must pass; `make quickstart` trains the shipped tiny model on this machine's CPU.
 # Without a GPU, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels, or name another build: make test TORCH=...
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test test-faults lint quickstart docs
+.PHONY: test test-faults lint quickstart digits docs
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow_faults"
@@ -21,7 +21,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-quickstart: runs/models/digits-warm/config.json
+quickstart: $(VENV)/.run
+	$(BIN)/python -m cluster train recipes/arc_vision/quickstart.yaml
+	$(BIN)/python -m cluster report runs/quickstart
+
+digits: runs/models/digits-warm/config.json
 	$(BIN)/python -m cluster train recipes/digits/quickstart.yaml
 
 runs/data/digits/train.jsonl: | $(VENV)/.run
