@@ -129,7 +129,7 @@ def make_tiny(config: SftConfig) -> None:
     texts += [answers.answer(task, rng) for task in dataset]
     write_tiny_vlm(
         config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=answers.tokens,
-        **config.tiny.sizes,
+        image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
     )  # fmt: skip
 
 
