@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.sft import Progress, SftConfig
+from cluster.sft import Progress, SftConfig, make_tiny
 from cluster.supervised import CHECKPOINTS, RUN
 from recipes.digits.prepare import main as prepare
 from tests.support.runs import ROOT, TAG, eventually, tagged
@@ -197,3 +198,19 @@ def test_a_bad_row_ends_a_strict_stage_at_once(folder: Path, digits_model: Path)
     stage = ended(settings, code=1)
     assert f"rayloop: DataFailure: {bad}:5" in stage.text
     assert "A worker died" not in stage.text
+
+
+def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
+    rows = ROOT / "tests/data/grounding/train.jsonl"
+    stage = SftConfig.model_validate(
+        {
+            **config(tmp_path, tmp_path / "tiny", "out"),
+            "data": {"train": str(rows), "reader": {"use": "recipes.arc_vision.data:GroundingRows"}},
+            "answers": {"use": "recipes.arc_vision.data:BoxAnswers"},
+            "tiny": {"image_mean": [0.9, 0.8, 0.7], "sizes": {"layers": 2}},
+        }
+    )
+    make_tiny(stage)
+    made = {name: json.loads((tmp_path / "tiny" / name).read_text()) for name in ("preprocessor_config.json", "config.json")}
+    assert made["preprocessor_config.json"]["image_mean"] == [0.9, 0.8, 0.7]
+    assert made["config.json"]["text_config"]["num_hidden_layers"] == 2
