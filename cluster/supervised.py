@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -30,9 +30,6 @@ from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Pree
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.grpo.settings import LossSettings
-
-if TYPE_CHECKING:
-    pass
 
 RUN, PROGRESS, CHECKPOINTS, STATE = "run", "progress.txt", "checkpoints", "state.json"
 POLL = 0.5
