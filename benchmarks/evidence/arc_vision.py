@@ -4,8 +4,8 @@
 
 Arms, each from recipes/arc_vision/tiny: GRPO (learn.yaml); the same with rewards permuted within each group, which must
 teach nothing; supervised steps on the same rows for the wall time that GRPO took (continue.yaml). Every choice was made on
-val; the test split is read here, after the last training step. Runs and evaluations are kept below runs/evidence and continued when the
-script is started again. Takes about 40 minutes on two cores.
+val; the test split is read here, after the last training step. Runs and evaluations are kept below runs/evidence and
+continued when the script is started again. Takes about 40 minutes on two cores.
 """
 
 from __future__ import annotations
