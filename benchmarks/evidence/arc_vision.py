@@ -1,9 +1,9 @@
-"""Does GRPO teach the shipped checkpoint to point better? Three seeds, two rivals, controls, on pages nobody trained on.
+"""Does GRPO teach the shipped checkpoint to point better? Three seeds, two rivals, controls, pages nobody trained on.
 
     python -m benchmarks.evidence.arc_vision [--out benchmarks/evidence/arc_vision.json]
 
 Arms, each from recipes/arc_vision/tiny: GRPO (learn.yaml); the same with rewards permuted within each group, which must
-teach nothing; supervised steps on the same rows for the wall time that GRPO took (continue.yaml). Every choice was made on
+teach nothing; once, supervised steps on the same rows for the wall time that GRPO took (continue.yaml). Every choice was made on
 val; the test split is read here, after the last training step. Runs and evaluations are kept below runs/evidence and
 continued when the script is started again. Takes about 40 minutes on two cores.
 """
@@ -18,8 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cluster.config import RunConfig
 from cluster.controls import RIGHT, SAMPLED, Item, gains
 from cluster.eval import read_items
+from rayloop.core.config import load
 from rayloop.core.runfolder import RunFolder
 
 ROOT = Path("runs/evidence")
@@ -27,14 +29,15 @@ RECIPE, START = Path("recipes/arc_vision"), Path("recipes/arc_vision/tiny")
 TEST, OOD = RECIPE / "pages/test.parquet", RECIPE / "pages/ood.parquet"
 SEEDS = (0, 1, 2)
 SAMPLES = 4
-ARMS = ("grpo", "permuted", "supervised")
+STEPS = load(RECIPE / "learn.yaml", [], RunConfig).steps
+RUNS = [(arm, seed) for seed in SEEDS for arm in ("grpo", "permuted")] + [("supervised", 0)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three seeds of GRPO on MiniWoB++ pages, with rivals and controls.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/evidence/arc_vision.json"))
     out = parser.parse_args().out
-    checkpoints = {(arm, seed): trained(arm, seed) for seed in SEEDS for arm in ARMS}
+    checkpoints = {(arm, seed): trained(arm, seed) for arm, seed in RUNS}
     start = evaluated("start", START)
     found = {
         "start": start,
@@ -51,6 +54,8 @@ def trained(arm: str, seed: int) -> Path:
     """Train one arm, or go on with it, and return its run or model folder."""
     name = f"{arm}-{seed}"
     folder = ROOT / name
+    if arm != "supervised" and RunFolder(ROOT, name).last_step() == STEPS:
+        return folder
     if arm == "supervised":
         if not (folder / "config.json").exists():
             cluster("sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}")
