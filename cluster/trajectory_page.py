@@ -25,7 +25,7 @@ from cluster.recorded import (
     rollout_groups,
     series,
 )
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.images import decode, probe
 from rayloop.core.jsonl import encode
 from rayloop.core.protocols import BoxReader
@@ -65,11 +65,16 @@ ROUTINE = ("start", "begin", "parity", "self_test", "evaluated", "controls", "tr
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
     """Write the page of the run folder ``run`` to ``out`` (default: ``report.html`` in it), and return its path.
 
-    Shows at most ``groups`` of the recorded groups, evenly spread over the run. Raises ConfigError when ``run`` holds no run.
+    Shows at most ``groups`` of the recorded groups, evenly spread over the run. Raises ConfigError when ``run`` holds no run
+    or the file cannot be written.
     """
     folder = open_run(run)
     target = out or folder.path / "report.html"
-    target.write_text(page(content(folder, groups)), encoding="utf-8")
+    text = page(content(folder, groups))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with --out.") from error
     return target
 
 
@@ -106,9 +111,9 @@ def facts(config: Mapping[str, Any], events: Sequence[Record], metrics: Sequence
     """Label and text of what identifies the run and says how it ended."""
     begins = [event for event in events if event["event"] == "begin"]
     start = next((event for event in reversed(events) if event["event"] == "start"), {})
-    last = next((e for e in reversed(events) if e["event"] in (*ENDS, "begin")), {"event": "begin"})
-    end = "not on record: still running, or killed" if last["event"] == "begin" else last["event"]
-    why = f" ({last['error']}: {last['why']})" if "why" in last else ""
+    last = ending(events)
+    end = "not on record: still running, or killed" if last is None else last["event"]
+    why = f" ({last['error']}: {last['why']})" if last and "why" in last else ""
     lineages = (f"{e['lineage']} from {e['restored'] or 'the start model'}" for e in begins)
     times = [record["time"] for record in (*events, *metrics)]
     software = ", ".join(f"{name} {version}" for name, version in start.get("software", {}).items())
@@ -126,6 +131,12 @@ def facts(config: Mapping[str, Any], events: Sequence[Record], metrics: Sequence
     return [(label, str(text)) for label, text in rows if text]
 
 
+def ending(events: Sequence[Record]) -> Record | None:
+    """The event that ended the run; None when its newest lineage has not ended."""
+    last = next((event for event in reversed(events) if event["event"] in (*ENDS, "begin")), None)
+    return last if last and last["event"] in ENDS else None
+
+
 def charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Record]:
     """Title and lines of each chart that has data; held-out scores come from ``evaluations``, which has step 0 too."""
     lines: dict[str, Any] = {k: v for k, v in series(metrics).items() if not k.startswith("val/")} | series(evaluations)
@@ -140,10 +151,9 @@ def charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Rec
 
 def ledger(events: Sequence[Record], metrics: Sequence[Record]) -> dict[str, float]:
     """State and reason -> trajectories, as last recorded."""
-    ended = [event["ledger"] for event in events if event["event"] in ENDS]
-    last = metrics[-1] if metrics else {}
+    end, last = ending(events), metrics[-1] if metrics else {}
     counts = {name.removeprefix("ledger/"): value for name, value in last.items() if name.startswith("ledger/")}
-    return ended[-1] if ended else counts
+    return counts if end is None else end["ledger"]
 
 
 class Images:

@@ -156,6 +156,8 @@ def test_the_command_writes_the_page_or_says_why_not(
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["report", str(folder.path), "--groups", "-1"]) == 2
+    assert main(["report", str(folder.path), "--out", str(tmp_path / "missing" / "page.html")]) == 2
+    assert "page.html cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_groups_are_spread_evenly() -> None:
@@ -171,6 +173,14 @@ def test_a_star_stands_for_a_name_without_slash() -> None:
 
 def test_what_a_restore_superseded_is_left_out(folder: RunFolder) -> None:
     assert by_step(folder.events, "evaluated").keys() == {0, 3}
+
+
+def test_a_run_that_goes_on_after_its_end_shows_its_newest_ledger(folder: RunFolder) -> None:
+    folder.events.append({"event": "begin", "step": 3, "lineage": 3, "restored": "step_000003"})
+    folder.metrics.append({"step": 4, "ledger/issued": 14.0, "ledger/trained": 12.0})
+    data = content(folder, groups=0)
+    assert data["ledger"] == {"issued": 14, "trained": 12}
+    assert dict(data["facts"])["end"] == "not on record: still running, or killed"
 
 
 def test_pictures_show_curves_and_ten_pages(evaluated: RunFolder) -> None:
