@@ -129,9 +129,55 @@ def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
 def against_controls(items: Sequence[Item]) -> Table:
     """Control arm -> score -> right image minus that arm."""
     arms = {arm: [item for item in items if item.arm == arm] for arm in (RIGHT, *CONTROLS)}
-    return {arm: gains(arms[RIGHT], arms[arm]) for arm in CONTROLS if arms[arm]}
+    differences = {arm: gains(arms[RIGHT], arms[arm]) for arm in CONTROLS}
+    return {arm: by for arm, by in differences.items() if by}
 
 
 def looks(differences: Table) -> bool:
     """Whether the reward with the right image is above that of every control, each interval excluding 0."""
     return {SAME, OTHER} <= differences.keys() and all(by["reward"][1] > 0 for by in differences.values())
+
+
+def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
+    """Means with their intervals by arm and by source, ``differences`` (right image minus control), whether it ``looks``."""
+    differences = against_controls(items)
+    return {
+        "items": sum(item.arm == RIGHT for item in items),
+        "arms": by_arm(items),
+        "sources": by_source(items),
+        "differences": differences,
+        "looks": looks(differences) if differences else None,
+        "unscored": unscored,
+    }
+
+
+def table(summary: dict[str, Any]) -> list[str]:
+    """The summary as lines of text."""
+    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)"]
+    lines += _rows("", summary["arms"])
+    if len(summary["sources"]) > 1:
+        lines += ["by source, right image:", *_rows("  ", summary["sources"])]
+    if differences := summary["differences"]:
+        lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
+    if summary["unscored"]:
+        lines.append(f"{summary['unscored']} answers have no score (events.jsonl says why); run again to play them")
+    return lines
+
+
+def verdict(differences: Table) -> str:
+    """One sentence on whether the policy looks."""
+    if looks(differences):
+        return "The policy looks: the right image scores above " + ", ".join(differences) + ", no interval holds 0."
+    failing = [arm for arm, by in differences.items() if by["reward"][1] <= 0]
+    if not failing:
+        return "Not all controls could be played."
+    blind_too = " (the best answer without an image)" if BLIND in failing else ""
+    return f"No evidence that the policy looks: not above {', '.join(failing)}{blind_too}."
+
+
+def _rows(indent: str, rows: Table) -> list[str]:
+    width = max((len(name) for name in rows), default=0)
+    return [
+        f"{indent}{name:<{width}}  " + "  ".join(f"{s} {m:.3f} [{low:.3f}, {high:.3f}]" for s, (m, low, high) in by.items())
+        for name, by in rows.items()
+    ]

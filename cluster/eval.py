@@ -14,7 +14,7 @@ import ray
 
 from actors.lease import Lease
 from cluster.config import RunConfig
-from cluster.controls import BLIND, RIGHT, Item, Table, against_controls, by_arm, by_source, looks
+from cluster.controls import Item, summarise, table
 from cluster.evaluation import Play, blind, play, plays
 from cluster.player import Player
 from cluster.pool import cause, within
@@ -53,7 +53,7 @@ def evaluate(
             _play(config, out, missing)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
     items = [item for item in read_items(out) if item.key in wanted] + blinds
-    summary = {"identity": identity, "data": data, **summarise(items), "unscored": len(wanted) - len(items) + len(blinds)}
+    summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("\n".join(table(summary)))
     return 1 if summary["unscored"] else 0
@@ -127,50 +127,6 @@ def read_items(out: Path) -> list[Item]:
     """The items on record in an evaluation's folder."""
     names = {field.name for field in dataclasses.fields(Item)}
     return [Item(**{k: v for k, v in record.items() if k in names}) for record in JsonLines(out / "items.jsonl")]
-
-
-def summarise(items: Sequence[Item]) -> dict[str, Any]:
-    """Every mean as [mean, low, high]; ``differences``: the right image minus each control."""
-    differences = against_controls(items)
-    return {
-        "items": sum(item.arm == RIGHT for item in items),
-        "arms": by_arm(items),
-        "sources": by_source(items),
-        "differences": differences,
-        "looks": looks(differences) if differences else None,
-    }
-
-
-def table(summary: dict[str, Any]) -> list[str]:
-    """The summary as lines of text."""
-    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)"]
-    lines += _rows("", summary["arms"])
-    if len(summary["sources"]) > 1:
-        lines += ["by source, right image:", *_rows("  ", summary["sources"])]
-    if differences := summary["differences"]:
-        lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
-    if summary["unscored"]:
-        lines.append(f"{summary['unscored']} answers have no score (events.jsonl says why); run again to play them")
-    return lines
-
-
-def verdict(differences: Table) -> str:
-    """One sentence on whether the policy looks."""
-    if looks(differences):
-        return "The policy looks: the right image scores above " + ", ".join(differences) + ", no interval holds 0."
-    failing = [arm for arm, by in differences.items() if by["reward"][1] <= 0]
-    if not failing:
-        return "Not all controls could be played."
-    blind_too = " (the best answer without an image)" if BLIND in failing else ""
-    return f"No evidence that the policy looks: not above {', '.join(failing)}{blind_too}."
-
-
-def _rows(indent: str, rows: Table) -> list[str]:
-    width = max((len(name) for name in rows), default=0)
-    return [
-        f"{indent}{name:<{width}}  " + "  ".join(f"{s} {m:.3f} [{low:.3f}, {high:.3f}]" for s, (m, low, high) in by.items())
-        for name, by in rows.items()
-    ]
 
 
 def config_hash(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import RunConfig
-from cluster.controls import Item, against_controls, by_arm, looks
+from cluster.controls import Item, summarise
 from cluster.evaluation import metrics
 from rayloop.core.failures import DataFailure
 from rayloop.core.runfolder import RolloutRecord, RunFolder
@@ -54,11 +54,11 @@ class Reporter:
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
         self.folder.evaluations.write(step, items, images)
-        table, differences = by_arm(items), against_controls(items)
-        self._evaluation = metrics(items, table)
+        summary = summarise(items, sum(item.reward is None for item in items))
+        self._evaluation = metrics(items, summary["arms"])
         self.event("evaluated", step=step, **self._evaluation)
-        if differences:
-            self.event("controls", step=step, arms=table, differences=differences, looks=looks(differences))
+        if summary["differences"]:
+            self.event("controls", step=step, **summary)
 
     def step(
         self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,

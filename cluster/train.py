@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.config import RunConfig
+from cluster.controls import table
 from cluster.driver import Driver
 from cluster.eval import config_hash
 from cluster.pictures import draw_or_tell
@@ -118,7 +119,9 @@ def _follow(driver: Any, progress: Progress, silence: float) -> dict[str, Any]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line for an event; scores by data source are left to the run folder."""
+    """One line for an event, a table for controls; scores by data source are left to the run folder."""
+    if record["event"] == "controls":
+        return f"[{record['step']}] controls: " + "\n".join(table({**record, "sources": {}}))
     shown = {k: v for k, v in record.items() if k not in ("event", "step") and not fnmatch(k, "val/*/reward/mean")}
     rest = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
     return f"[{record.get('step', '')}] {record['event']}: {rest}"

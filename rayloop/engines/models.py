@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -255,15 +257,25 @@ def _part(name: str) -> str:
     return "head" if name.startswith("lm_head") else "language"
 
 
-def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: str = "float32") -> None:
-    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``."""
+def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: str | None = None) -> None:
+    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of ``source`` (a folder or Hub name).
+
+    ``dtype``: float32 or bfloat16, None: the tensors' own, which is one.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    kind = getattr(torch, dtype)
-    for file in Path(source).iterdir():
+    if dtype is not None:
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    for file in (Path(source) if Path(source).is_dir() else _from_hub(source)).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)
+    (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n")
     save_file(
-        {name: tensor.to(kind).contiguous() for name, tensor in tensors.items()},
-        target / "model.safetensors",
-        {"format": "pt"},
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
     )
+
+
+def _from_hub(name: str) -> Path:
+    """The folder with the small files of a Hub model."""
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.txt"]))

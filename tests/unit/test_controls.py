@@ -7,8 +7,21 @@ import random
 import numpy as np
 import pytest
 
-from cluster.controls import BLIND, OTHER, RIGHT, SAME, Item, against_controls, by_arm, by_source, gains, looks, swapped
-from cluster.eval import table, verdict
+from cluster.controls import (
+    BLIND,
+    OTHER,
+    RIGHT,
+    SAME,
+    Item,
+    against_controls,
+    by_arm,
+    gains,
+    looks,
+    summarise,
+    swapped,
+    table,
+    verdict,
+)  # fmt: skip
 from cluster.evaluation import metrics
 from rayloop.core.bootstrap import interval, paired_interval
 from rayloop.core.metrics import validate
@@ -78,6 +91,7 @@ def test_a_policy_looks_only_if_every_control_is_worse() -> None:
     assert not looks(against_controls(blind_as_good))
     assert "not above blind" in verdict(against_controls(blind_as_good))
     assert not looks(against_controls(items(RIGHT, right) + items(BLIND, worse)))
+    assert against_controls(items(RIGHT, right) + items(SAME, [None])) == {}
 
 
 def test_answers_without_a_reward_are_left_out_and_counted() -> None:
@@ -98,10 +112,7 @@ def test_several_samples_of_a_task_count_as_one_item() -> None:
 
 def test_the_table_shows_arms_sources_and_differences() -> None:
     found = items(RIGHT, [1.0, 0.8]) + items(SAME, [0.1, 0.2]) + [Item(RIGHT, "9", "other", reward=0.5)]
-    differences = against_controls(found)
-    summary = {
-        "items": 3, "arms": by_arm(found), "sources": by_source(found), "differences": differences, "unscored": 1
-    }  # fmt: skip
+    summary = summarise(found, 1)
     text = "\n".join(table(summary))
     assert "same page" in text
     assert "reward 0.750" in text
