@@ -4,7 +4,8 @@ Renders the pages of the ``pretrain`` split, trains a Qwen2.5-VL of 2.6 M parame
 (``pretrain.yaml``), and measures the controls of every snapshot on the validation split. Chosen is the first snapshot
 whose reward with the right image is above that of every control by more than ``MARGIN``, with its whole interval. Early,
 because a policy that is already sure of its answers samples the same one eight times, and GRPO learns from differences.
-What was measured is written beside it, as ``tiny.json``. Each stage is a public command and continues where it was interrupted; half an hour to an hour on two cores.
+What was measured is written beside it, as ``tiny.json``. Each stage is a public command and continues where it was
+interrupted; a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
