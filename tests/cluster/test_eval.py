@@ -1,0 +1,138 @@
+"""``python -m cluster eval`` and ``export`` as a user meets them, on the checkpoint of a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+
+from cluster.cli import main
+from cluster.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED
+from cluster.eval import read_items
+from rayloop.core.types import PromptImage, Sampling
+from tests.engines.prompts import engine, image, prompt, vision_tokens
+from tests.support.runs import ROOT, finished, settings
+
+pytestmark = pytest.mark.timeout(300)
+DATA = ROOT / "tests/data/grounding"
+ROWS = 8
+"""Held-out rows, each of a page type of its own."""
+
+
+def grounding(folder: Path, model: Path) -> dict[str, Any]:
+    """Two steps on screenshots with adapters; controls before and after."""
+    return settings(
+        folder, model, steps=2,
+        data={
+            "train": str(DATA / "train.jsonl"), "eval": str(DATA / "test.jsonl"),
+            "reader": {"use": "recipes.arc_vision.data:GroundingRows"},
+        },
+        policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
+        publish={"self_test": False, "probes": 1, "transport": {"kind": "filesystem"}},
+        evaluation={"every": 2, "controls": True, "blind": {"use": "recipes.arc_vision.controls:BlindBox"}},
+    )  # fmt: skip
+
+
+def evaluate(config: dict[str, Any], out: Path, *options: str) -> int:
+    file = out.parent / "eval.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = ("eval", str(file), "--out", str(out), "--controls", "--samples", "2", *options)
+    return subprocess.run(
+        [sys.executable, "-m", "cluster", *command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+    ).returncode  # fmt: skip
+
+
+def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding_model: Path) -> None:
+    config = grounding(tmp_path, grounding_model)
+    made = finished(config)
+    controls = made.named("controls")
+    assert [event["step"] for event in controls] == [0, 2]
+    assert set(controls[0]["differences"]) == {BLIND, OTHER}, "no page type has two rows here"
+    assert "right image minus control, paired:" in made.text
+    kept = (made.folder / "evaluations/step_000002.jsonl").read_text().splitlines()
+    assert len(kept) == ROWS * 3
+    assert made.metrics[-1]["val/control/blind/reward/mean"] == controls[-1]["arms"][BLIND]["reward"][0]
+
+    out, checkpoint = tmp_path / "eval", ("--checkpoint", str(made.folder))
+    assert evaluate(config, out, *checkpoint) == 0
+    lines = (out / "items.jsonl").read_text().splitlines(keepends=True)
+    items = {item.key: item for item in read_items(out)}
+    count = {arm: sum(item.arm == arm for item in items.values()) for arm in (RIGHT, SAME, OTHER, SAMPLED)}
+    assert count == {RIGHT: ROWS, SAME: 0, OTHER: ROWS, SAMPLED: 2 * ROWS}
+    assert len(lines) == len(items)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["items"] == ROWS
+    assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS)
+    assert set(summary["arms"][BLIND]) == {"reward", "iou", "click", "format"}
+    (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote the eleventh
+    assert evaluate(config, out, *checkpoint) == 0
+    assert (out / "items.jsonl").read_text().splitlines(keepends=True)[:10] == lines[:10]
+    assert {item.key: item for item in read_items(out)} == items
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert evaluate(config, out) == 2, "the start model's answers do not belong here"
+
+    exported = tmp_path / "exported"
+    assert main(["export", str(made.folder), str(exported), "--dtype", "float32"]) == 0
+    assert main(["export", str(made.folder), str(exported)]) == 2, "it is not empty now"
+    assert same_weights(exported / "model.safetensors", made.folder / "weights/weights-1.2.safetensors")
+    assert not same_weights(exported / "model.safetensors", grounding_model / "model.safetensors")
+
+
+def test_plain_transformers_generates_what_our_engine_does(tmp_path: Path) -> None:
+    shipped, exported, half = ROOT / "recipes/arc_vision/tiny", tmp_path / "exported", tmp_path / "half"
+    assert main(["export", str(shipped), str(exported)]) == 0
+    assert main(["export", str(exported), str(half), "--dtype", "bfloat16"]) == 0
+    assert AutoModelForImageTextToText.from_pretrained(half, dtype="auto").dtype is torch.bfloat16
+    assert same_weights(half / "model.safetensors", shipped / "model.safetensors")
+    asked = [(f"Click on button {seed}.", image(168, 224, seed)) for seed in range(4)]
+    answers = [our_engine(exported, *question) for question in asked]
+    assert len(set(map(tuple, answers))) > 1, "the answers depend on the question"
+    assert [plain_transformers(exported, *question) for question in asked] == answers
+
+
+def tasks() -> list[str]:
+    return [json.loads(line)["id"] for line in (DATA / "test.jsonl").read_text().splitlines()]
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    a, b = load_file(left), load_file(right)
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def plain_transformers(folder: Path, text: str, shown: PromptImage) -> list[int]:
+    """12 greedy tokens by nothing but transformers (without its AutoProcessor, which wants torchvision)."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder)
+    ids = torch.tensor([prompt(folder, text, shown).token_ids])
+    answer = model.generate(
+        **processor(images=[Image.open(io.BytesIO(shown.data or b""))], return_tensors="pt"),
+        input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(), attention_mask=torch.ones_like(ids),
+        max_new_tokens=12, min_new_tokens=12, do_sample=False, suppress_tokens=list(vision_tokens(folder)),
+    )  # fmt: skip
+    tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def our_engine(folder: Path, text: str, shown: PromptImage) -> list[int]:
+    async def go() -> list[int]:
+        served = await engine(folder)
+        greedy = Sampling(temperature=0.0, max_tokens=12, banned_tokens=vision_tokens(folder))
+        try:
+            return list((await served.generate(prompt(folder, text, shown), greedy)).token_ids)
+        finally:
+            served.close()
+
+    return asyncio.run(go())
