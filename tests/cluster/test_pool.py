@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 
 from cluster.config import RecoverySettings, RunConfig
 from cluster.pool import Pool, cause
-from cluster.services import reserve
+from cluster.services import bundles, reserve
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from tests.support.runs import settings
 
@@ -223,19 +223,19 @@ def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
         settings(tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20})
     )
     with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
-        asyncio.run(reserve(config, "too large"))
+        asyncio.run(reserve(config, "too large", bundles(config)))
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": 1.0}))
 
     async def twice() -> None:
-        await reserve(config, "first")
-        await reserve(config, "first")  # takes the place of the one before
+        await reserve(config, "first", bundles(config))
+        await reserve(config, "first", bundles(config))  # takes the place of the one before
         with pytest.raises(
             ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
         ):
-            await reserve(config, "second")
+            await reserve(config, "second", bundles(config))
 
     asyncio.run(twice())
 
