@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -133,3 +134,4 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.save(function(rank, world_size, *arguments), Path(folder) / f"{rank}.pt")
+    os._exit(0)  # gloo's threads now and then abort a process that leaves through the interpreter's end
