@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from cluster import submit
 from cluster.config import RunConfig
-from cluster.environment import private_cluster
+from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
 from rayloop.core.config import check_components, dump, load
 from rayloop.core.failures import ConfigError, RayloopError
@@ -43,13 +45,13 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a policy, or continue a run")
     train.add_argument("config", type=Path, help="YAML file of the run")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=20 model.path=/models/qwen")
-    train.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    _add_cluster(train)
     train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     train.set_defaults(command=_train)
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
-    sft.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    _add_cluster(sft)
     sft.set_defaults(command=_sft)
     evaluate = commands.add_parser("eval", help="measure a checkpoint on held-out rows, with controls")
     evaluate.add_argument("config", type=Path, help="YAML file of a run")
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     evaluate.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
     evaluate.add_argument("--out", type=Path, help="folder of the items; continued when it exists (default: <run>-eval)")
-    evaluate.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    _add_cluster(evaluate)
     evaluate.set_defaults(command=_eval)
     export = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
     export.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
@@ -71,8 +73,27 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     report.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
     report.set_defaults(command=_report)
+    submit.add_arguments(commands.add_parser("submit", help="train as a Ray job on a cluster"))
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
+    parser.add_argument("--token-file", type=Path, help="the joined cluster's token (default: RAY_AUTH_TOKEN_PATH)")
+    parser.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
+
+
+@contextmanager
+def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
+    """The address to join, or the temporary folder of a private cluster; in both cases Ray's variables are set."""
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        with joined_cluster(address, arguments.token_file, arguments.insecure):
+            yield address, None
+    else:
+        with private_cluster(arguments.insecure) as temporary:
+            yield None, temporary
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump(config), end="")
         return 0
     preflight(config)
-    address = arguments.address or os.environ.get("RAY_ADDRESS")
-    with nullcontext() if address else private_cluster() as temporary:
+    with cluster(arguments) as (address, temporary):
         from cluster.train import train  # imports ray
 
         return train(config, address, temporary)
@@ -124,8 +144,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         folder = model_of(arguments.checkpoint, out / "models")
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     preflight(config)
-    address = arguments.address or os.environ.get("RAY_ADDRESS")
-    with nullcontext() if address else private_cluster() as temporary:
+    with cluster(arguments) as (address, temporary):
         from cluster.eval import evaluate  # imports ray
 
         return evaluate(
@@ -145,8 +164,7 @@ def _sft(arguments: argparse.Namespace) -> int:
 
     config = load(arguments.config, arguments.overrides, SftConfig)
     check_components(config)
-    address = arguments.address or os.environ.get("RAY_ADDRESS")
-    with nullcontext() if address else private_cluster() as temporary:
+    with cluster(arguments) as (address, temporary):
         from cluster.supervised import sft  # imports ray
 
         return sft(config, address, temporary)

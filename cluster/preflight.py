@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.checkpoint import complete
 from cluster.config import RunConfig
+from cluster.environment import in_job
 from rayloop.core.failures import ConfigError
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -14,6 +15,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def preflight(config: RunConfig) -> None:
     """Raises ConfigError that names the key, what is not there, and what to do."""
+    if in_job():
+        lasting(config)
     model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
@@ -31,4 +34,13 @@ def preflight(config: RunConfig) -> None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
+        )
+
+
+def lasting(config: RunConfig) -> None:
+    """A job's working directory is deleted after it: raises ConfigError when the run folder would be in there."""
+    if not Path(config.output).is_absolute():
+        raise ConfigError(
+            f"output: {config.output} is relative, and a Ray job's working directory is deleted when it ends. Name a folder "
+            "that all nodes see: output=/shared/runs"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,11 @@ from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 
 CONCURRENCY = 1000
 """Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
+
+
+def actor_name(role: str) -> str:
+    """Names are for people; the suffix is there because the one that is replaced may still be dying."""
+    return f"{role}-{secrets.token_hex(3)}"
 
 
 def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
@@ -157,9 +163,10 @@ class Services:
         return Pool(role, size, spawn, self.config.recovery, self._event, admit)
 
     def _spawn(self, actor: type, role: str, slot: int, placement: Placement, *args: Any) -> Any:
-        """Create one actor in its bundle. The class name shown in the dashboard is the role's."""
+        """Create one actor in its bundle. The dashboard shows it under the name of its role."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._first[role] + slot)
         options: dict[str, Any] = {
+            "name": actor_name(f"{role}-{slot}"),
             "num_cpus": placement.num_cpus,
             "num_gpus": placement.num_gpus,
             "resources": placement.resources or None,

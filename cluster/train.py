@@ -22,7 +22,7 @@ from cluster.eval import config_hash
 from cluster.pictures import draw_or_tell
 from cluster.pool import brief, cause
 from cluster.progress import Progress
-from cluster.services import bundles, total
+from cluster.services import actor_name, bundles, total
 from cluster.session import session
 from rayloop.core.config import dump
 from rayloop.core.failures import Preempted, RayloopError
@@ -73,7 +73,8 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
     resume, path = config.checkpoint.resume, str(folder.path.resolve())
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
-        driver = ray.remote(Driver).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, path, resume)
+        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY}
+        driver = ray.remote(Driver).options(**options).remote(config, path, resume)
         try:
             with _stop_on_signal(driver, progress):
                 check()
