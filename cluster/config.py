@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from actors.settings import RewardSettings
+from cluster.loggers import LoggersSettings
 from rayloop.core.config import Component, Settings
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
@@ -205,6 +206,8 @@ class RunConfig(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
     recovery: RecoverySettings = RecoverySettings()
+    loggers: LoggersSettings = ()
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images; 0: none."""
 

@@ -124,6 +124,7 @@ class Driver:
             raise
         finally:
             self.services.stop()
+            await self.reporter.loggers.close()
 
     async def rebuild(self) -> None:
         """Replace all ranks of the policy."""

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started: files and folders that the configuration names."""
+"""What can be known to fail before anything is started: files, folders and packages that the configuration names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from cluster.checkpoint import complete
 from cluster.config import RunConfig
 from cluster.environment import in_job
+from cluster.loggers import installed
 from rayloop.core.failures import ConfigError
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -29,6 +30,7 @@ def preflight(config: RunConfig) -> None:
                 f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a JSONL or parquet file of rows; the recipe's "
                 f"README says how to get one. Set it with {key}=FILE"
             )
+    installed(config.loggers)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"

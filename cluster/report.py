@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import RunConfig
 from cluster.controls import Item, summarise
 from cluster.evaluation import metrics
+from cluster.loggers import Loggers, PrometheusSettings, open_logger
 from rayloop.core.failures import DataFailure
 from rayloop.core.runfolder import RolloutRecord, RunFolder
 from rayloop.core.types import Group, Member, Scored
@@ -28,6 +29,12 @@ class Reporter:
         self.updates: list[tuple[str, Any]] = []
         self._evaluation: dict[str, float] = {}
         self._step = 0
+        shown = config.model_dump(mode="json", by_alias=True)
+        self.loggers = Loggers(
+            (PrometheusSettings(), *config.loggers),
+            lambda chosen: open_logger(chosen, config.name, shown, self.folder),
+            lambda kind, why: self.event("logger_failed", logger=kind, why=why),
+        )
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened once, with the step during which it did."""
@@ -64,7 +71,7 @@ class Reporter:
         self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
         ledger: Mapping[str, int], timings: Mapping[str, float], reissued: int,
     ) -> dict[str, float]:  # fmt: skip
-        """Write one record to metrics.jsonl and forget what was collected for it."""
+        """Write one record to metrics.jsonl, hand it to the other loggers, and forget what was collected for it."""
         self._step = step
         seconds = sum(timings.values())
         record = {
@@ -80,6 +87,7 @@ class Reporter:
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
         self.folder.metrics.append({**record, "step": step})
+        self.loggers.log(step, record)
         self.updates.append(("step", record))
         self._evaluation = {}
         production.finished.clear()

@@ -20,6 +20,17 @@ class Metric:
     unit: str
     meaning: str
 
+    @property
+    def prometheus(self) -> str:
+        """The name for Prometheus: ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and ``source`` a label."""
+        return re.sub(r"[^A-Za-z0-9]+", "_", "rayloop/" + _PART.sub("", self.name)).strip("_")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(_PART.findall(self.name))
+
+
+_PART = re.compile(r"<(\w+)>")
 
 METRICS = tuple(
     Metric(*row)
@@ -101,24 +112,50 @@ HEADER = """# Metrics
 Made by `python -m rayloop.core.metrics` from the table in `rayloop/core/metrics.py`; do not edit. One record per
 step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
 
-| name | unit | meaning |
-|---|---|---|
+While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name
+of the last column, to which Ray adds `ray_`: `ray_rayloop_reward_mean{run="quickstart"}`. The label `run` is the run's name;
+a part `<...>` is a label too, and empty where a metric of the same name does not have it. A ready-made list of ports is in
+Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out.
+
+| name | unit | meaning | Prometheus |
+|---|---|---|---|
 """
 
 
 def validate(names: Iterable[str]) -> tuple[str, ...]:
     """The names that are not in the table, in order."""
-    return tuple(name for name in names if not any(pattern.fullmatch(name) for pattern in _patterns()))
+    return tuple(name for name in names if not any(pattern.fullmatch(name) for pattern in _patterns().values()))
+
+
+def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
+    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks.
+
+    Of several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row.
+    """
+    fits = [(row, found.groupdict()) for row, pattern in _patterns().items() if (found := pattern.fullmatch(name))]
+    row, labels = max(fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {}))
+    return row, {label: labels.get(label, "") for label in _labels(row.prometheus)}
 
 
 def reference() -> str:
     """docs/metrics.md."""
-    return HEADER + "".join(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |\n" for m in METRICS)
+    return HEADER + "".join(
+        f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} | `{m.prometheus}{_braces(m.labels)}` |\n"
+        for m in METRICS
+    )
+
+
+def _braces(labels: tuple[str, ...]) -> str:
+    return f"{{{', '.join(labels)}}}" if labels else ""
+
+
+def _labels(prometheus_name: str) -> tuple[str, ...]:
+    return tuple(sorted({label for m in METRICS if m.prometheus == prometheus_name for label in m.labels}))
 
 
 @cache
-def _patterns() -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(re.sub(r"<\w+>", ".+", re.escape(m.name))) for m in METRICS)
+def _patterns() -> dict[Metric, re.Pattern[str]]:
+    return {m: re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(m.name))) for m in METRICS}
 
 
 if __name__ == "__main__":

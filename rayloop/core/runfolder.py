@@ -33,6 +33,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
         self.lock = RunLock(self.path / "run.lock")
 
     @classmethod

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from cluster.report import production_metrics
-from rayloop.core.metrics import METRICS, reference, validate
+from rayloop.core.metrics import METRICS, prometheus, reference, validate
 from rayloop.core.types import (
     EndReason,
     Fate,
@@ -44,6 +45,32 @@ def test_unknown_names_are_found_and_families_allowed() -> None:
         "xreward/mean",
         "actor/anything",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "labels"),
+    [
+        ("reward/mean", "rayloop_reward_mean", {"source": ""}),
+        ("reward/geo3k/easy/mean", "rayloop_reward_mean", {"source": "geo3k/easy"}),
+        ("reward/component/iou/mean", "rayloop_reward_component_mean", {"name": "iou"}),
+        ("ledger/filtered[all_wrong]", "rayloop_ledger", {"state": "filtered[all_wrong]"}),
+        ("actor/old_behaviour_k3/lag_2", "rayloop_actor_old_behaviour_k3_lag", {"lag": "2"}),
+        ("val/reward/mean", "rayloop_val_reward_mean", {"source": ""}),
+        ("val/digits/reward/mean", "rayloop_val_reward_mean", {"source": "digits"}),
+        ("val/iou/mean", "rayloop_val_mean", {"component": "iou"}),
+        ("val/control/other page/iou/mean", "rayloop_val_control_mean", {"arm": "other page", "component": "iou"}),
+        ("my recipe's/own-number", "rayloop_my_recipe_s_own_number", {}),
+    ],
+)
+def test_parts_of_a_name_are_labels_for_prometheus(name: str, expected: str, labels: dict[str, str]) -> None:
+    row, found = prometheus(name)
+    assert (row.prometheus, found) == (expected, labels)
+
+
+def test_no_two_metrics_are_one_series_of_prometheus() -> None:
+    assert len({(metric.prometheus, frozenset(metric.labels)) for metric in METRICS}) == len(METRICS)
+    assert not any("run" in metric.labels for metric in METRICS), "it is the label of the run"
+    assert {"rayloop_step", "rayloop_timing_s_gen", "rayloop_ledger"} <= {metric.prometheus for metric in METRICS}
 
 
 def test_what_the_driver_records_is_in_the_table() -> None:

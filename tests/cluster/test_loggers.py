@@ -1,0 +1,341 @@
+"""Loggers: one that fails or blocks is dropped and told, the others get every step; what TensorBoard, W&B and Prometheus see."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.loggers import (
+    AnySettings,
+    Logger,
+    Loggers,
+    TensorBoardSettings,
+    WandbSettings,
+    open_logger,
+)
+from cluster.preflight import preflight
+from rayloop.core.failures import ConfigError
+from rayloop.core.runfolder import RunFolder
+from tests.cluster.test_preflight import config
+from tests.support.runs import ROOT, eventually, finished, settings
+
+GOOD, BAD = TensorBoardSettings(), WandbSettings(project="p", timeout=0.2)
+STEP = {"step": 1.0, "reward/mean": 0.5}
+
+
+class Kept:
+    """A logger that remembers, and does ``also`` at each call."""
+
+    def __init__(self, also: Callable[[int], None] = lambda step: None) -> None:
+        self.steps: list[int] = []
+        self.closed, self.also = False, also
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.also(step)
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Told:
+    """Two loggers, of which W&B's place is taken by ``bad``, and what was told of them."""
+
+    def __init__(self, bad: Callable[[], Logger]) -> None:
+        self.good, self.failed = Kept(), list[tuple[str, str]]()
+        opening: dict[str, Callable[[], Logger]] = {"tensorboard": lambda: self.good, "wandb": bad}
+        self.loggers = Loggers((GOOD, BAD), lambda s: opening[s.kind](), lambda *told: self.failed.append(told))
+
+    def steps_until_told(self) -> int:
+        """Log step after step until a failure is told; returns their number."""
+        done = 0
+
+        def step() -> bool:
+            nonlocal done
+            done += 1
+            self.loggers.log(done, STEP)
+            return bool(self.failed)
+
+        eventually(step, "a failure is told", 10)
+        return done
+
+    def close(self) -> None:
+        asyncio.run(self.loggers.close())
+
+
+def refuse(error: BaseException) -> Callable[..., Any]:
+    def raising(*_: Any) -> Any:
+        raise error
+
+    return raising
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (refuse(OSError(28, "No space left on device")), "OSError: [Errno 28] No space left on device"),
+        (lambda: Kept(refuse(ConnectionError("no network"))), "ConnectionError: no network"),
+        (lambda: Kept(refuse(SystemExit(3))), "SystemExit: 3"),
+    ],
+    ids=["opening", "logging", "exiting"],
+)
+def test_a_logger_that_fails_is_dropped_once_and_the_other_gets_every_step(bad: Callable[[], Logger], why: str) -> None:
+    told = Told(bad)
+    last = told.steps_until_told()
+    told.loggers.log(last + 1, STEP)
+    told.close()
+    assert told.failed == [("wandb", why)]
+    assert told.good.steps == list(range(1, last + 2))
+    assert told.good.closed
+
+
+@pytest.mark.parametrize("where", ["opening", "logging"])
+def test_a_logger_that_blocks_is_dropped_and_delays_nobody(where: str) -> None:
+    released, entered = threading.Event(), threading.Event()
+
+    def block(*_: Any) -> None:
+        entered.set()
+        released.wait()
+
+    def opening() -> Logger:
+        if where == "opening":
+            block()
+        return Kept(block)
+
+    told = Told(opening)
+    told.loggers.log(1, STEP)
+    assert entered.wait(10)
+    last = told.steps_until_told()
+    told.close()
+    released.set()
+    assert told.failed == [("wandb", "a call has not returned for 0.2 s")]
+    assert told.good.steps == [1, *range(1, last + 1)]
+
+
+def test_a_close_that_blocks_or_fails_is_told() -> None:
+    released = threading.Event()
+
+    class Slow(Kept):
+        def close(self) -> None:
+            released.wait()
+
+    class Broken(Kept):
+        def close(self) -> None:
+            raise OSError("disk gone")
+
+    for bad, why in ((Slow, "it could not be closed within 0.2 s"), (Broken, "OSError: disk gone")):
+        told = Told(bad)
+        told.loggers.log(1, STEP)
+        told.close()
+        assert told.failed == [("wandb", why)]
+        assert (told.good.steps, told.good.closed) == ([1], True)
+    released.set()
+
+
+def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.loggers.WAITING", 3)
+    released = threading.Event()
+    told = list[tuple[str, str]]()
+    slow = WandbSettings(project="p", timeout=60)
+    loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: told.append(f))
+    for step in range(5):
+        loggers.log(step, STEP)
+    released.set()
+    asyncio.run(loggers.close())
+    assert told == [("wandb", "3 records wait for it")]
+
+
+# Configuration ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    wanted = config(tmp_path, loggers=[{"kind": "wandb", "project": "p"}])
+    with pytest.raises(ConfigError, match=r'loggers\.0: kind wandb .* not installed.* pip install -e "\.\[wandb\]"'):
+        preflight(wanted)
+
+
+def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B itself makes ``./wandb``, which Python would import as an empty package."""
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(ConfigError, match="wandb, which is not installed"):
+        preflight(config(tmp_path, loggers=[{"kind": "wandb", "project": "p"}]))
+
+
+def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="kind tensorboard is there more than once"):
+        config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard", "timeout": 5}])
+
+
+# The loggers themselves ------------------------------------------------------------------------------------------------
+
+
+def logged(chosen: AnySettings, folder: RunFolder, *steps: tuple[int, float]) -> None:
+    """What one driver does: open, log (step, reward) pairs, close."""
+    logger = open_logger(chosen, "run", {"seed": 0}, folder)
+    for step, reward in steps:
+        logger.log(step, {"step": float(step), "reward/mean": reward, "actor/loss": float("nan")})
+    logger.close()
+
+
+def test_tensorboard_reads_each_step_once_over_restores_and_drivers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder.at(tmp_path)
+    logged(GOOD, folder, (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))  # the policy was lost, step 1 restored
+    logged(GOOD, folder, (3, 0.375), (4, 0.5))  # the driver died after step 3 and restored step 2
+    reader = EventAccumulator(str(folder.tensorboard))
+    reader.Reload()
+    assert reader.Tags()["scalars"] == ["reward/mean", "actor/loss"]
+    found = [(event.step, event.value) for event in reader.Scalars("reward/mean")]
+    assert found == [(1, pytest.approx(0.1)), (2, 0.25), (3, 0.375), (4, 0.5)]
+
+
+def test_the_writers_leave_torch_alone() -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    code = (
+        "import sys, tempfile; from cluster.loggers import *; from pathlib import Path\n"
+        "TensorBoard(Path(tempfile.mkdtemp())).log(1, {'a': 1.0})\n"
+        "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FAKE of the part of W&B's module that is used; the real one is in the next test."""
+    calls: list[tuple[str, Any]] = []
+
+    class FakeRun:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            calls.append(("define", (name, step_metric)))
+
+        def log(self, record: Mapping[str, float]) -> None:
+            calls.append(("log", record["step"]))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**options: Any) -> FakeRun:
+        calls.append(("init", options))
+        return FakeRun()
+
+    fake = types.SimpleNamespace(init=init, Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = RunFolder.at(tmp_path)
+    chosen = WandbSettings(project="p", entity="team", mode="offline")
+    logged(chosen, folder, (1, 0.1), (2, 0.2))
+    logged(chosen, folder, (2, 0.3))
+    assert [(name, value) for name, value in calls if name != "init"] == [
+        ("define", ("*", "step")), ("log", 1), ("log", 2), ("finish", None),
+        ("define", ("*", "step")), ("log", 2), ("finish", None),
+    ]  # fmt: skip
+    first, second = (options for name, options in calls if name == "init")
+    assert first == second
+    assert first["id"] == (tmp_path / "wandb" / "id").read_text()
+    assert {k: first[k] for k in ("project", "entity", "mode", "name", "config", "resume", "dir")} == {
+        "project": "p", "entity": "team", "mode": "offline", "name": "run", "config": {"seed": 0},
+        "resume": "allow", "dir": str(tmp_path),
+    }  # fmt: skip
+
+
+def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    folder = RunFolder.at(tmp_path)
+    offline = WandbSettings(project="p", mode="offline")
+    logged(offline, folder, (1, 0.1))
+    logged(offline, folder, (2, 0.2))
+    (name,) = {path.name for path in folder.wandb.glob("offline-run-*/*.wandb")}
+    assert name == f"run-{(folder.wandb / 'id').read_text()}.wandb"
+
+
+PROMETHEUS = """
+import sys, time, tempfile, urllib.request
+from cluster.environment import private_cluster
+
+with private_cluster() as temporary:
+    import ray
+    from cluster.session import session
+    from pathlib import Path
+
+    @ray.remote
+    class Stands:  # where the driver does
+        def log(self):
+            from cluster.loggers import Prometheus
+            self.logger = Prometheus("tested")
+            self.logger.log(7, {"step": 7.0, "reward/mean": 0.5, "reward/digits/mean": 0.25, "actor/loss": float("nan"),
+                                "ledger/filtered[all_wrong]": 3.0})
+            return "torch" in sys.modules
+
+    with session({}, None, temporary, Path(tempfile.mkdtemp())):
+        actor = Stands.remote()
+        assert not ray.get(actor.log.remote()), "torch was imported"
+        (node,) = ray.nodes()
+        for _ in range(60):
+            try:
+                with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics") as page:
+                    lines = [line for line in page.read().decode().splitlines() if line.startswith("ray_rayloop_")]
+            except OSError:
+                lines = []
+            if len(lines) >= 4:
+                break
+            time.sleep(1)
+        print("\\n".join(lines))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> None:
+    """A private cluster has no dashboard, but its node's agent serves the metrics port."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROMETHEUS], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for line in done.stdout.splitlines():
+        name, _, rest = line.partition("{")
+        labels, _, value = rest.rpartition("} ")
+        ours = dict(part.split("=", 1) for part in labels.split(","))
+        found[name, ours.get("source", ours.get("state", ""))] = float(value)
+        assert ours["run"] == '"tested"'
+    assert found == {
+        ("ray_rayloop_step", ""): 7.0,
+        ("ray_rayloop_reward_mean", '""'): 0.5,
+        ("ray_rayloop_reward_mean", '"digits"'): 0.25,
+        ("ray_rayloop_ledger", '"filtered[all_wrong]"'): 3.0,
+    }
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_without_a_logger_that_fails(tmp_path: Path, digits_model: Path) -> None:
+    """TensorBoard has what metrics.jsonl has; when its folder cannot be opened, the run ends without it."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    chosen = settings(tmp_path, digits_model, steps=2, loggers=[{"kind": "tensorboard"}])
+    made = finished(chosen)
+    reader = EventAccumulator(str(made.folder / "tensorboard"))
+    reader.Reload()
+    record = made.metrics[-1]
+    assert [e.step for e in reader.Scalars("reward/mean")] == [1, 2]
+    assert reader.Scalars("reward/mean")[-1].value == pytest.approx(record["reward/mean"])
+    assert not made.named("logger_failed")
+
+    (made.folder / "tensorboard").rename(tmp_path / "first")
+    (made.folder / "tensorboard").write_text("no folder")
+    resumed = finished({**chosen, "steps": 4})
+    assert [r["step"] for r in resumed.metrics] == [1, 2, 3, 4]
+    (failed,) = resumed.named("logger_failed")
+    assert (failed["logger"], failed["why"].partition(":")[0]) == ("tensorboard", "FileExistsError")
+    assert "logger_failed" in resumed.text
