@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import submit
+from cluster import bench, submit
 from cluster.config import RunConfig
 from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     # Threads that wait spin briefly, then sleep: without spinning small operations crawl, and actors that share cores and
     # spin for long (the default) bring each other to a stop.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    arguments = parser().parse_args(argv)
+    arguments = parsed(argv)
     try:
         code: int = arguments.command(arguments)
         return code
@@ -35,6 +35,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rayloop: interrupted before anything could be saved", file=sys.stderr)
         return 1
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may also stand behind options, which argparse by itself refuses."""
+    arguments, rest = parser().parse_known_args(argv)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong or (rest and "overrides" not in arguments):
+        parser().error(f"unrecognized arguments: {' '.join(wrong or rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
     report.set_defaults(command=_report)
     submit.add_arguments(commands.add_parser("submit", help="train as a Ray job on a cluster"))
+    bench.add_arguments(commands.add_parser("bench", help="measure one GRPO step, alone or beside TRL's"))
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
 

@@ -1,0 +1,321 @@
+"""``bench``: one GRPO step of any text model through the real actors, and the same step of a peer beside it.
+
+The task is a toy, so that only speed is measured: short sums as prompts, the share of digits as reward, and answers that
+all have the full length. Model, prompts, lengths, learning rate and threads are the same on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import psutil
+import yaml
+from safetensors import safe_open
+
+from cluster.config import RunConfig
+from cluster.environment import private_cluster
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.config import load
+from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.core.jsonl import JsonLines
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Task, Trajectory
+
+PEER = Path(__file__).parent.parent / "benchmarks" / "trl_step.py"
+"""Runs in the environment that has TRL."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""The prompt's text and nothing else, as TRL passes a prompt that is no conversation; base models have no template."""
+PARTS = ("step_s_median", "gen_s_median", "train_s_median")
+MEMORY_EVERY = 1.0
+"""Seconds between two looks at the memory of all processes."""
+
+
+class BenchFailed(RayloopError):
+    """One of the compared programs ended with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one measured step is: ``prompts * group`` answers of ``completion`` tokens each."""
+
+    model: Path
+    prompts: int
+    group: int
+    completion: int
+    steps: int
+    threads: int
+    lr: float
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Shape:
+        given = vars(arguments)
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+
+class DigitShare:
+    """A toy reward: the share of characters that are digits."""
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: DigitShare.Settings) -> None:
+        del settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> float:
+        text = context.texts[-1]
+        return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    one = actions.add_parser("step", help="steps through the real actors; the last line is JSON")
+    _add_shape(one)
+    one.add_argument("overrides", nargs="*", metavar="key=value", help="for example policy.engine.dtype=bfloat16")
+    one.set_defaults(command=_step)
+    both = actions.add_parser("compare", help="TRL and rayloop alternately; the last line is JSON")
+    _add_shape(both)
+    both.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
+    both.add_argument("--peer-python", required=True, metavar="PYTHON", help="interpreter of an environment with TRL")
+    both.set_defaults(command=_compare)
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a text model")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="answers per prompt")
+    parser.add_argument("--completion", type=int, default=64, help="tokens of every answer")
+    parser.add_argument("--steps", type=int, default=7, help="the first one warms up and is left out of the medians")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch in generation and in training")
+    parser.add_argument("--lr", type=float, default=1e-4)
+
+
+def write_rows(path: Path, number: int) -> None:
+    """``number`` prompts {id, prompt}; equal numbers, equal files."""
+    generator = random.Random(0)
+    sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(number))
+    path.write_text("".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)))
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    with private_cluster() as temporary:
+        print(json.dumps(step(Shape.of(arguments), arguments.overrides, temporary)))
+    return 0
+
+
+def step(shape: Shape, overrides: Sequence[str], temporary: str) -> dict[str, Any]:
+    """Train ``shape.steps`` steps in a private cluster whose files are in ``temporary``; returns what was measured."""
+    from cluster.train import train  # imports ray
+
+    began = time.time()
+    folder = Path(temporary) / "bench"
+    folder.mkdir()
+    _write_rows(folder / "rows.jsonl", shape)
+    _plain_prompts(shape.model, folder / "model")
+    config = _config(shape, folder, overrides)
+    with _PeakMemory() as memory:
+        train(config, None, temporary)
+    return _result(shape, folder / config.name, began, memory)
+
+
+def _write_rows(path: Path, shape: Shape) -> None:
+    """A prompt {id, prompt} for every group; equal shapes, equal files."""
+    generator = random.Random(0)
+    sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(shape.prompts * shape.steps))
+    path.write_text("".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)))
+
+
+def _plain_prompts(model: Path, target: Path) -> None:
+    """A folder like ``model`` (its files are linked) whose chat template is ``TEMPLATE``. Raises ConfigError."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: no config.json there; expected a folder in Hugging Face layout")
+    target.mkdir()
+    for file in model.iterdir():
+        if not file.name.startswith("chat_template"):
+            (target / file.name).symlink_to(file.resolve())
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def _config(shape: Shape, folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """The defaults, but for the shape, filters (none: every group is trained on) and the folder."""
+    length, batch = shape.completion, shape.prompts * shape.group
+    values = {
+        "name": "run",
+        "output": str(folder),
+        "steps": shape.steps,
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "rollout": {
+            "engine": {"threads": shape.threads, "max_batch": batch},
+            "sampling": {"max_tokens": length, "min_tokens": length},
+        },
+        "reward": {"source": {"use": "cluster.bench:DigitShare"}},
+        "policy": {"engine": {"threads": shape.threads}, "optimizer": {"lr": shape.lr}},
+        "algorithm": {"group_size": shape.group, "groups_per_step": shape.prompts, "filtering": {"filters": []}},
+        "checkpoint": {"every": shape.steps},
+    }
+    path = folder / "bench.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load(path, overrides, RunConfig)
+
+
+def _result(shape: Shape, run: Path, began: float, memory: _PeakMemory) -> dict[str, Any]:
+    """The fields of the peer's line, from the records of a finished run.
+
+    A step lasts from one record of the run to the next: everything that is done for it is in that time. Generation is the
+    time in which the trainer waits for scored answers; training is the rest.
+    """
+    records = list(JsonLines(run / "metrics.jsonl"))
+    begun = max(event["time"] for event in JsonLines(run / "events.jsonl") if event.get("step") == 0)
+    times = [begun, *(record["time"] for record in records)]
+    steps = [after - before for before, after in pairwise(times)]
+    generation = [record["timing_s/gen"] for record in records]
+    training = [whole - part for whole, part in zip(steps, generation, strict=True)]
+    tokens = [round(record["rollout/tokens"]) for record in records]
+    warm = slice(1 if len(steps) > 1 else 0, None)
+    return {
+        "tool": "rayloop",
+        "versions": {name: version(name) for name in ("rayloop", "ray", "transformers", "torch")},
+        **asdict(shape),
+        "model": str(shape.model),
+        "params_m": round(_parameters(shape.model) / 1e6, 3),
+        "setup_s": round(begun - began, 2),
+        "wall_s": round(times[-1] - begun, 2),
+        "step_s_median": round(median(steps[warm]), 3),
+        "step_s": [round(seconds, 3) for seconds in steps],
+        "gen_s_median": round(median(generation[warm]), 3),
+        "gen_s": [round(seconds, 3) for seconds in generation],
+        "train_s_median": round(median(training[warm]), 3),
+        "completion_tokens": tokens,
+        "gen_tok_per_s": round(sum(tokens[warm]) / sum(generation[warm]), 1),
+        "samples_per_s": round(shape.prompts * shape.group / median(steps[warm]), 2),
+        "reward": [record["reward/mean"] for record in records],
+        "peak_rss_mb": round(memory.rss),
+        "peak_pss_mb": round(memory.pss),
+    }
+
+
+def _parameters(model: Path) -> int:
+    """Parameters in the folder's safetensors files; a tied head is not among them."""
+    total = 0
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+class _PeakMemory:
+    """The most that this process and all its descendants held at once while the block ran, in MiB: RSS and PSS.
+
+    RSS counts what processes share (libraries, Ray's object store) once for each of them, PSS once in all.
+    """
+
+    def __init__(self) -> None:
+        self.rss = self.pss = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(MEMORY_EVERY):
+            rss, pss = tree_memory(psutil.Process())
+            self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
+
+
+def tree_memory(root: psutil.Process) -> tuple[float, float]:
+    """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as nothing."""
+    sums = {"Rss:": 0, "Pss:": 0}
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for line in rollup.splitlines():
+            name, *values = line.split()
+            if name in sums:
+                sums[name] += int(values[0])
+    return sums["Rss:"] / 1024, sums["Pss:"] / 1024
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Run the peer and ours in turn, ``rounds`` times, and print the ratios of their median times."""
+    shape = Shape.of(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        rows = Path(temporary) / "rows.jsonl"
+        _write_rows(rows, shape)
+        options = [item for name, value in asdict(shape).items() for item in (f"--{name}", str(value))]
+        commands = {
+            "peer": [arguments.peer_python, str(PEER), "--rows", str(rows), *options],
+            "ours": [sys.executable, "-m", "cluster", "bench", "step", *options],
+        }
+        rounds = []
+        for number in range(1, arguments.rounds + 1):
+            rounds.append({side: _measured(command) for side, command in commands.items()})
+            print(f"round {number}: {_describe(rounds[-1])}", flush=True)
+    whole = {side: {name: median(r[side][name] for r in rounds) for name in PARTS} for side in commands}
+    ratios = {name: round(whole["ours"][name] / whole["peer"][name], 3) for name in PARTS}
+    print(f"median of {len(rounds)}: {_describe(whole)}")
+    print(json.dumps({"ratio": ratios, "machine": machine(), "rounds": rounds}))
+    return 0
+
+
+def _measured(command: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in the last line of a program's output. Raises BenchFailed."""
+    # Our command line sets the variable for actors that share cores; the peer gets its own default.
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
+    ours, peer = sides["ours"], sides["peer"]
+    return ", ".join(
+        f"{name.removesuffix('_s_median')} {ours[name]:.3f} / {peer[name]:.3f} s = {ours[name] / peer[name]:.3f}"
+        for name in PARTS
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was (load average of the last minute)."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
