@@ -28,6 +28,8 @@ from rayloop.core.runfolder import RunFolder
 
 WAITING = 1000
 """Records that may wait for a logger."""
+REPEAT = 3.0
+"""Seconds between two exports of the gauges: Ray forgets one that was not set since its last report, which it makes every 10 s."""
 
 
 class Patience(Settings):
@@ -92,22 +94,36 @@ class Logger(Protocol):
 
 
 class Prometheus:
-    """Gauges of ``ray.util.metrics``, named by ``rayloop.core.metrics.prometheus``, with the label ``run``."""
+    """Gauges of ``ray.util.metrics``, named by ``rayloop.core.metrics.prometheus``, with the label ``run``.
+
+    A metric keeps its value until a step has a new one.
+    """
 
     def __init__(self, run: str) -> None:
         from ray.util.metrics import Gauge
 
         self._run, self._make, self._gauges = run, Gauge, dict[str, Any]()
+        self._newest: dict[str, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._repeat, daemon=True, name="prometheus-repeat").start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._export(metrics)
+        self._newest = self._newest | dict(metrics)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(REPEAT):
+            self._export(self._newest)
+
+    def _export(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             row, labels = prometheus(name)
             if row.prometheus not in self._gauges:
                 self._gauges[row.prometheus] = self._make(row.prometheus, row.meaning, ("run", *labels))
             self._gauges[row.prometheus].set(value, {"run": self._run, **labels})
-
-    def close(self) -> None:
-        """Ray drops the gauges with this process."""
 
 
 class TensorBoard:
