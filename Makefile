@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test test-faults lint quickstart digits docs
+.PHONY: test test-faults test-k8s lint quickstart digits docs
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow_faults"
+	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults
+
+test-k8s: $(VENV)/.k8s
+	$(BIN)/python -m pytest -q -rs -m k8s tests/deploy/k8s
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)
@@ -51,3 +54,7 @@ $(VENV)/.run: $(VENV)/.torch $(SPEC)
 $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt
 	touch $@ $(VENV)/.run
+
+$(VENV)/.k8s: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -e ".[k8s]" -c constraints.txt
+	touch $@

@@ -1,0 +1,321 @@
+"""What a schema cannot say about the manifests: that versions, images, ports, selectors, volumes, secrets and sizes agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.cli import parser, read
+from cluster.environment import node_settings
+from cluster.preflight import lasting
+from cluster.services import bundles
+from rayloop.core.failures import RayloopError
+from tests.deploy.k8s.schemas import ROOT
+
+Document = dict[str, Any]
+DRAIN = 30
+"""Seconds for which Ray drains a node that is told to stop."""
+UNITS = {"": 1.0, "m": 1e-3, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+def quantity(text: str) -> float:
+    match = re.fullmatch(r"([\d.]+)(\D*)", str(text))
+    assert match, f"{text!r} is no quantity"
+    return float(match[1]) * UNITS[match[2]]
+
+
+@cache
+def pinned(package: str) -> str:
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert found, f"constraints.txt does not pin {package}"
+    return found[1]
+
+
+@cache
+def project_version() -> str:
+    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return version
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod that will exist, with the labels that the operator adds to ours."""
+
+    title: str
+    labels: Mapping[str, str]
+    spec: Document
+
+    @property
+    def container(self) -> Document:
+        container: Document = self.spec["containers"][0]
+        return container
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
+
+    def selected(self, selector: Document) -> bool:
+        return all(self.labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of a cluster; the head is one too."""
+
+    pod: Pod
+    spec: Document
+    head: bool
+
+    def capacity(self) -> dict[str, float]:
+        """What Ray counts on one node: the container's limits, unless the group's own fields say otherwise."""
+        limits, start = self.pod.container["resources"]["limits"], self.spec["rayStartParams"]
+        own = {name: quantity(amount) for name, amount in self.spec.get("resources", {}).items()}
+        cpus = start.get("num-cpus", limits["cpu"])
+        return {"CPU": quantity(cpus), "GPU": float(limits.get("nvidia.com/gpu", 0)), **own}
+
+
+def clusters(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """Title and specification of every Ray cluster."""
+    for document in documents:
+        spec = {"RayCluster": document.get("spec"), "RayService": document.get("spec", {}).get("rayClusterConfig")}
+        if document["kind"] in spec:
+            yield f"{document['kind']}/{document['metadata']['name']}", spec[document["kind"]]
+
+
+def groups(title: str, cluster: Document) -> Iterator[Group]:
+    head = cluster["headGroupSpec"]
+    for name, spec in [("head", head), *((group["groupName"], group) for group in cluster["workerGroupSpecs"])]:
+        labels = {
+            "ray.io/is-ray-node": "yes",
+            "ray.io/node-type": "head" if spec is head else "worker",
+            "ray.io/cluster": title.partition("/")[2],
+        }
+        template = spec["template"]
+        own = template.get("metadata", {}).get("labels", {})
+        yield Group(Pod(f"{title} {name}", labels | own, template["spec"]), spec, spec is head)
+
+
+def all_groups(documents: list[Document]) -> list[Group]:
+    return [group for title, cluster in clusters(documents) for group in groups(title, cluster)]
+
+
+def pods(documents: list[Document]) -> list[Pod]:
+    submitters = [
+        Pod(f"RayJob/{job['metadata']['name']} submitter", template["metadata"]["labels"], template["spec"])
+        for job in of_kind(documents, "RayJob")
+        for template in [job["spec"]["submitterPodTemplate"]]
+    ]
+    return [group.pod for group in all_groups(documents)] + submitters
+
+
+def of_kind(documents: list[Document], kind: str) -> list[Document]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def faults(documents: list[Document]) -> list[str]:
+    """Everything that does not agree, one line per fault."""
+    nodes = (versions, images, scaling, starts, sizes, shared_memory, mounts, secrets, settings)
+    return [fault for rule in (*nodes, selectors, monitors, jobs, services) for fault in rule(documents)]
+
+
+def versions(documents: list[Document]) -> Iterator[str]:
+    for title, cluster in clusters(documents):
+        if cluster.get("rayVersion") != pinned("ray"):
+            yield f"{title}: rayVersion {cluster.get('rayVersion')}, constraints.txt has ray=={pinned('ray')}"
+        if cluster.get("authOptions", {}).get("mode") != "token":
+            yield f"{title}: authOptions.mode is not token"
+
+
+def images(documents: list[Document]) -> Iterator[str]:
+    used = {pod.container["image"] for pod in pods(documents)}
+    if len(used) > 1:
+        yield f"different images: {', '.join(sorted(used))}"
+    for image in used:
+        if image.rpartition(":")[2] != project_version():
+            yield f"image {image}: its tag is not this version, {project_version()}"
+
+
+def scaling(documents: list[Document]) -> Iterator[str]:
+    for title, cluster in clusters(documents):
+        for group in cluster["workerGroupSpecs"]:
+            name, low, now, high = (group[key] for key in ("groupName", "minReplicas", "replicas", "maxReplicas"))
+            if not low <= now <= high:
+                yield f"{title} {name}: replicas {now} is outside {low} to {high}"
+            if low < high and not cluster.get("enableInTreeAutoscaling"):
+                yield f"{title} {name}: {low} to {high} replicas, and nothing scales them: enableInTreeAutoscaling"
+            if name == "policy" and low != high:
+                yield f"{title} policy: {low} to {high} replicas, but ranks are a fixed number"
+
+
+def starts(documents: list[Document]) -> Iterator[str]:
+    for group in all_groups(documents):
+        start, title = group.spec["rayStartParams"], group.pod.title
+        if group.head and start.get("num-cpus") != "0":
+            yield f"{title}: rayStartParams.num-cpus is not '0'; what runs on the head dies with it"
+        if group.spec.get("resources") and start.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
+            yield f"{title}: the operator refuses resources in rayStartParams and in the group's resources"
+        if group.pod.spec.get("terminationGracePeriodSeconds", DRAIN) <= DRAIN:
+            yield f"{title}: terminationGracePeriodSeconds is not above Ray's {DRAIN} s of draining"
+
+
+def sizes(documents: list[Document]) -> Iterator[str]:
+    gpu = "nvidia.com/gpu"
+    for group in all_groups(documents):
+        amounts, slots = group.pod.container["resources"], group.spec.get("resources", {})
+        wanted, limit = amounts["requests"].get(gpu), amounts["limits"].get(gpu)
+        if wanted != limit:
+            yield f"{group.pod.title}: {gpu} is requested {wanted}, limited {limit}"
+        for slot in slots.keys() & {"policy", "rollout"}:
+            if slots[slot] != limit:
+                yield f"{group.pod.title}: {slots[slot]} slots {slot} for {limit} GPUs"
+
+
+def shared_memory(documents: list[Document]) -> Iterator[str]:
+    """Ray puts its object store on disk when /dev/shm is smaller than the store's share of the memory."""
+    for group in all_groups(documents):
+        title, memory = group.pod.title, quantity(group.pod.container["resources"]["limits"]["memory"])
+        store = DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * memory
+        volumes = {volume["name"]: volume for volume in group.pod.spec["volumes"]}
+        names = [mount["name"] for mount in group.pod.container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        shared = volumes.get(names[0], {}).get("emptyDir", {}) if names else {}
+        if shared.get("medium") != "Memory":
+            yield f"{title}: /dev/shm is not in memory"
+        elif not store <= quantity(shared["sizeLimit"]) < memory:
+            yield f"{title}: /dev/shm has {shared['sizeLimit']}, the object store {store / 2**30:.1f}Gi"
+
+
+def mounts(documents: list[Document]) -> Iterator[str]:
+    claims = {claim["metadata"]["name"] for claim in of_kind(documents, "PersistentVolumeClaim")}
+    for pod in pods(documents):
+        volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
+        for mount in pod.container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"{pod.title}: mounts {mount['name']}, which is no volume"
+        for volume in volumes.values():
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            if claim and claim not in claims:
+                yield f"{pod.title}: volume {volume['name']} claims {claim}, which does not exist"
+
+
+def secrets(documents: list[Document]) -> Iterator[str]:
+    present = {secret["metadata"]["name"] for secret in of_kind(documents, "Secret")}
+    for pod in pods(documents):
+        for variable in pod.container.get("env", []):
+            secret = variable.get("valueFrom", {}).get("secretKeyRef", {})
+            if secret and not secret.get("optional") and secret["name"] not in present:
+                yield f"{pod.title}: {variable['name']} needs the secret {secret['name']}, which does not exist"
+    for title, cluster in clusters(documents):
+        name = cluster.get("authOptions", {}).get("secretName")
+        if name and name not in present:
+            yield f"{title}: authOptions needs the secret {name}, which does not exist"
+
+
+def settings(documents: list[Document]) -> Iterator[str]:
+    """Every Ray process gets what cluster/environment.py gives those that we start; the operator sets the token."""
+    wanted = {name: value for name, value in node_settings(None).items() if not name.startswith("RAY_AUTH")}
+    for group in all_groups(documents):
+        given = {variable["name"]: variable.get("value") for variable in group.pod.container.get("env", [])}
+        for name, value in wanted.items():
+            if given.get(name) != value:
+                yield f"{group.pod.title}: {name} is {given.get(name)}, cluster/environment.py says {value}"
+
+
+def selectors(documents: list[Document]) -> Iterator[str]:
+    known = pods(documents)
+    for policy in of_kind(documents, "NetworkPolicy"):
+        title, spec = f"NetworkPolicy/{policy['metadata']['name']}", policy["spec"]
+        chosen = [pod for pod in known if pod.selected(spec["podSelector"])]
+        if not chosen:
+            yield f"{title}: podSelector selects nothing"
+        open_ports = {port for pod in chosen for port in pod.ports.values()}
+        for rule in spec["ingress"]:
+            for port in rule.get("ports", []):
+                if chosen and port["port"] not in open_ports:
+                    yield f"{title}: port {port['port']} is no port of what it selects"
+            for peer in rule["from"]:
+                here = "namespaceSelector" not in peer
+                if here and not any(pod.selected(peer["podSelector"]) for pod in known):
+                    yield f"{title}: lets in {peer['podSelector']}, which selects nothing"
+
+
+def monitors(documents: list[Document]) -> Iterator[str]:
+    for monitor in of_kind(documents, "PodMonitor"):
+        title = f"PodMonitor/{monitor['metadata']['name']}"
+        chosen = [pod for pod in pods(documents) if pod.selected(monitor["spec"]["selector"])]
+        if not chosen:
+            yield f"{title}: selects nothing"
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            without = [pod for pod in chosen if endpoint["port"] not in pod.ports]
+            yield from (f"{title}: {pod.title} has no port {endpoint['port']}" for pod in without)
+
+
+def jobs(documents: list[Document]) -> Iterator[str]:
+    known = dict(clusters(documents))
+    for job in of_kind(documents, "RayJob"):
+        title, spec = f"RayJob/{job['metadata']['name']}", job["spec"]
+        chosen = f"RayCluster/{spec.get('clusterSelector', {}).get('ray.io/cluster')}"
+        if chosen not in known:
+            yield f"{title}: clusterSelector names {chosen}, which does not exist"
+            continue
+        each = groups(chosen, known[chosen])
+        nodes = [group.capacity() for group in each for _ in range(group.spec.get("replicas", 1))]
+        driver = {"CPU": spec.get("entrypointNumCpus", 0.0), **json.loads(spec.get("entrypointResources", "{}"))}
+        if not driver["CPU"]:
+            yield f"{title}: the entrypoint asks for no CPU, and may run on the head"
+        yield from (f"{title}: {fault}" for fault in run_faults(spec["entrypoint"], driver, nodes))
+
+
+def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, float]]) -> Iterator[str]:
+    """Whether the command can be parsed, its configuration is valid, and its actors fit on the nodes (first fit)."""
+    words = shlex.split(entrypoint)
+    if words[:4] != ["python", "-m", "cluster", "train"]:
+        yield f"entrypoint {entrypoint!r} is not `python -m cluster train`"
+        return
+    try:
+        arguments = parser().parse_args(words[3:])
+        config = read(ROOT / arguments.config, arguments.overrides)
+        lasting(config)
+    except (RayloopError, OSError) as error:
+        yield f"entrypoint: {error}"
+        return
+    free = [dict(node) for node in nodes]
+    choosy_first = sorted(
+        [driver, *bundles(config)], key=lambda bundle: (bundle.get("GPU", 0.0), len(bundle)), reverse=True
+    )
+    for wanted in choosy_first:
+        node = next((n for n in free if all(n.get(name, 0.0) >= amount for name, amount in wanted.items())), None)
+        if node is None:
+            yield f"no node has room for {wanted}"
+            continue
+        for name, amount in wanted.items():
+            node[name] -= amount
+
+
+def services(documents: list[Document]) -> Iterator[str]:
+    for service in of_kind(documents, "RayService"):
+        title = f"RayService/{service['metadata']['name']}"
+        try:
+            schema = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+        except ValueError as error:
+            yield f"{title}: serveConfigV2: {error}"
+            continue
+        served = groups(title, service["spec"]["rayClusterConfig"])
+        yield from (
+            f"{group.pod.title}: no port named serve at {schema.http_options.port}"
+            for group in served
+            if group.pod.ports.get("serve") != schema.http_options.port
+        )
+        for application in schema.applications:
+            package = application.import_path.partition(".")[0]
+            if not (ROOT / package / "__init__.py").is_file():
+                yield f"{title}: {application.import_path}: there is no package {package}"

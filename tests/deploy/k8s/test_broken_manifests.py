@@ -1,0 +1,158 @@
+"""Manifests with one fault each are refused, and the fault is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.deploy.k8s.rules import faults, of_kind
+from tests.deploy.k8s.schemas import crd_folder, schema_faults
+from tests.deploy.k8s.test_manifests import NO_CRDS, written
+
+pytestmark = pytest.mark.k8s
+Documents = list[dict[str, Any]]
+Breaks = Callable[[Documents], Any]
+
+
+def spec(documents: Documents, kind: str = "RayCluster") -> dict[str, Any]:
+    found: dict[str, Any] = of_kind(documents, kind)[0]["spec"]
+    return found
+
+
+def head(documents: Documents) -> dict[str, Any]:
+    found: dict[str, Any] = spec(documents)["headGroupSpec"]
+    return found
+
+
+def worker(documents: Documents, name: str = "policy") -> dict[str, Any]:
+    found: dict[str, Any]
+    (found,) = (group for group in spec(documents)["workerGroupSpecs"] if group["groupName"] == name)
+    return found
+
+
+def pod(group: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = group["template"]["spec"]
+    return found
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = pod(group)["containers"][0]
+    return found
+
+
+RAY_SHAPES: list[tuple[str, Breaks]] = [
+    ("2.6 is not of type 'string'", lambda d: spec(d).update(rayVersion=2.6)),
+    ("'enableInTreeAutoscalling' was unexpected", lambda d: spec(d).update(enableInTreeAutoscalling=True)),
+    ("0 is not of type 'string'", lambda d: head(d)["rayStartParams"].update({"num-cpus": 0})),
+    ("'8265' is not of type 'integer'", lambda d: container(head(d))["ports"][1].update(containerPort="8265")),
+    ("'tokens' is not one of", lambda d: spec(d)["authOptions"].update(mode="tokens")),
+    ("'minReplica' was unexpected", lambda d: worker(d).update(minReplica=1)),
+    ("'groupName' is a required property", lambda d: worker(d).pop("groupName")),
+    ("'cpus' was unexpected", lambda d: container(head(d))["resources"].update(cpus="4")),
+    ("'three' is not of type 'integer'", lambda d: spec(d, "RayJob").update(backoffLimit="three")),
+    ("'command' was unexpected", lambda d: spec(d, "RayJob").update(command="python -m cluster train")),
+    ("'rayClusterConfig' is a required property", lambda d: spec(d, "RayService").pop("rayClusterConfig")),
+    ("'serveConfig' was unexpected", lambda d: spec(d, "RayService").update(serveConfig="")),
+]
+
+KUBERNETES_SHAPES: list[tuple[str, Breaks]] = [
+    ("'accessMode' was unexpected", lambda d: spec(d, "PersistentVolumeClaim").update(accessMode="ReadWriteMany")),
+    ("is not of type 'array'", lambda d: spec(d, "PersistentVolumeClaim").update(accessModes="ReadWriteMany")),
+    ("'podSelectors' was unexpected", lambda d: spec(d, "NetworkPolicy").update(podSelectors={})),
+    ("'name' was unexpected", lambda d: of_kind(d, "Namespace")[0].update(name="rayloop")),
+    ("'podMetricEndpoints' was unexpected", lambda d: spec(d, "PodMonitor").update(podMetricEndpoints=[])),
+]
+
+DISAGREEMENTS: list[tuple[str, Breaks]] = [
+    ("rayVersion 2.59.0, constraints.txt has", lambda d: spec(d).update(rayVersion="2.59.0")),
+    ("authOptions.mode is not token", lambda d: spec(d)["authOptions"].update(mode="disabled")),
+    ("different images", lambda d: container(worker(d)).update(image="rayloop:0.0.9")),
+    ("its tag is not this version", lambda d: [container(worker(d)).update(image="rayloop:latest")]),
+    ("policy: replicas 3 is outside 1 to 1", lambda d: worker(d).update(replicas=3)),
+    ("ranks are a fixed number", lambda d: worker(d).update(maxReplicas=2)),
+    ("nothing scales them", lambda d: spec(d).update(enableInTreeAutoscaling=False)),
+    ("num-cpus is not '0'", lambda d: head(d)["rayStartParams"].update({"num-cpus": "4"})),
+    ("the operator refuses resources in", lambda d: worker(d)["rayStartParams"].update({"num-cpus": "8"})),
+    ("not above Ray's 30 s", lambda d: pod(worker(d)).update(terminationGracePeriodSeconds=30)),
+    (
+        "is requested 2, limited 4",
+        lambda d: container(worker(d))["resources"]["requests"].update({"nvidia.com/gpu": "2"}),
+    ),
+    ("8 slots policy for 4 GPUs", lambda d: worker(d)["resources"].update(policy="8")),
+    ("/dev/shm is not in memory", lambda d: pod(head(d))["volumes"][0]["emptyDir"].pop("medium")),
+    ("/dev/shm has 1Gi, the object store", lambda d: pod(worker(d))["volumes"][0]["emptyDir"].update(sizeLimit="1Gi")),
+    ("mounts runs, which is no volume", lambda d: pod(worker(d))["volumes"].pop(1)),
+    ("claims runs, which does not exist", lambda d: d.remove(of_kind(d, "PersistentVolumeClaim")[0])),
+    (
+        "needs the secret huggingface",
+        lambda d: container(head(d))["env"][-1]["valueFrom"]["secretKeyRef"].pop("optional"),
+    ),
+    ("needs the secret ray-token", lambda d: spec(d)["authOptions"].update(secretName="ray-token")),
+    ("raylet_subreaper is None", lambda d: container(worker(d))["env"].pop(0)),
+    ("podSelector selects nothing", lambda d: spec(d, "NetworkPolicy")["podSelector"]["matchLabels"].update(app="ray")),
+    ("port 8266 is no port", lambda d: spec(d, "NetworkPolicy")["ingress"][1]["ports"][0].update(port=8266)),
+    ("lets in", lambda d: spec(d, "RayJob")["submitterPodTemplate"]["metadata"]["labels"].clear()),
+    ("ray-head: selects nothing", lambda d: spec(d, "PodMonitor")["selector"]["matchLabels"].update(app="ray")),
+    ("head has no port as-metrics", lambda d: container(head(d))["ports"].pop(3)),
+    (
+        "RayCluster/other, which does not exist",
+        lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"}),
+    ),
+    ("may run on the head", lambda d: spec(d, "RayJob").pop("entrypointNumCpus")),
+    ("no node has room for", lambda d: worker(d, "rollout").update(replicas=1)),
+    ("no node has room for", lambda d: worker(d, "environment")["resources"].clear()),
+    ("serveConfigV2", lambda d: spec(d, "RayService").update(serveConfigV2="applications: [{name: judge}]")),
+    (
+        "there is no package judge_app",
+        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "serve_apps.", "judge_app."),
+    ),
+    (
+        "no port named serve at 9000",
+        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000"),
+    ),
+    ("is not `python -m cluster train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
+    ("rollout.actor", lambda d: replace(spec(d, "RayJob"), "entrypoint", "rollout.actors=2", "rollout.actor=2")),
+    ("is relative", lambda d: replace(spec(d, "RayJob"), "entrypoint", "output=/runs", "output=runs")),
+    ("no.yaml", lambda d: replace(spec(d, "RayJob"), "entrypoint", "arc_vision.yaml", "no.yaml")),
+]
+
+
+def replace(where: dict[str, Any], key: str, old: str, new: str) -> None:
+    assert old in where[key]
+    where[key] = where[key].replace(old, new)
+
+
+def broken(breaks: Breaks) -> Documents:
+    documents: Documents = separate(written())
+    breaks(documents)
+    return documents
+
+
+def separate(value: Any) -> Any:
+    """A copy in which the places that share a YAML anchor share nothing: a fault is in one place only."""
+    if isinstance(value, dict):
+        return {key: separate(part) for key, part in value.items()}
+    return [separate(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.skipif(crd_folder() is None, reason=NO_CRDS)
+@pytest.mark.parametrize(("named", "breaks"), RAY_SHAPES)
+def test_the_crds_refuse(named: str, breaks: Breaks) -> None:
+    found = [fault for document in broken(breaks) for fault in schema_faults(document)]
+    assert len(found) == 1
+    assert named in found[0]
+
+
+@pytest.mark.parametrize(("named", "breaks"), KUBERNETES_SHAPES)
+def test_the_schemas_refuse(named: str, breaks: Breaks) -> None:
+    found = [fault for document in broken(breaks) for fault in schema_faults(document)]
+    assert len(found) == 1
+    assert named in found[0]
+
+
+@pytest.mark.parametrize(("named", "breaks"), DISAGREEMENTS)
+def test_the_rules_refuse(named: str, breaks: Breaks) -> None:
+    found = faults(broken(breaks))
+    assert any(named in fault for fault in found), found
