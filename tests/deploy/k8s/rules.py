@@ -268,7 +268,7 @@ def jobs(documents: list[Document]) -> Iterator[str]:
             yield f"{title}: clusterSelector names {chosen}, which does not exist"
             continue
         each = groups(chosen, known[chosen])
-        nodes = [group.capacity() for group in each for _ in range(group.spec.get("replicas", 1))]
+        nodes = [group.capacity() for group in each for _ in range(group.spec.get("minReplicas", 1))]
         driver = {"CPU": spec.get("entrypointNumCpus", 0.0), **json.loads(spec.get("entrypointResources", "{}"))}
         if not driver["CPU"]:
             yield f"{title}: the entrypoint asks for no CPU, and may run on the head"

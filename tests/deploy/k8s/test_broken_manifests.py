@@ -101,7 +101,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"}),
     ),
     ("may run on the head", lambda d: spec(d, "RayJob").pop("entrypointNumCpus")),
-    ("no node has room for", lambda d: worker(d, "rollout").update(replicas=1)),
+    ("no node has room for", lambda d: worker(d, "rollout").update(minReplicas=1)),
     ("no node has room for", lambda d: worker(d, "environment")["resources"].clear()),
     ("serveConfigV2", lambda d: spec(d, "RayService").update(serveConfigV2="applications: [{name: judge}]")),
     (
