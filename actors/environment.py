@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any
 
+from actors.base import Actor
 from actors.lease import Lease, LeasedEngine, cause
 from rayloop.core.failures import (
     DataFailure,
@@ -24,7 +25,7 @@ from rayloop.envs.settings import EpisodeSettings
 logger = logging.getLogger(__name__)
 
 
-class EnvironmentActor:
+class EnvironmentActor(Actor):
     """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
 
     def __init__(self, model: ModelSettings, episode: EpisodeSettings) -> None:

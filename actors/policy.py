@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from actors.base import Actor
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Trajectory, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
@@ -63,7 +64,7 @@ class RankSettings:
     """``reference: adapter_off``: this engine, with its adapter disabled, is the reference."""
 
 
-class PolicyRank:
+class PolicyRank(Actor):
     """Methods are collective: the driver calls each on all ranks with the same arguments but for the share."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:

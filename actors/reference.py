@@ -6,11 +6,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from actors.base import Actor
 from rayloop.core.types import Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 
-class ReferenceActor:
+class ReferenceActor(Actor):
     """One thread computes, one request after the other; the event loop goes on answering ``health``."""
 
     def __init__(self, model: ModelSettings, engine: FsdpSettings) -> None:

@@ -9,6 +9,7 @@ import math
 from numbers import Real
 from typing import Any
 
+from actors.base import Actor
 from actors.settings import RewardSettings
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.model import ModelSettings
@@ -24,7 +25,7 @@ _UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
 """What a grader raises when something around it fails (network, disk, memory): never the policy's doing."""
 
 
-class RewardActor:
+class RewardActor(Actor):
     """Scores many trajectories at once: one thread each, or a coroutine when the source is asynchronous."""
 
     def __init__(self, model: ModelSettings, settings: RewardSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt
 from rayloop.engines.settings import GenerationSettings, ModelSettings, TransportSettings
@@ -17,7 +18,7 @@ def build_engine(model: ModelSettings, settings: GenerationSettings) -> Generati
     return TransformersEngine(model, settings)
 
 
-class RolloutActor:
+class RolloutActor(Actor):
     """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
 
     def __init__(

@@ -33,12 +33,13 @@ def first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def timed(name: str) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
-    """Add the seconds that an async method takes to ``self.timings[name]``."""
+    """Add the seconds that an async method takes to ``self.timings[name]``; meanwhile ``self.phase`` is the name."""
 
     def decorate(method: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         @functools.wraps(method)
         async def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             began = time.perf_counter()
+            args[0].phase = name  # type: ignore[attr-defined]
             try:
                 return await method(*args, **kwargs)
             finally:

@@ -181,8 +181,16 @@ class RecoverySettings(Settings):
     """Seconds an actor may leave a health check unanswered before it is replaced."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds for placing and starting an actor."""
-    stall_timeout: float = Field(1800.0, gt=0)
-    """Seconds without any finished trajectory while the loop waits, before the run stops."""
+    stall_report: float = Field(30.0, gt=0)
+    """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks."""
+    stall_timeout: float = Field(3600.0, gt=0)
+    """The same before the run stops. Above the longest single call, which is a step of the trainer or an episode."""
+
+
+class PreemptionSettings(Settings):
+    grace: float = Field(120.0, gt=0)
+    """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
+    the scheduler allows: Slurm's ``--signal`` lead, Kubernetes' terminationGracePeriodSeconds."""
 
 
 class RunConfig(Settings):
@@ -206,6 +214,7 @@ class RunConfig(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
     recovery: RecoverySettings = RecoverySettings()
+    preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
     """Where metrics go besides ``metrics.jsonl`` and Prometheus. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from actors.base import Actor
 from actors.lease import Lease
 from cluster.background import background, timed
 from cluster.checkpoint import CheckpointStore
@@ -26,6 +28,8 @@ from cluster.publication import Publisher
 from cluster.report import Reporter
 from cluster.services import Services
 from cluster.state import capture, reinstate
+from cluster.waits import unless
+from cluster.watchdog import watch
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, RayloopError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Group, State, Version
@@ -33,7 +37,7 @@ from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 
 
-class Driver:
+class Driver(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
 
     ``folder`` is the run folder, visible to all nodes.
@@ -43,8 +47,10 @@ class Driver:
         self.config, self.folder, self.resume = config, Path(folder), resume
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
-        self.prepared = self.stopping = False
-        self.saved: Version | None = None
+        self.prepared = self.owes_evaluation = False
+        self.stopping = asyncio.Event()
+        self.saved = self.version
+        self.phase = "start"
         self.failed_saves = 0
         self.timings: dict[str, float] = {}
         self.ledger = Ledger()
@@ -61,7 +67,7 @@ class Driver:
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
         self.prepared = True
-        if self.stopping:
+        if self.stopping.is_set():
             self.production.stop()
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -97,27 +103,21 @@ class Driver:
         """
         try:
             self.prepare()
-            await self.services.start(self.publisher.admit)
-            self.initial = await capture(self)
-            for restarts in range(self.config.recovery.policy_restarts + 1):
-                try:
-                    if restarts:
-                        await self.rebuild()
-                    await self.run()
-                    break
-                except PolicyLost as error:
-                    self.reporter.event("policy_lost", why=str(error))
-                    if restarts == self.config.recovery.policy_restarts:
-                        raise
+            logs = self.folder / "logs"
+            async with background(watch(self.config.recovery, lambda: self.phase, self.reporter.event, logs)):
+                await unless(self.stopping, self.services.start(self.publisher.admit))
+                self.initial = await capture(self)
+                await self.run_and_rebuild()
+            if self.owes_evaluation:
+                raise Preempted("asked to stop")
             self.production.close()
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Preempted:
             await self.checkpoint()
             self.reporter.event("preempted", ledger=self.ledger.counts())
-            raise Preempted(
-                f"stopped at step {self.step} of {self.config.steps}, saved; run again to continue"
-            ) from None
+            where = f"at step {self.step} of {self.config.steps}, saved" if self.version.lineage else "before the run began"
+            raise Preempted(f"stopped {where}; run again to continue") from None
         except RayloopError as error:
             why = cause(error)
             self.reporter.event("failed", error=type(why).__name__, why=str(why), ledger=self.ledger.counts())
@@ -126,10 +126,23 @@ class Driver:
             self.services.stop()
             await self.reporter.loggers.close()
 
+    async def run_and_rebuild(self) -> None:
+        """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
+        for restarts in range(self.config.recovery.policy_restarts + 1):
+            try:
+                if restarts:
+                    await self.rebuild()
+                return await self.run()
+            except PolicyLost as error:
+                self.reporter.event("policy_lost", why=str(error))
+                self.saved = self.version  # nothing is left that could be saved
+                if restarts == self.config.recovery.policy_restarts:
+                    raise
+
     async def rebuild(self) -> None:
         """Replace all ranks of the policy."""
         began = time.monotonic()
-        await self.services.policy.rebuild()
+        await unless(self.stopping, self.services.policy.rebuild())
         self.reporter.event("policy_rebuilt", seconds=round(time.monotonic() - began, 3))
 
     async def restore(self) -> None:
@@ -148,12 +161,14 @@ class Driver:
     @timed("update_weights")
     async def publish(self) -> None:
         self.version = Version(self.version.lineage, self.step)
-        await self.publisher.publish(self.version)
+        with suppress(Preempted):  # collect() tells; the step is still recorded and saved
+            await unless(self.stopping, self.publisher.publish(self.version))
         self.production.published()
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""
-        await self.publisher.verify(self.version, self.production.probe_tasks(), self.player)
+        probes = self.production.probe_tasks()
+        await unless(self.stopping, self.publisher.verify(self.version, probes, self.player))
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
@@ -204,7 +219,13 @@ class Driver:
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls)
-        items = await play(asked, self.config, self.player, self.step, lambda item, found: images.update(found))
+        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found))
+        self.owes_evaluation = True
+        try:
+            items = await unless(self.stopping, playing)
+        except Preempted:
+            return self.reporter.event("evaluation_stopped")  # the run that continues begins with it
+        self.owes_evaluation = False
         if controls:
             items += blind(self.config, self.production.dataset, self.held_out)
         self.reporter.evaluated(self.step, items, images)
@@ -231,7 +252,7 @@ class Driver:
     @timed("save_checkpoint")
     async def checkpoint(self) -> None:
         """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
-        last = self.stopping or self.step == self.config.steps
+        last = self.stopping.is_set() or self.step == self.config.steps
         due = last or self.failed_saves or self.step % self.config.checkpoint.every == 0
         if not due or self.saved == self.version:
             return
@@ -264,7 +285,7 @@ class Driver:
         return {**roles, "policy": list(self.services.policy.ranks)}
 
     async def stop(self) -> None:
-        """End as preempted: abandon the generation under way (or finish the update under way) and save."""
-        self.stopping = True
+        """End as preempted: finish an update or checkpoint under way, abandon everything else, and save."""
+        self.stopping.set()
         if self.prepared:
             self.production.stop()

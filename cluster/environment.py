@@ -16,20 +16,25 @@ from rayloop.core.failures import ConfigError
 
 PREFIX, LOCK = "rayloop-", "lock"
 """A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
+OBJECT_STORE = 512 * 2**20
+"""Bytes of shared memory of a private cluster."""
+SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 STOP_WAIT = 600
 """Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
 
 
-def node_settings(token: Path | None) -> dict[str, str]:
+def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
     """The variables of every Ray process that we start. ``token`` is the path of the token; None: no authentication.
 
     Without a token everybody who reaches the ports could run code in the cluster. The path is handed over, never the token.
+    What the processes of a killed worker started is ended by the raylet (subreaper), but not on a node that ``runs_jobs``:
+    there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     """
     authentication = (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     )
     return authentication | {
-        "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
+        SUBREAPER: "false" if runs_jobs else "true",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),

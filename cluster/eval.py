@@ -17,9 +17,10 @@ from cluster.config import RunConfig
 from cluster.controls import Item, summarise, table
 from cluster.evaluation import Play, blind, play, plays
 from cluster.player import Player
-from cluster.pool import cause, within
+from cluster.pool import cause
 from cluster.services import Services, bundles, total
 from cluster.session import session
+from cluster.waits import within
 from rayloop.core.config import dump
 from rayloop.core.dataset import Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
@@ -97,7 +98,7 @@ class Evaluator:
 
     async def _admit(self, engine: Any) -> None:
         manifest, source = self.weights
-        await within(self.config.publish.timeout, engine.load.remote(manifest, source), "a rollout engine (load)")
+        await within(self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine)
 
     def _pack(self) -> tuple[Any, Any]:
         """The weights of ``model.path``, as a publication."""

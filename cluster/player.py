@@ -12,8 +12,9 @@ from ray.exceptions import ObjectLostError
 
 from actors.lease import Lease
 from cluster.config import RunConfig
-from cluster.pool import brief, cause, is_lost, within
+from cluster.pool import brief, cause, is_lost
 from cluster.services import Services
+from cluster.waits import within
 from rayloop.core.failures import WorkerLost
 from rayloop.core.runfolder import RolloutRecord
 from rayloop.core.types import (
@@ -86,7 +87,8 @@ class Player:
         self._engines[key] = engine.worker
         result, payload = environment.handle.play.options(num_returns=2).remote(request, engine, self._driver)
         try:
-            summary = await within(self.config.environment.episode_timeout, result, "an episode")
+            what = f"episode {key} of task {request.task.id} on {environments.name(environment)}"
+            summary = await within(self.config.environment.episode_timeout, result, what, environment.handle)
         except asyncio.CancelledError:
             ray.cancel(result)
             raise

@@ -10,7 +10,8 @@ import ray
 
 from actors.policy import Assignment, Comparison
 from cluster.config import PolicySettings
-from cluster.pool import brief, cause, is_lost, within
+from cluster.pool import brief, cause, is_lost
+from cluster.waits import within
 from rayloop.core.failures import PolicyLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Group, Member, Version
@@ -50,7 +51,7 @@ class PolicyGroup:
     async def _results(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
         """One answer per rank; the first failure counts, since the others then wait for a peer that will not come."""
         calls = [
-            asyncio.ensure_future(within(deadline, ref, f"policy rank {rank} ({method})"))
+            asyncio.ensure_future(within(deadline, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
             for rank, ref in enumerate(refs)
         ]
         try:

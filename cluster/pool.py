@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 
 from actors.lease import Lease
 from cluster.config import RecoverySettings
+from cluster.waits import within
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
 
 LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
@@ -45,20 +46,6 @@ def brief(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of an error's text: Ray puts the remote traceback before it."""
     return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
-
-
-async def within(deadline: float, awaitable: Awaitable[Any], what: str) -> Any:
-    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
-
-    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
-    """
-    try:
-        async with asyncio.timeout(deadline) as limit:
-            return await awaitable
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise WorkerLost(f"{what} did not answer within {deadline:g} s") from error
 
 
 @dataclass
@@ -102,9 +89,7 @@ class Pool:
         self._serial += 1
         worker = Worker(self._serial, slot, self._spawn(slot))
         try:
-            await within(
-                self.settings.start_timeout, worker.handle.health.remote(), f"{self.role} worker {slot} (starting)"
-            )
+            await within(self.settings.start_timeout, worker.handle.health.remote(), f"start of {self.role} {slot}", worker.handle)
             if self._admit is not None:
                 await self._admit(worker.handle)
         except RayActorError as error:
@@ -129,6 +114,11 @@ class Pool:
         if affinity:
             worker.affinities[affinity] += 1
         return Lease(worker.serial, worker.handle)
+
+    def name(self, lease: Lease) -> str:
+        """The leased worker for people: its role and slot."""
+        worker = self.workers.get(lease.worker)
+        return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
     def release(self, serial: int, affinity: str = "") -> None:
         """End a lease. Leases of replaced workers are gone already."""
@@ -180,7 +170,8 @@ class Pool:
             lease = await self.lease()
             try:
                 refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
-                value = await within(deadline, refs if returns == 1 else refs[0], f"{self.role}.{method}")
+                answer = refs if returns == 1 else refs[0]
+                value = await within(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
                 return value if returns == 1 else (value, *refs[1:])
             except Exception as caught:
                 if not is_lost(caught):
@@ -196,7 +187,8 @@ class Pool:
 
         async def one(worker: Worker) -> None:
             try:
-                await within(deadline, getattr(worker.handle, method).remote(*args), f"{self.role}.{method}")
+                answer, what = getattr(worker.handle, method).remote(*args), f"{method} of {self.role} {worker.slot}"
+                await within(deadline, answer, what, worker.handle, counts=method != "health")
             except Exception as error:
                 if not is_lost(error):
                     raise

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config import RunConfig
 from cluster.player import Player
-from cluster.pool import within
 from cluster.report import Reporter
 from rayloop.core.dataset import Dataset, TaskCursor
-from rayloop.core.failures import ConfigError, DataFailure, Preempted, Stalled, WorkerLost
+from rayloop.core.failures import ConfigError, DataFailure, Preempted
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
 from rayloop.core.types import (
@@ -286,20 +285,10 @@ class Production:
                     self.ledger.move(id, member.fate)
 
     async def _change(self) -> None:
-        """Wait until something happens after this call. Raises Stalled, naming what is awaited."""
+        """Wait until something happens after this call. The watchdog bounds the wait."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
-        limit = self.config.recovery.stall_timeout
-        try:
-            await within(limit, changed, "production")
-        except WorkerLost:
-            if not self._collecting:
-                return
-            waiting = ", ".join(str(number) for number in sorted(self.in_flight)[:8]) or "none"
-            raise Stalled(
-                f"nothing finished for {limit:g} s while collecting: {self.survivors} of {self.config.algorithm.target} "
-                f"trajectories are ready, groups in flight: {waiting}"
-            ) from None
+        await changed
 
     def _notify(self) -> None:
         """Wake all who wait in ``_change``."""

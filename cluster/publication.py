@@ -8,9 +8,9 @@ from typing import Any
 from actors.policy import Comparison
 from cluster.config import RunConfig
 from cluster.player import Player
-from cluster.pool import within
 from cluster.report import Reporter
 from cluster.services import Services
+from cluster.waits import within
 from rayloop.core.failures import DataFailure, ParityError, PublicationError, WorkerLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
@@ -42,7 +42,7 @@ class Publisher:
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            await within(self.config.publish.timeout, engine.load.remote(*loaded), "a new rollout engine (load)")
+            await within(self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine)
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
         """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``)."""

@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.base import GROUPS
 from actors.environment import EnvironmentActor
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
@@ -19,7 +20,8 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.config import Placement, RunConfig
 from cluster.policy import PolicyGroup
-from cluster.pool import Pool, within
+from cluster.pool import Pool
+from cluster.waits import within
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 
 CONCURRENCY = 1000
@@ -64,33 +66,41 @@ def total(each: list[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]]) -> PlacementGroup:
-    """Reserve what all actors want, at once. Raises ResourcesUnavailable with the arithmetic.
+async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], on_event: Callable[..., None]) -> PlacementGroup:
+    """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
 
-    A placement group lives until its job ends, not its driver actor: one that a driver who died left behind goes first.
+    Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
+    a driver who died left behind goes first.
     """
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
-    needed, present = total(wanted), ray.cluster_resources()
-    short = {name: amount for name, amount in needed.items() if amount > present.get(name, 0.0) + 1e-6}
-    if short:
-        lacks = ", ".join(
-            f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in short.items()
-        )
-        raise ResourcesUnavailable(f"the run needs {lacks}. Lower the roles' actors or placement, or join more nodes")
+    timeout = config.recovery.start_timeout
+    if short := _short(wanted):
+        on_event("waiting_for_resources", seconds=timeout, lacks=short)
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
-        await within(config.recovery.start_timeout, group.ready(), "the placement group")
+        await within(timeout, group.ready(), "the placement group", counts=False)
     except WorkerLost:
         remove_placement_group(group)
-        free = ", ".join(
-            f"{ray.available_resources().get(name, 0.0):g} of {present[name]:g} {name}s" for name in needed
-        )
+        if short := _short(wanted):
+            raise ResourcesUnavailable(
+                f"the run needs {short}, after {timeout:g} s. Lower the roles' actors or placement, join more nodes, or raise "
+                "recovery.start_timeout"
+            ) from None
+        free, present = ray.available_resources(), ray.cluster_resources()
+        rest = ", ".join(f"{free.get(name, 0.0):g} of {present[name]:g} {name}s" for name in total(wanted))
         raise ResourcesUnavailable(
-            f"the run's {len(wanted)} actors could not be placed within {config.recovery.start_timeout:g} s: free are {free}. "
+            f"the run's {len(wanted)} actors could not be placed within {timeout:g} s: free are {rest}. "
             "Another run may hold the rest, or no single node has room for one actor"
         ) from None
     return group
+
+
+def _short(wanted: list[dict[str, float]]) -> str:
+    """What the cluster as a whole has too little of, as text; empty when it has enough."""
+    present = ray.cluster_resources()
+    lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
+    return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
 
 
 class Services:
@@ -112,7 +122,7 @@ class Services:
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c = self.config
-        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains))
+        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
         weights = f"{self.folder}/weights"
         self.rollout = self._pool(
             RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
@@ -175,7 +185,7 @@ class Services:
         }
         if role != "policy":
             options["max_concurrency"] = CONCURRENCY
-        return ray.remote(actor).options(**options).remote(*args)
+        return ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args)
 
     def stop(self) -> None:
         """End every actor and give the resources back."""

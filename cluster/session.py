@@ -15,10 +15,8 @@ from pathlib import Path
 import psutil
 import ray
 
+from cluster.environment import OBJECT_STORE
 from rayloop.core.failures import ResourcesUnavailable
-
-OBJECT_STORE = 512 * 2**20
-"""Bytes of shared memory of a private local cluster."""
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -14,7 +16,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.base import GROUPS
 from cluster.config import RunConfig
 from cluster.controls import table
 from cluster.driver import Driver
@@ -32,6 +36,14 @@ POLL = 0.5
 """Seconds between two looks at the driver."""
 CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
+
+
+ANSWER = 30.0
+"""Seconds after which a driver that does not answer is reported."""
+
+
+class NotSaved(RayloopError):
+    """The run was asked to stop and could not be saved within ``preemption.grace``. An earlier checkpoint is intact."""
 
 
 class DriverLost(RayloopError):
@@ -73,12 +85,13 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
     resume, path = config.checkpoint.resume, str(folder.path.resolve())
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
-        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY}
-        driver = ray.remote(Driver).options(**options).remote(config, path, resume)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
+        driver = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options).remote(config, path, resume)
         try:
-            with _stop_on_signal(driver, progress):
+            with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout)
+                return _follow(driver, progress, config.recovery.stall_timeout, until)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
                 raise cause(error) from error
@@ -96,18 +109,31 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
     )
 
 
-def _follow(driver: Any, progress: Progress, silence: float) -> dict[str, Any]:
+def _follow(driver: Any, progress: Progress, silence: float, until: Callable[[], float]) -> dict[str, Any]:
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
-    Raises GetTimeoutError when the driver does not answer for ``silence`` seconds.
+    Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
+    must have ended (``time.monotonic``) is over.
     """
-    running, seen = driver.main.remote(), 0
+    running, seen, heard = driver.main.remote(), 0, time.monotonic()
     while True:
         ended, _ = ray.wait([running], timeout=POLL)
+        patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:
-            updates = ray.get(driver.updates.remote(seen), timeout=silence)
+            updates = ray.get(driver.updates.remote(seen), timeout=patience)
+            heard = time.monotonic()
         except RayActorError:
             updates = []  # ``running`` will tell
+        except GetTimeoutError:
+            updates = []
+            if (silent := time.monotonic() - heard) > silence:
+                raise
+            progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
+        if not ended and time.monotonic() > until():
+            raise NotSaved(
+                "the run was not saved within preemption.grace; run again to continue from the newest checkpoint. Raise "
+                "preemption.grace (and what the scheduler allows) above the time of a step and a checkpoint"
+            )
         seen += len(updates)
         for kind, record in updates:
             if kind == "step":
@@ -161,16 +187,23 @@ def _while_idle() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _stop_on_signal(driver: Any, progress: Progress) -> Iterator[None]:
-    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once."""
+def _stop_on_signal(driver: Any, progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
+    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
+
+    Gives a function that tells until when (``time.monotonic``) the driver must have ended: ``grace`` seconds after a signal.
+    """
+    until = math.inf
 
     def stop(number: int, frame: Any) -> None:
-        progress.note(f"received {signal.Signals(number).name}: saving; send it again to stop at once")
-        signal.signal(number, lambda *_: sys.exit(1))
+        nonlocal until
+        until = time.monotonic() + grace
+        progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
+        for again in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(again, lambda *_: sys.exit(1))
         driver.stop.remote()
 
     with _handling(stop, signal.SIGTERM, signal.SIGINT):
-        yield
+        yield lambda: until
 
 
 @contextmanager

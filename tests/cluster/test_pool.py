@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
+from actors.base import GROUPS, Actor
 from cluster.config import RecoverySettings, RunConfig
+from cluster.environment import SUBREAPER
 from cluster.pool import Pool, cause
 from cluster.services import bundles, reserve
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
@@ -24,7 +27,11 @@ from tests.support.runs import settings
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SUBREAPER, "true")
+        ray.init(
+            address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
+        )
     yield
     ray.shutdown()
 
@@ -181,13 +188,13 @@ def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> No
     fixture.run(test)
     [lost] = fixture.named("worker_lost")
     method, deadline = ("work", 1) if notice == "call" else ("health", 2)
-    assert lost["why"] == f"tester.{method} did not answer within {deadline} s"
+    assert lost["why"] == f"{method} of tester 0 did not answer within {deadline} s"
 
 
 def test_a_call_gives_up_after_its_attempts() -> None:
     async def test(pool: Pool) -> None:
         with pytest.raises(
-            WorkerLost, match=r"tester\.work failed 2 times, last: tester\.work did not answer within 0\.3 s"
+            WorkerLost, match=r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"
         ):
             await pool.call("work", 30.0, deadline=0.3, attempts=2)
 
@@ -220,22 +227,27 @@ def test_a_constructor_that_raises_is_named() -> None:
 
 def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
-        settings(tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20})
+        settings(
+            tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20},
+            recovery={"start_timeout": 0.5},
+        )
     )
+    events = []
     with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
-        asyncio.run(reserve(config, "too large", bundles(config)))
+        asyncio.run(reserve(config, "too large", bundles(config), lambda kind, **fields: events.append((kind, fields["lacks"]))))
+    assert events == [("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")]
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": 1.0}))
 
     async def twice() -> None:
-        await reserve(config, "first", bundles(config))
-        await reserve(config, "first", bundles(config))  # takes the place of the one before
+        await reserve(config, "first", bundles(config), lambda *_, **__: None)
+        await reserve(config, "first", bundles(config), lambda *_, **__: None)  # takes the place of the one before
         with pytest.raises(
             ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
         ):
-            await reserve(config, "second", bundles(config))
+            await reserve(config, "second", bundles(config), lambda *_, **__: None)
 
     asyncio.run(twice())
 
@@ -256,3 +268,16 @@ def test_the_cause_is_found_through_two_actors() -> None:
         ray.get(Outer.remote().fail.remote(), timeout=30)
     assert type(cause(caught.value)) is ConfigError
     assert str(cause(caught.value)) == "the cause"
+
+
+class Parent(Actor):
+    def child(self) -> int:
+        return subprocess.run(["sh", "-c", "exit 7"], check=False).returncode
+
+
+def test_an_actor_learns_how_its_children_end(tmp_path: Path) -> None:
+    """Also under Ray's subreaper, which makes workers ignore SIGCHLD (a plain worker here sees 0)."""
+    plain = ray.remote(lambda: subprocess.run(["sh", "-c", "exit 7"], check=False).returncode)
+    parent = ray.remote(concurrency_groups=GROUPS)(Parent).remote()
+    assert ray.get([plain.remote(), parent.child.remote()], timeout=60) == [0, 7]
+    assert "pid " in ray.get(parent.stacks.remote(), timeout=60)

@@ -213,6 +213,10 @@ def pause(process: psutil.Process) -> None:
     process.send_signal(signal.SIGSTOP)
 
 
+def resume(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGCONT)
+
+
 def ledger_closes(counts: Mapping[str, int]) -> None:
     """Every issued trajectory is final, and counted once."""
     final = {

@@ -1,0 +1,40 @@
+"""What all actors have in common: they show what they are doing, and see how the processes that they start end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+import ray
+
+GROUPS = {"debug": 1}
+"""Ray's concurrency groups of every actor: ``stacks`` has a thread of its own, so it answers when all others hang."""
+
+
+def dump() -> str:
+    """The stacks of this process's threads, without the one that asks."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"pid {os.getpid()}"]
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)).rstrip())
+    return "\n\n".join(parts)
+
+
+class Actor:
+    """Base of all actors."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Actor:
+        # A worker that is a subreaper (cluster/environment.py) ignores SIGCHLD: every child would seem to end with code 0.
+        # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
+        ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
+        return super().__new__(cls)
+
+    @ray.method(concurrency_group="debug")
+    def stacks(self) -> str:
+        return dump()

@@ -1,0 +1,149 @@
+"""``submit``: what is packed, and real jobs on a real head that does not have this checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from cluster.environment import joined_cluster, without_proxy
+from cluster.submit import pack
+from rayloop.core.failures import ConfigError
+from tests.support.heads import Head, checkout, cluster_command, head
+from tests.support.runs import eventually, settings, tagged
+
+
+def files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def packed(folder: Path) -> set[str]:
+    return set(zipfile.ZipFile(pack(folder, folder.parent / "package.zip")).namelist())
+
+
+def test_a_package_holds_code_and_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    files(folder, "a/b.py", "c.yaml", "runs/x/metrics.jsonl", "a/checkpoints/w", ".venv/x.py", ".env", "a/__pycache__/b.pyc")
+    assert packed(folder) == {"a/b.py", "c.yaml"}
+
+    files(folder, "ignored.bin", "new.py")
+    (folder / ".gitignore").write_text("*.bin\n")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "add", "c.yaml"], check=True)
+    assert packed(folder) == {"a/b.py", "c.yaml", "new.py"}, "what git does not ignore, whether it is tracked or not"
+
+
+def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    files(folder, "a.py")
+    before = pack(folder, tmp_path / "1.zip").read_bytes()
+    os.utime(folder / "a.py", (1, 1))
+    assert pack(folder, tmp_path / "2.zip").read_bytes() == before
+
+
+def test_too_large_a_package_names_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.submit.LIMIT", 2**20)
+    files(tmp_path / "checkout", "small.py")
+    (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
+    with pytest.raises(ConfigError, match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)"):
+        packed(tmp_path / "checkout")
+
+
+def test_our_own_traffic_passes_by_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert without_proxy("head-1")["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1,head-1"
+    with joined_cluster("http://10.0.0.7:8265", None):
+        assert os.environ["NO_PROXY"].endswith(",10.0.0.7")
+    assert "NO_PROXY" not in os.environ
+    with pytest.raises(ConfigError, match="--token-file: nowhere is no file"), joined_cluster("x:1", Path("nowhere")):
+        pass
+
+
+def run_config(folder: Path, shared: Path, model: Path, **changes: Any) -> Path:
+    """A run whose configuration lies in the checkout, its data and output on storage that nodes see."""
+    config = settings(shared, model, **changes)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def output_of(process: subprocess.Popen[str], code: int, deadline: float = 120) -> str:
+    text, _ = process.communicate(timeout=deadline)
+    assert process.returncode == code, text
+    return text
+
+
+def train_process(started: Head) -> psutil.Process:
+    """The entrypoint of the job, not the shell around it."""
+
+    def find() -> list[psutil.Process]:
+        return [p for p in tagged(started.tag) if p.cmdline()[1:4] == ["-m", "cluster", "train"]]
+
+    return eventually(find, "the job's process", 60)[0]
+
+
+@pytest.mark.slow_faults
+@pytest.mark.timeout(400)
+def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None:
+    code, shared = checkout(tmp_path / "checkout"), tmp_path / "shared"
+    shared.mkdir()
+    config = run_config(code, shared, digits_model, steps=30, reward__source__with={"seconds": 0.3})
+    with head(tmp_path) as started:
+        assert started.status("/api/v0/actors", with_token=False) == 401
+        assert started.status("/api/gcs_healthz", with_token=False) == 200
+        ask = ("submit", "run.yaml", "--address", started.dashboard)
+        refused = output_of(cluster_command(*ask, cwd=code, tag=started.tag), 1)
+        assert "wants a token: give its file with --token-file" in refused
+        refused = output_of(cluster_command(*ask, "output=runs", cwd=code, tag=started.tag), 2)
+        assert "output: runs is relative, and a Ray job's working directory is deleted" in refused
+
+        following = cluster_command(*ask, "--token-file", started.token, "--follow", cwd=code, tag=started.tag)
+        metrics = shared / "run" / "metrics.jsonl"
+        eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "two steps", 90)
+        actors = json.loads(started.read("/api/v0/actors?detail=true"))["data"]["result"]["result"]
+        alive = {actor["name"].rsplit("-", 1)[0] for actor in actors if actor["state"] == "ALIVE"}
+        assert {"driver", "rollout-0", "environment-0", "reward-0", "policy-0"} <= alive
+        train_process(started).send_signal(signal.SIGTERM)
+        text = output_of(following, 75)
+        assert "package: " in text
+        assert "received SIGTERM: saving" in text
+        done = metrics.read_text().count("\n")
+
+        ray = [started.python, "-m", "ray.scripts.scripts", "job", "submit", "--address", started.dashboard]
+        entrypoint = ["python", "-m", "cluster", "train", config.name, f"steps={done + 1}"]
+        again = subprocess.run(
+            [*ray, "--working-dir", str(code), "--", *entrypoint], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(started.token)},
+        )  # fmt: skip
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert f"restored step_{done:06d}" in again.stdout
+    assert metrics.read_text().count("\n") == done + 1
+
+
+@pytest.mark.slow_faults
+@pytest.mark.timeout(400)
+def test_a_job_on_an_insecure_head_and_a_run_that_joins_it(tmp_path: Path, digits_model: Path) -> None:
+    code, shared = checkout(tmp_path / "checkout"), tmp_path / "shared"
+    shared.mkdir()
+    run_config(code, shared, digits_model, steps=1)
+    with head(tmp_path, secure=False) as started:
+        assert started.status("/api/v0/actors") == 200
+        began = time.monotonic()
+        ask = ("submit", "run.yaml", "--address", started.dashboard, "--insecure", "--follow")
+        following = cluster_command(*ask, cwd=code, tag=started.tag)
+        assert following.stdout is not None
+        first = next(line for line in following.stdout if "run folder" in line)
+        print(f"from submit to the first line: {time.monotonic() - began:.1f} s ({first.strip()})")
+        assert "done: steps 1" in output_of(following, 0)

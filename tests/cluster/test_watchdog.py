@@ -1,0 +1,88 @@
+"""The stall watchdog, on waits that end or do not, and the waits themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.base import Actor
+from cluster.config import RecoverySettings
+from cluster.waits import WAITS, unless, within
+from cluster.watchdog import watch
+from rayloop.core.failures import Preempted, Stalled, WorkerLost
+from tests.support.local import LocalActor
+
+
+class Silent(Actor):
+    pass
+
+
+def watched(work: Coroutine[Any, Any, Any], folder: Path, **settings: float) -> list[dict[str, Any]]:
+    """Run ``work`` beside the watchdog. Returns its events; raises what it raised."""
+    events: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        recovery = RecoverySettings(**settings)
+        watching = asyncio.create_task(
+            watch(recovery, lambda: "gen", lambda kind, **fields: events.append({"event": kind, **fields}), folder)
+        )
+        working = asyncio.create_task(work)
+        done, pending = await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for task in done:
+            await task
+
+    asyncio.run(run())
+    return events
+
+
+def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path) -> None:
+    async def hang() -> None:
+        actor = LocalActor(Silent())
+        await asyncio.gather(
+            within(60.0, asyncio.sleep(2.5), "score of reward 0", actor),
+            within(60.0, asyncio.sleep(0), "health of reward 0", actor, counts=False),
+        )
+
+    (event,) = watched(hang(), tmp_path, stall_report=1.5)
+    assert (event["event"], event["phase"]) == ("stalled", "gen")
+    assert event["awaited"].startswith("score of reward 0 for ")
+    stacks = (tmp_path / Path(event["stacks"]).name).read_text()
+    assert "=== awaited: score of reward 0 ===\npid " in stacks
+    assert "=== driver ===" in stacks
+    assert not WAITS.open
+
+
+def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Path) -> None:
+    async def work(counts: bool) -> None:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            await within(9.0, asyncio.sleep(0.2), "a call", counts=counts)
+
+    assert watched(work(True), tmp_path, stall_report=1.5) == []
+    assert {e["event"] for e in watched(work(False), tmp_path, stall_report=1.5)} == {"stalled"}
+
+
+def test_a_stall_ends_the_run_at_the_timeout(tmp_path: Path) -> None:
+    with pytest.raises(Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"):
+        watched(within(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0)
+
+
+def test_a_wait_ends_at_its_deadline_and_when_the_run_stops() -> None:
+    async def stop(seconds: float) -> str:
+        asked = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, asked.set)
+        return await unless(asked, asyncio.sleep(seconds, "done"))
+
+    with pytest.raises(WorkerLost, match=r"a call did not answer within 0\.1 s"):
+        asyncio.run(within(0.1, asyncio.sleep(5), "a call"))
+    with pytest.raises(Preempted):
+        asyncio.run(stop(5))
+    assert asyncio.run(stop(0)) == "done"
