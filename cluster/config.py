@@ -190,7 +190,7 @@ class RecoverySettings(Settings):
 class PreemptionSettings(Settings):
     grace: float = Field(120.0, gt=0)
     """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
-    the scheduler allows: Slurm's ``--signal`` lead, Kubernetes' terminationGracePeriodSeconds."""
+    the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
 
 
 class RunConfig(Settings):

@@ -222,8 +222,9 @@ def secrets(documents: list[Document]) -> Iterator[str]:
 
 def settings(documents: list[Document]) -> Iterator[str]:
     """Every Ray process gets what cluster/environment.py gives those that we start; the operator sets the token."""
-    wanted = {name: value for name, value in node_settings(None).items() if not name.startswith("RAY_AUTH")}
     for group in all_groups(documents):
+        every = node_settings(None, runs_jobs=group.head or "driver" in group.spec.get("resources", {}))
+        wanted = {name: value for name, value in every.items() if not name.startswith("RAY_AUTH")}
         given = {variable["name"]: variable.get("value") for variable in group.pod.container.get("env", [])}
         for name, value in wanted.items():
             if given.get(name) != value:
@@ -268,10 +269,12 @@ def jobs(documents: list[Document]) -> Iterator[str]:
             yield f"{title}: clusterSelector names {chosen}, which does not exist"
             continue
         each = groups(chosen, known[chosen])
-        nodes = [group.capacity() for group in each for _ in range(group.spec.get("minReplicas", 1))]
+        nodes = [group.capacity() for group in each for _ in range(group.spec.get("maxReplicas", 1))]
         driver = {"CPU": spec.get("entrypointNumCpus", 0.0), **json.loads(spec.get("entrypointResources", "{}"))}
         if not driver["CPU"]:
             yield f"{title}: the entrypoint asks for no CPU, and may run on the head"
+        if "driver" not in driver:
+            yield f"{title}: entrypointResources names no driver; elsewhere a failed job counts as succeeded"
         yield from (f"{title}: {fault}" for fault in run_faults(spec["entrypoint"], driver, nodes))
 
 

@@ -101,7 +101,9 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"}),
     ),
     ("may run on the head", lambda d: spec(d, "RayJob").pop("entrypointNumCpus")),
-    ("no node has room for", lambda d: worker(d, "rollout").update(minReplicas=1)),
+    ("raylet_subreaper is true", lambda d: container(worker(d, "driver"))["env"][0].update(value="true")),
+    ("entrypointResources names no driver", lambda d: spec(d, "RayJob").pop("entrypointResources")),
+    ("no node has room for", lambda d: worker(d, "rollout").update(maxReplicas=1)),
     ("no node has room for", lambda d: worker(d, "environment")["resources"].clear()),
     ("serveConfigV2", lambda d: spec(d, "RayService").update(serveConfigV2="applications: [{name: judge}]")),
     (
