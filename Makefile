@@ -41,6 +41,7 @@ docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
 	$(BIN)/python -m rayloop.core.reference cluster.config:RunConfig > docs/config.md
 	$(BIN)/python -m rayloop.core.reference cluster.sft:SftConfig > docs/sft.md
+	$(BIN)/python -m cluster.doctor > docs/doctor.md
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

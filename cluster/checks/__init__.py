@@ -1,0 +1,1 @@
+"""What ``doctor`` looks at: small functions that take what they look at as arguments and return findings."""
