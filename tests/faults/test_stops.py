@@ -36,6 +36,26 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
     assert [record["step"] for record in again.metrics] == [1, 2]
 
 
+@pytest.mark.slow_faults
+def test_two_runs_on_one_machine_do_not_touch_each_other(tmp_path: Path, digits_model: Path) -> None:
+    """Each has its own cluster, ports, token and folder: one is killed at once, the other one goes on to its end."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    first, second = (
+        settings(folder, digits_model, steps=12, reward__source__with={"seconds": 0.3}) for folder in folders
+    )
+    with run(first) as killed, run(second) as other:
+        killed.until_event("trained", step=2)
+        other.until_event("trained", step=2)
+        killed.killed()
+        other.ends(0)
+        assert [record["step"] for record in other.metrics] == list(range(1, 13))
+    assert not other.named("worker_lost")
+    first["steps"] = 4
+    assert finished(first).named("begin")[-1]["restored"] is not None
+
+
 def while_saving(made: Run) -> None:
     """Stop the policy in the middle of a checkpoint, and leave it stopped."""
     rank = made.actor("PolicyRank")
