@@ -19,7 +19,11 @@ import psutil
 from cluster.checks.finding import Finding
 
 DASHBOARD = 8265
-PORTS = {6379: "GCS, --port", DASHBOARD: "dashboard, --dashboard-port", 10001: "Ray client, --ray-client-server-port"}
+PORTS = {
+    6379: ("GCS", "--port"),
+    DASHBOARD: ("dashboard", "--dashboard-port"),
+    10001: ("Ray client", "--ray-client-server-port"),
+}
 """Ray's defaults: what it is for, and the option of ``ray start`` that chooses another."""
 RAYS_OWN = re.compile(r"/gcs_server\b|/raylet\b|ray/dashboard|ray\.util\.client|^ray::")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -32,34 +36,35 @@ CONNECT = 2.0
 
 def ports(required: Collection[int] = ()) -> list[Finding]:
     """Who listens on Ray's default ports (warning) and on ``required`` ones (error); Ray itself may hold the former."""
-    findings = []
+    findings, free = [], []
     listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     for port in sorted({*PORTS, *required}):
-        purpose = f"{port} ({PORTS[port].split(',')[0]})" if port in PORTS else str(port)
-        owners = {c.pid for c in listening if c.laddr.port == port}
+        purpose, option = PORTS.get(port, ("", ""))
+        owners = [_owner(pid) for pid in {c.pid for c in listening if c.laddr.port == port}]
         if not owners:
+            free.append(str(port))
             continue
-        names = [_owner(pid) for pid in sorted(owners, key=lambda pid: pid or 0)]
-        ours = all(RAYS_OWN.search(name) for name in names)
-        found = f"{purpose} is taken by {', '.join(names)}"
-        if ours and port not in required:
+        found = f"{port}{purpose and f' ({purpose})'} is taken by {', '.join(sorted(owner for owner, _ in owners))}"
+        if port not in required and all(rays for _, rays in owners):
             findings.append(Finding("ok", found))
-            continue
-        other = PORTS[port].split()[-1] if port in PORTS else "its option"
-        remedy = f"end it, or choose another port ({other}; train finds free ports by itself)"
-        findings.append(Finding("error" if port in required else "warning", found, remedy))
-    free = [str(port) for port in sorted({*PORTS, *required}) if all(c.laddr.port != port for c in listening)]
+        else:
+            remedy = f"end it, or choose another port{option and f' with ray start {option}'}; train finds free ports by itself"
+            findings.append(Finding("error" if port in required else "warning", found, remedy))
     return [*findings, Finding("ok", f"free: {', '.join(free)}")] if free else findings
 
 
-def _owner(pid: int | None) -> str:
+def _owner(pid: int | None) -> tuple[str, bool]:
+    """A process for a person, and whether it is one of Ray's."""
     if pid is None:
-        return "a process that only root may see"
+        return "a process that only root may see", False
     try:
         process = psutil.Process(pid)
-        return f"pid {pid} of {process.username()}: {' '.join(process.cmdline())[:80] or process.name()}"
+        words = process.cmdline() or [process.name()]
+        user = process.username()
     except psutil.Error as error:
-        return f"pid {pid} ({type(error).__name__})"
+        return f"pid {pid} ({type(error).__name__})", False
+    command = " ".join(Path(word).name if word.startswith("/") else word for word in words)
+    return f"pid {pid} of {user}: {command[:80]}", bool(RAYS_OWN.search(" ".join(words)))
 
 
 def proxies(environment: Mapping[str, str], internal: Iterable[str]) -> list[Finding]:
@@ -221,7 +226,9 @@ def _dashboard_urls(candidates: Collection[int], address: str | None, node: str 
             urls[f"http://{f'[{host}]' if ':' in host else host}:{connection.laddr.port}"] = None
     if address and address not in ("auto", "local"):
         host, port = place(address)
-        urls[f"http://{host}:{port if address.startswith('http') else DASHBOARD}"] = None
+        port = port if address.startswith("http") else DASHBOARD
+        if not (_loopback(host) and any(url.endswith(f":{port}") for url in urls)):
+            urls[f"http://{host}:{port}"] = None
     return list(urls)
 
 

@@ -122,7 +122,7 @@ def test_the_port_that_must_be_free_is_taken_and_its_owner_is_named() -> None:
 
 def test_a_usual_port_may_be_taken_but_is_named_and_ray_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
-    monkeypatch.setattr(network, "PORTS", {port: "dashboard, --dashboard-port"})
+    monkeypatch.setattr(network, "PORTS", {port: ("dashboard", "--dashboard-port")})
     assert only(network.ports()) == Finding("ok", f"free: {port}")
     with listener(port):
         foreign = only(network.ports())
@@ -328,7 +328,8 @@ def test_a_dashboard_without_a_token_is_warned_of(status: int, host: str, level:
     with dashboard(status, {"ray_version": "2.60.0"}, host) as port:
         finding = only(network.dashboards([port], None, node))
         assert (finding.level, found in finding.found) == (level, True)
-        assert network.dashboards([], f"http://127.0.0.1:{port}", node)[0].level == "ok"
+        assert network.dashboards([port], f"http://127.0.0.1:{port}", node) == [finding], "the same dashboard"
+        assert levels(network.dashboards([], f"http://127.0.0.1:{port}", node)) == ["ok"]
     with dashboard(200, {"something": "else"}, host) as port:
         assert network.dashboards([port], None, node) == [Finding("ok", "none found")]
 
