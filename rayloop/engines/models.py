@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.types import ImageRef
 from rayloop.engines.attention import use_packed_vision
+from rayloop.engines.linear import use_onednn
 from rayloop.engines.settings import ModelSettings
 
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
@@ -80,6 +81,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
     if vision:
         _patches_by_matmul(model)
         use_packed_vision(model)
+    use_onednn(model)
     return model.eval()  # type: ignore[no-any-return]
 
 

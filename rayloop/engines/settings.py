@@ -19,7 +19,7 @@ class TransformersEngineSettings(Settings):
     dtype: Dtype = "float32"
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together."""
-    batch_wait: float = Field(0.01, ge=0)
+    batch_wait: float = Field(0.05, ge=0)
     """Seconds without a new request after which a batch that is not full starts."""
     cohort_wait: float = Field(120.0, gt=0)
     """Deterministic mode: seconds to wait for a cohort's missing members before its batch starts without them."""
