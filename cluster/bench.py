@@ -278,9 +278,12 @@ def _compare(arguments: argparse.Namespace) -> int:
             "peer": [arguments.peer_python, str(PEER), "--rows", str(rows), *options],
             "ours": [sys.executable, "-m", "cluster", "bench", "step", *options],
         }
-        rounds = []
+        rounds: list[dict[str, dict[str, Any]]] = []
         for number in range(1, arguments.rounds + 1):
-            rounds.append({side: _measured(command) for side, command in commands.items()})
+            rounds.append({})
+            for side, command in commands.items():
+                print(f"round {number}: {shlex.join(command)}", file=sys.stderr, flush=True)
+                rounds[-1][side] = _measured(command)
             print(f"round {number}: {_describe(rounds[-1])}", flush=True)
     whole = {side: {name: median(r[side][name] for r in rounds) for name in PARTS} for side in commands}
     ratios = {name: round(whole["ours"][name] / whole["peer"][name], 3) for name in PARTS}
