@@ -1,6 +1,6 @@
 """Linear layers on CPUs through oneDNN, which PyTorch itself uses for bfloat16 only.
 
-PyTorch gives float32 products to MKL, which leaves a part of a CPU unused that is not Intel's (docs/performance.md).
+PyTorch gives float32 products to MKL, which took twice as long on the AMD CPU measured (docs/performance.md).
 """
 
 from __future__ import annotations
