@@ -1,0 +1,52 @@
+"""What judges: the seam between the service and rules, our own engine or another server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict
+
+
+class Backend(Protocol):
+    """``label`` is in every answer. ``model`` is the model's name, "" for rules. ``fingerprint`` names all that verdicts depend on."""
+
+    label: BackendLabel
+    model: str
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
+        """One result for each item, in order. Never raises for what an item contains; may be called concurrently.
+
+        Raises ``rayloop.core.failures.InfrastructureFailure`` when nothing can be judged now.
+        """
+        ...
+
+    async def ready(self) -> Sequence[str]:
+        """What keeps it from judging now, in words; empty when it can. Asks the model nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A model's whole reply. ``probability`` is that of its verdict token, when the engine gives log-probs."""
+
+    text: str
+    probability: float | None = None
+
+
+class ChatModel(Protocol):
+    """A model behind a backend, asked through ``judge.grader``. ``name`` and ``settings`` go into the fingerprint."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+        """Answer chat messages (OpenAI's form), the output constrained to the JSON schema.
+
+        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long.
+        """
+        ...
