@@ -10,7 +10,7 @@ from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict
 
 
 class Backend(Protocol):
-    """``label`` is in every answer. ``model`` is the model's name, "" for rules. ``fingerprint`` names all that verdicts depend on."""
+    """``label`` is in every answer, ``model`` the model's name, "" for rules. ``fingerprint`` is of all that matters to verdicts."""
 
     label: BackendLabel
     model: str
