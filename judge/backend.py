@@ -10,7 +10,7 @@ from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict
 
 
 class Backend(Protocol):
-    """``label`` is in every answer, ``model`` the model's name, "" for rules. ``fingerprint`` is of all that matters to verdicts."""
+    """``label`` is in every answer; ``model`` is its name, "" for rules; ``fingerprint`` is of all that matters to verdicts."""
 
     label: BackendLabel
     model: str
