@@ -8,16 +8,20 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test test-faults test-k8s lint quickstart digits docs
+.PHONY: test test-faults test-k8s test-slurm lint quickstart digits docs
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s"
+	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s and not slurm"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults
 
 test-k8s: $(VENV)/.k8s
 	$(BIN)/python -m pytest -q -rs -m k8s tests/deploy/k8s
+
+test-slurm: $(VENV)/.dev
+	$(BIN)/python -m tests.deploy.slurm.lab install
+	$(BIN)/python -m pytest -q -rs -m slurm tests/deploy/slurm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import bench, doctor, submit
+from cluster import bench, doctor, node, slurm, submit
 from cluster.config import RunConfig
 from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
@@ -86,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     submit.add_arguments(commands.add_parser("submit", help="train as a Ray job on a cluster"))
     doctor.add_arguments(commands.add_parser("doctor", help="what would go wrong here, and what to do about it"))
+    node.add_arguments(commands.add_parser("node", help="one Ray node of a cluster, which finds the others"))
+    slurm.add_arguments(commands.add_parser("slurm", help="a cluster on Slurm, and its end"))
     bench.add_arguments(commands.add_parser("bench", help="measure one GRPO step, alone or beside TRL's"))
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top

@@ -59,15 +59,22 @@ def without_proxy(*hosts: str) -> dict[str, str]:
 @contextmanager
 def private_cluster(insecure: bool = False) -> Iterator[str]:
     """For a cluster of this process's own. Yields a temporary folder for the cluster's files; the token lies in it."""
+    with temporary_folder() as folder:
+        token = None if insecure else new_token(folder / "token")
+        with _set(node_settings(token) | without_proxy()):
+            yield str(folder)
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """For Ray's files on this machine, removed with the block. Those that killed processes left in TMPDIR are removed too."""
     sweep()
     with (
-        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder,
         open(Path(folder) / LOCK, "w") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        token = None if insecure else new_token(Path(folder) / "token")
-        with _set(node_settings(token) | without_proxy()):
-            yield folder
+        yield Path(folder)
 
 
 @contextmanager

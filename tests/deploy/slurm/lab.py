@@ -1,0 +1,256 @@
+"""A real Slurm on one machine: a controller, and one node daemon in a network, process and mount namespace per node.
+
+Every node has its own address, host name, processes and shared memory; the disk is what they share. Needs root and Debian's
+packages: ``python -m tests.deploy.slurm.lab install``. ``python -m tests.deploy.slurm.lab COMMAND`` runs a command beside a lab.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "util-linux")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare")
+NODES = {"cpu1": 0, "gpu1": 2, "gpu2": 2}
+"""Node -> GPUs, which are twins of /dev/null."""
+KILL_WAIT = 30
+"""Seconds from SIGTERM to SIGKILL, as Slurm has it by default."""
+
+CONFIGURATION = """\
+ClusterName=lab
+SlurmctldHost={host}({network}.254)
+SlurmctldPort=16817
+SlurmdPort=16818
+SlurmUser=root
+SlurmdUser=root
+MailProg=/bin/true
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/controller
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=20
+KillWait={kill_wait}
+MinJobAge=600
+InactiveLimit=0
+"""
+START_NODE = """\
+hostname "$1"
+mount --make-rprivate /
+mount --bind "$2/hosts" /etc/hosts
+mount -t tmpfs -o size=1g tmpfs /dev/shm
+exec slurmd -D -N "$1" -f "$2/slurm.conf"
+"""
+
+
+def why_not() -> str | None:
+    """What keeps a lab from being started here; None: nothing."""
+    if os.geteuid() != 0:
+        return "a lab needs root, for network namespaces"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} missing: `python -m tests.deploy.slurm.lab install` installs Debian's packages"
+    tried = subprocess.run(["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, text=True)
+    return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def install() -> None:
+    """Install the Debian packages that are missing, without their daemons being started."""
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise SystemExit(f"test-slurm cannot run here: installing {' '.join(PACKAGES)} needs root and apt-get")
+    policy = Path("/usr/sbin/policy-rc.d")
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    try:
+        for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+            quietly = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+            subprocess.run(["apt-get", *command], check=True, env=quietly, stdout=subprocess.DEVNULL)
+    finally:
+        if ours:
+            policy.unlink()
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running lab. ``environment`` is what Slurm's commands need; ``nodes``: name -> the process that holds its namespaces."""
+
+    folder: Path
+    environment: dict[str, str]
+    nodes: dict[str, subprocess.Popen[bytes]]
+
+    def slurm(self, *command: str, cwd: Path | None = None) -> str:
+        """What a command prints. Raises AssertionError with its errors when it fails."""
+        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def idle(self) -> bool:
+        listed = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.environment, capture_output=True, text=True)
+        return len({line for line in listed.stdout.splitlines() if line.endswith(" idle")}) == len(self.nodes)
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs on the nodes, besides Slurm's own daemons; zombies left out."""
+        found = []
+        for node in self.nodes.values():
+            for process in psutil.Process(node.pid).children(recursive=True):
+                try:
+                    if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("slurm"):
+                        found.append(process)
+                except psutil.NoSuchProcess:
+                    continue
+        return found
+
+    def shared_memory(self) -> dict[str, list[str]]:
+        """Node -> the files in its /dev/shm."""
+        inside = {name: psutil.Process(node.pid).children()[0].pid for name, node in self.nodes.items()}
+        return {name: os.listdir(f"/proc/{pid}/root/dev/shm") for name, pid in inside.items()}
+
+
+@contextmanager
+def lab() -> Iterator[Lab]:
+    """Start a lab and wait until all nodes are idle; with the block everything of it ends."""
+    mark = f"rl{os.getpid() % 100000}"
+    network = f"10.{os.getpid() % 199 + 31}.{os.getpid() // 199 % 250}"
+    with ExitStack() as after:
+        folder = Path(after.enter_context(tempfile.TemporaryDirectory(prefix="slurm-lab-", ignore_cleanup_errors=True)))
+        folder.chmod(0o755)
+        addresses = {name: f"{network}.{number}" for number, name in enumerate(NODES, 1)}
+        _configure(folder, network, addresses)
+        after.enter_context(_daemon(
+            ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
+             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed"],
+            folder / "munged.out",
+        ))  # fmt: skip
+        _until(lambda: (folder / "munge.socket").exists(), "munged's socket", folder)
+        after.enter_context(_bridge(mark, network))
+        environment = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf"}
+        after.enter_context(_daemon(["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], folder / "slurmctld.out"))
+        nodes = {name: after.enter_context(_node(mark, name, addresses[name], network, folder)) for name in NODES}
+        started = Lab(folder, environment, nodes)
+        _until(started.idle, "the nodes idle", folder)
+        yield started
+
+
+def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
+    key = folder / "munge.key"
+    key.touch(mode=0o400)
+    key.write_bytes(os.urandom(128))
+    lines = [CONFIGURATION.format(host=socket.gethostname(), network=network, folder=folder, kill_wait=KILL_WAIT)]
+    for name, gpus in NODES.items():
+        (folder / f"spool-{name}").mkdir()
+        gres = f"Gres=gpu:{gpus} " if gpus else ""
+        lines.append(f"NodeName={name} NodeAddr={addresses[name]} CPUs=4 RealMemory=4000 {gres}State=UNKNOWN\n")
+    lines += ["PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n", "PartitionName=gpu Nodes=gpu[1-2] State=UP\n"]
+    (folder / "slurm.conf").write_text("".join(lines))
+    for number in range(max(NODES.values())):
+        os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm wants a device file
+    (folder / "gres.conf").write_text("".join(
+        f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name, gpus in NODES.items() if gpus
+    ))  # fmt: skip
+    constrain = "ConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}")
+    hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {a: name for name, a in addresses.items()}
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts.items()))
+
+
+@contextmanager
+def _daemon(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with output.open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+
+
+@contextmanager
+def _bridge(mark: str, network: str) -> Iterator[None]:
+    _ip("link", "add", mark, "type", "bridge")
+    try:
+        _ip("addr", "add", f"{network}.254/24", "dev", mark)
+        _ip("link", "set", mark, "up")
+        yield
+    finally:
+        _ip("link", "del", mark)
+
+
+@contextmanager
+def _node(mark: str, name: str, address: str, network: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    space = outside = f"{mark}-{name}"
+    _ip("netns", "add", space)
+    try:
+        _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", outside, "master", mark, "up")
+        _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", space, "link", "set", device, "up")
+        _ip("-n", space, "route", "add", "default", "via", f"{network}.254")
+        inside = f"ip netns exec {space} unshare --mount --uts --pid --fork --mount-proc --kill-child=KILL bash -c"
+        with _daemon([*inside.split(), START_NODE, "_", name, str(folder)], folder / f"{name}.out") as process:
+            try:
+                yield process
+            finally:
+                process.kill()  # unshare ignores SIGTERM; its end is the end of everything in the namespace
+    finally:
+        _ip("netns", "del", space)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _until(condition: Callable[[], bool], what: str, folder: Path) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > end:
+            tails = "\n".join(f"{log.name}: {log.read_text()[-500:]}" for log in folder.glob("*.log"))
+            raise AssertionError(f"{what}: not within 60 s\n{tails}")
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["install"]:
+        install()
+    elif problem := why_not():
+        raise SystemExit(f"test-slurm cannot run here: {problem}")
+    else:
+        with lab() as started:
+            subprocess.run(sys.argv[1:] or ["bash"], env=started.environment, check=False)

@@ -1,0 +1,165 @@
+"""The folder in which nodes find each other, and the blocks of ports: what is stale, what is replaced, what times out."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import rendezvous, scheduler
+from cluster.ports import NoFreePorts, block, port_range
+from cluster.rendezvous import Head, NoHead, Rendezvous
+from rayloop.core.failures import ConfigError
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address of somebody who accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
+    monkeypatch.setattr(rendezvous, "POLL", 0.01)
+    made = Rendezvous(tmp_path / "shared", "mine")
+    made.open(insecure=False)
+    return made
+
+
+def published(place: Rendezvous, address: str, job: str | None = None, restart: int = 0) -> Head:
+    head = Head(address, "http://127.0.0.1:1", None, "node", job, restart, time.time())
+    place.publish(head)
+    return head
+
+
+def nobody() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_published_head_is_found(place: Rendezvous, listening: str) -> None:
+    head = published(place, listening)
+    assert place.wait(1) == head
+    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], "written aside and renamed"
+
+
+def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, listening: str) -> None:
+    token = place.open(insecure=False)
+    assert token is not None
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
+    assert place.open(insecure=False) == token, "the same cluster keeps its token"
+    place.publish(Head(listening, "http://127.0.0.1:1", str(token), "node", None, 0, time.time()))
+    assert token.read_text() not in (place.folder / "head.json").read_text()
+    assert Rendezvous(place.folder.parent, "open").open(insecure=True) is None
+
+
+def test_a_head_that_does_not_answer_is_stale(place: Rendezvous) -> None:
+    published(place, nobody())
+    with pytest.raises(NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"):
+        place.wait(0.1)
+
+
+def test_a_head_whose_job_has_ended_is_stale_although_somebody_else_answers(
+    place: Rendezvous, listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(place, listening, job="17")
+    monkeypatch.setattr(scheduler, "ended", lambda job: job == "17")
+    with pytest.raises(NoHead, match="its job 17 has ended"):
+        place.wait(0.1)
+    head = published(place, listening, job="18")
+    assert place.wait(1) == head
+
+
+def test_without_a_head_the_deadline_counts(place: Rendezvous) -> None:
+    with pytest.raises(NoHead, match="nothing was published"):
+        place.wait(0.1)
+    assert place.wait(60, stop=lambda: True) is None
+
+
+def test_a_cluster_has_one_head(place: Rendezvous, listening: str) -> None:
+    published(place, listening)
+    with pytest.raises(ConfigError, match="has a head already, at 127"):
+        place.open(insecure=False)
+
+
+def test_what_a_former_head_left_is_removed(place: Rendezvous, listening: str) -> None:
+    place.withdraw(published(place, listening), done=True)
+    published(place, nobody())
+    place.open(insecure=False)
+    assert place.head() is None
+    assert not (place.folder / "done").exists()
+
+
+def test_a_head_takes_back_its_own_entry_only(place: Rendezvous, listening: str) -> None:
+    first = published(place, listening, restart=0)
+    second = published(place, listening, restart=1)
+    place.withdraw(first, done=True)
+    assert place.head() == second
+    assert not place.done(first)
+
+
+def test_workers_of_a_cluster_that_is_done_need_not_wait_and_others_do(place: Rendezvous, listening: str) -> None:
+    head = published(place, listening)
+    place.withdraw(head, done=True)
+    assert place.wait(60, former=head) is None
+    with pytest.raises(NoHead):
+        place.wait(0.1)
+
+
+def test_the_cluster_s_jobs_are_noted(place: Rendezvous) -> None:
+    for job in ("12", "7", "12"):
+        place.register(job)
+    assert place.jobs() == ["12", "7"]
+    place.remove()
+    assert not place.folder.exists()
+    assert place.jobs() == []
+    assert place.head() is None
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden"])
+def test_a_cluster_s_name_is_that_of_a_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="--cluster"):
+        Rendezvous(tmp_path, name)
+
+
+def test_an_entry_is_plain_json(place: Rendezvous, listening: str) -> None:
+    published(place, listening, job="3")
+    assert json.loads((place.folder / "head.json").read_text())["address"] == listening
+
+
+def test_nodes_on_one_machine_have_disjoint_ports() -> None:
+    with block(13_000, 13_199, ["a", "b"]) as small, pytest.raises(NoFreePorts), block(13_000, 13_199, ["a", "b"]):
+        pass
+    assert small["b"] == small["a"] + 1
+    assert small.workers == (13_003, 13_199)
+
+    taken = []
+    with block(13_000, 15_999, ["a", "b"]) as one, block(13_000, 15_999, ["a", "b"]) as two:
+        for ports in (one, two):
+            taken += [*ports.services.values(), *range(ports.workers[0], ports.workers[1] + 1)]
+    assert len(taken) == len(set(taken)) == 2 * 999
+
+
+def test_a_block_with_a_taken_service_port_is_passed_over() -> None:
+    with socket.socket() as other:
+        other.bind(("", 14_002))
+        with block(13_000, 14_999, ["a", "b"]) as ports:
+            assert ports["a"] == 13_001
+
+
+@pytest.mark.parametrize("text", ["", "20000", "30000-20000", "80-90", "1-x", "20000-70000"])
+def test_a_wrong_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected LOW-HIGH"):
+        port_range(text)
+
+
+def test_a_range_without_room_for_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a node needs 3 ports"), block(13_000, 13_004, ["a", "b"]):
+        pass
