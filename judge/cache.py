@@ -1,0 +1,87 @@
+"""Verdicts that were given before: in memory, and in an SQLite file that runs and processes share. Failures are never kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sqlite3
+import unicodedata
+from collections import OrderedDict
+from pathlib import Path
+
+from judge.api import JudgeItem, JudgeVerdict
+
+logger = logging.getLogger(__name__)
+
+
+def cache_key(item: JudgeItem, fingerprint: str) -> str:
+    """What a verdict depends on: judge, rubric, source, question, reference, images and the answer without odd spaces."""
+    answer = " ".join(unicodedata.normalize("NFKC", item.answer).split())
+    parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, *item.images]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class VerdictCache:
+    """``size`` verdicts in memory (least recently used go first), all of them in ``path`` when there is one.
+
+    A file that fails (full, locked, corrupt, on a file system without locks) is reported once and left alone: what is
+    lost is speed.
+    """
+
+    def __init__(self, size: int, path: Path | None = None) -> None:
+        self.size = size
+        self._memory: OrderedDict[str, JudgeVerdict] = OrderedDict()
+        self._file: sqlite3.Connection | None = None
+        if path is not None:
+            try:
+                self._file = _open(path)
+            except (sqlite3.Error, OSError) as error:
+                self._give_up(error)
+
+    def get(self, key: str) -> JudgeVerdict | None:
+        """The verdict, marked ``cached``."""
+        verdict = self._memory.get(key)
+        if verdict is None and self._file is not None:
+            try:
+                row = self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
+                verdict = JudgeVerdict.model_validate_json(row[0]) if row else None
+            except (sqlite3.Error, ValueError) as error:
+                self._give_up(error)
+        if verdict is None:
+            return None
+        self._remember(key, verdict)
+        return verdict.model_copy(update={"cached": True})
+
+    def put(self, key: str, verdict: JudgeVerdict) -> None:
+        self._remember(key, verdict)
+        if self._file is not None:
+            try:
+                with self._file:
+                    self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, verdict.model_dump_json()))
+            except sqlite3.Error as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _remember(self, key: str, verdict: JudgeVerdict) -> None:
+        self._memory[key] = verdict
+        self._memory.move_to_end(key)
+        if len(self._memory) > self.size:
+            self._memory.popitem(last=False)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("the verdict cache's file is not used any more: %s", error)
+        self.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT ROWID")
+    return connection

@@ -1,0 +1,143 @@
+"""The two ways to judge: by rules alone, or by a model that is asked only what rules cannot decide."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from judge import prompt, rules, verdict
+from judge.api import (
+    BackendLabel,
+    JudgeItem,
+    JudgeUnscored,
+    JudgeVerdict,
+    NoVerdict,
+    VerdictKind,
+)
+from judge.backend import ChatModel
+from judge.cache import VerdictCache, cache_key
+from judge.rubric import Rubric
+from rayloop.core.failures import DeadlineExceeded, InfrastructureFailure
+
+Result = JudgeVerdict | JudgeUnscored
+
+
+def fingerprint(label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None) -> str:
+    """Of all that a verdict depends on: backend, model, sampling, rubrics, and the code of rules, prompt and parser."""
+    here = Path(__file__).parent
+    code = [(here / f"{name}.py").read_text() for name in ("rules", "quantities", "prompt", "verdict")]
+    about = [label, model.name, dict(model.settings)] if model else [label]
+    parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
+    return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
+
+
+class RuleBackend:
+    """Rules alone, for machines without a model: what no rule decides is incorrect, and says so."""
+
+    label: BackendLabel = "rule"
+    model = ""
+
+    def __init__(self, rubrics: Mapping[str, Rubric]) -> None:
+        self.rubrics = rubrics
+        self.fingerprint = fingerprint(self.label, rubrics)
+
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
+        return [self._one(item) for item in items]
+
+    async def ready(self) -> Sequence[str]:
+        return ()
+
+    def _one(self, item: JudgeItem) -> Result:
+        rubric = self.rubrics.get(item.rubric)
+        if rubric is None:
+            return unknown_rubric(item, self.rubrics, self.fingerprint, self.label)
+        decision = decide(rubric, item)
+        if decision.correct is None:
+            decision = rules.Decision(False, "none", "no rule decides this; a model would have to")
+        return as_verdict(decision, self.fingerprint, self.label)
+
+
+class Grader:
+    """Rules first, then the cache, then the model; the same question asked twice at once is asked once.
+
+    A reply that is no verdict is UNSCORED invalid; the caller decides whether to ask again.
+    """
+
+    def __init__(
+        self, model: ChatModel, label: BackendLabel, rubrics: Mapping[str, Rubric], cache: VerdictCache | None = None
+    ) -> None:
+        self._chat, self.label, self.rubrics, self._cache = model, label, rubrics, cache
+        self.model = model.name
+        self.fingerprint = fingerprint(label, rubrics, model)
+        self._asking: dict[str, asyncio.Task[Result]] = {}
+
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
+        return await asyncio.gather(*(self._one(item) for item in items))
+
+    async def ready(self) -> Sequence[str]:
+        return ()
+
+    async def _one(self, item: JudgeItem) -> Result:
+        rubric = self.rubrics.get(item.rubric)
+        if rubric is None:
+            return unknown_rubric(item, self.rubrics, self.fingerprint, self.label)
+        if item.fresh:
+            return await self._ask(rubric, item)
+        decision = decide(rubric, item)
+        if decision.correct is not None:
+            return as_verdict(decision, self.fingerprint, self.label)
+        key = cache_key(item, self.fingerprint)
+        if self._cache is not None and (known := self._cache.get(key)) is not None:
+            return known
+        task = self._asking.get(key)
+        if task is None:
+            task = self._asking[key] = asyncio.create_task(self._ask(rubric, item))
+            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        result = await asyncio.shield(task)
+        if isinstance(result, JudgeVerdict) and self._cache is not None:
+            self._cache.put(key, result)
+        return result
+
+    async def _ask(self, rubric: Rubric, item: JudgeItem) -> Result:
+        try:
+            reply = await self._chat.reply(prompt.messages(rubric, item), prompt.schema(rubric))
+            found = verdict.parse(reply.text, rubric.kind)
+        except verdict.InvalidVerdict as error:
+            return self._unscored(NoVerdict.INVALID, error)
+        except (DeadlineExceeded, TimeoutError) as error:
+            return self._unscored(NoVerdict.TIMEOUT, error)
+        except (InfrastructureFailure, OSError) as error:
+            return self._unscored(NoVerdict.UNAVAILABLE, error)
+        probability = reply.probability if rubric.kind == "binary" else None
+        return JudgeVerdict(
+            verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
+            fingerprint=self.fingerprint, backend=self.label, decided_by="model",
+        )  # fmt: skip
+
+    def _unscored(self, kind: NoVerdict, error: Exception) -> JudgeUnscored:
+        reason = str(error)[:1024] or type(error).__name__
+        return JudgeUnscored(kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label)
+
+
+def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
+    """What rules alone say. For a scored rubric only full marks and nothing are theirs to give."""
+    return rules.decide(
+        item.reference, item.answer, tolerance=rubric.tolerance_for(item.source), max_length=rubric.max_answer
+    )
+
+
+def as_verdict(decision: rules.Decision, fingerprint: str, label: BackendLabel) -> JudgeVerdict:
+    """A decided rule's verdict."""
+    kind = VerdictKind.CORRECT if decision.correct else VerdictKind.INCORRECT
+    return JudgeVerdict(
+        verdict=kind, score=float(bool(decision.correct)), reason=f"{decision.rule}: {decision.reason}",
+        fingerprint=fingerprint, backend=label, decided_by="rules",
+    )  # fmt: skip
+
+
+def unknown_rubric(item: JudgeItem, rubrics: Mapping[str, Rubric], fingerprint: str, label: BackendLabel) -> JudgeUnscored:
+    reason = f"unknown rubric {item.rubric!r}; there are {', '.join(sorted(rubrics))}"
+    return JudgeUnscored(kind=NoVerdict.INVALID, reason=reason, fingerprint=fingerprint, backend=label)

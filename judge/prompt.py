@@ -1,0 +1,70 @@
+"""What the model is asked: instructions and examples first (shared prefix), then the item, the candidate fenced as data."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from judge.api import JudgeItem
+from judge.rubric import Example, Rubric
+from judge.verdict import SCORES
+
+_SPECIAL = re.compile(
+    r"<[|｜][^<>]{0,64}?[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>
+    r"|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|image|video|box)>"
+    r"|</?(?:answer|think|tool_call|tool_response|interpreter|system|user|assistant|candidate[\w-]*)>",
+    re.IGNORECASE,
+)
+_INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
+
+
+def sanitise(text: str, limit: int) -> str:
+    """Text without chat-template and vision tokens, control and invisible characters, cut to ``limit`` characters.
+
+    Repeated until nothing is left to remove, so that tokens nested in tokens do not survive.
+    """
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE)
+    before = None
+    while text != before:
+        before, text = text, _SPECIAL.sub("", text)
+    return text[:limit].strip()
+
+
+def schema(rubric: Rubric) -> dict[str, Any]:
+    """The JSON schema of the reply; the reason comes before the verdict."""
+    name, values = ("verdict", ["correct", "incorrect"]) if rubric.kind == "binary" else ("score", list(SCORES))
+    return {
+        "type": "object",
+        "properties": {"reason": {"type": "string", "maxLength": 200}, name: {"enum": values}},
+        "required": ["reason", name],
+        "additionalProperties": False,
+    }
+
+
+def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
+    """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given."""
+    form = '{"reason": "...", "verdict": "correct"}' if rubric.kind == "binary" else '{"reason": "...", "score": 0.5}'
+    found = [{"role": "system", "content": f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"}]
+    for example in rubric.examples[rubric.family(item.source)]:
+        found.append({"role": "user", "content": _ask(rubric, example, "example")})
+        found.append({"role": "assistant", "content": _reply(example)})
+    return [*found, {"role": "user", "content": _ask(rubric, item, nonce or secrets.token_hex(8))}]
+
+
+def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
+    fence = f"candidate-{nonce}"
+    candidate = sanitise(item.answer, rubric.max_answer).replace(nonce, "")
+    return (
+        f"Question: {sanitise(item.question, 4096)}\nReference answer: {sanitise(item.reference, 4096)}\n"
+        f"The candidate's answer is the JSON string between the fences.\n<{fence}>\n"
+        f"{json.dumps(candidate, ensure_ascii=False)}\n</{fence}>"
+    )
+
+
+def _reply(example: Example) -> str:
+    verdict = {"verdict": example.verdict} if example.score is None else {"score": example.score}
+    return json.dumps({"reason": example.reason, **verdict}, ensure_ascii=False)

@@ -1,0 +1,95 @@
+"""Rubrics: what a judge is told and shown, one versioned YAML file each (judge/rubrics)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from judge.api import VerdictKind
+from rayloop.core.config import Settings
+from rayloop.core.failures import ConfigError
+
+FOLDER = Path(__file__).parent / "rubrics"
+DEFAULT = "default"
+
+
+class Example(Settings):
+    """One graded answer that the model is shown. ``verdict`` for binary rubrics, ``score`` for scored ones."""
+
+    question: str
+    reference: str
+    answer: str
+    reason: str = Field(max_length=200)
+    verdict: VerdictKind | None = None
+    score: float | None = Field(None, ge=0, le=1)
+
+
+class Rubric(Settings):
+    """``binary``: correct or incorrect; ``scored``: one of SCORES."""
+
+    name: str
+    version: int = Field(ge=1)
+    """Raise it with every change of meaning."""
+    kind: Literal["binary", "scored"]
+    instructions: str
+    max_answer: int = Field(1000, ge=1)
+    """Characters; longer answers are wrong without asking."""
+    tolerance: float = Field(1e-4, ge=0)
+    """Relative, for numbers that a rule compares."""
+    tolerances: dict[str, float] = {}
+    """The same for single sets of examples."""
+    sources: dict[str, list[str]] = {}
+    """Which data sources a set of examples serves: the words one of which must occur in the source's name."""
+    examples: dict[str, list[Example]]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Rubric:
+        if missing := {DEFAULT, *self.sources, *self.tolerances} - set(self.examples):
+            raise ValueError(f"examples: no set named {', '.join(sorted(missing))}")
+        for name, examples in self.examples.items():
+            scored = self.kind == "scored"
+            if any((e.score is None) == scored or (e.verdict is None) != scored for e in examples):
+                raise ValueError(f"examples.{name}: a {self.kind} rubric's examples need a {self._answer_field} and nothing else")
+        return self
+
+    @property
+    def _answer_field(self) -> str:
+        return "verdict" if self.kind == "binary" else "score"
+
+    def family(self, source: str) -> str:
+        """The name of the set of examples for a data source; ``default`` for one that no set serves."""
+        words = set(re.split(r"[^a-z0-9]+", source.casefold()))
+        for name, markers in self.sources.items():
+            if any(m in words or ("_" in m and m in source.casefold()) or any(w.startswith(m) for w in words) for m in markers):
+                return name
+        return DEFAULT
+
+    def tolerance_for(self, source: str) -> float:
+        return self.tolerances.get(self.family(source), self.tolerance)
+
+    @cached_property
+    def digest(self) -> str:
+        """The version and a hash of all that the model is told: a change without a new version shows as well."""
+        return f"{self.version}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]}"
+
+
+def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
+    """Every rubric of a folder by name. Raises ConfigError for a file that is none."""
+    rubrics = {}
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            rubric = Rubric.model_validate(yaml.safe_load(path.read_text()))
+        except (ValidationError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: no valid rubric: {error}") from error
+        if rubric.name != path.stem:
+            raise ConfigError(f"{path}: the rubric calls itself {rubric.name!r}; name file and rubric alike")
+        rubrics[rubric.name] = rubric
+    if not rubrics:
+        raise ConfigError(f"{folder}: no rubric (*.yaml) in this folder")
+    return rubrics
