@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.base import Actor
-from rayloop.core.protocols import Manifest, TrainItem
+from rayloop.core.protocols import Manifest, Meeting, TrainItem
 from rayloop.core.types import Trajectory, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
 from rayloop.grpo.settings import LossSettings
@@ -136,6 +136,14 @@ class PolicyRank(Actor):
         """Gather the weights; rank 0 returns manifest and source, the others (None, None)."""
         tensors = self.engine.export(version)
         return self.transport.pack(version, tensors) if self.rank == 0 else (None, None)
+
+    def invite(self, receivers: tuple[int, ...], failures: int) -> Meeting:
+        """Where this rank and the rollout actors with these serial numbers meet for a broadcast (``collective``)."""
+        return self.transport.invite(ray.util.get_node_ip_address(), receivers, failures)
+
+    def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
+        """Broadcast an export to those who come to the meeting. Raises BroadcastFailed."""
+        self.transport.send(manifest, source, meeting)
 
     def parameter_groups(self) -> list[str]:
         return self.engine.parameter_groups()

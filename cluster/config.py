@@ -11,6 +11,8 @@ from cluster.loggers import LoggersSettings
 from rayloop.core.config import Component, Settings
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
+    CollectiveTransport,
+    CudaIpcTransport,
     FsdpSettings,
     GenerationSettings,
     ModelSettings,
@@ -222,7 +224,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _across_parts(self) -> RunConfig:
-        for problem in _problems(self):
+        for problem in (*_problems(self), *_transport_problems(self)):
             raise ValueError(problem)
         return self
 
@@ -269,4 +271,28 @@ def _problems(c: RunConfig) -> Any:
             f"{a.filtering.max_generation_batches} generation batches of {per} groups make "
             f"{per * a.filtering.max_generation_batches * a.group_size} trajectories at most; "
             f"min_fraction asks for {a.target * a.filtering.min_fraction:.0f} of {a.target}"
+        )
+
+
+def _transport_problems(c: RunConfig) -> Any:
+    """Where the policy and the engines are placed decides which ways weights can take between them."""
+    transport, policy, rollout = c.publish.transport, c.policy.placement.num_gpus, c.rollout.placement.num_gpus
+    gpus = f"policy.placement.num_gpus is {policy:g} and rollout.placement.num_gpus is {rollout:g}"
+    if isinstance(transport, CollectiveTransport):
+        if transport.timeout >= c.publish.timeout:
+            yield (
+                f"publish.transport.timeout ({transport.timeout:g} s) must be less than publish.timeout ({c.publish.timeout:g} s), "
+                "so that a broadcast that fails can be made up for"
+            )
+        if transport.backend == "nccl" and min(policy, rollout) < 1:
+            yield (
+                f"publish.transport.backend: nccl sends between GPUs that are not shared, and {gpus}. Give each at least one, "
+                "or use backend: gloo; on one shared GPU kind: cuda_ipc"
+            )
+    together = c.policy.ranks * policy + c.rollout.actors * rollout
+    if isinstance(transport, CudaIpcTransport) and (min(policy, rollout) <= 0 or together > 1):
+        yield (
+            f"publish.transport.kind: cuda_ipc needs the policy and all rollout actors on one GPU, and {gpus}, for "
+            f"{c.policy.ranks} ranks and {c.rollout.actors} rollout actors. Give them fractions of one GPU, or use kind: "
+            "object_store, filesystem or collective"
         )

@@ -27,6 +27,7 @@ from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.runfolder import RolloutDump
 from rayloop.core.types import Version
+from rayloop.engines.settings import ObjectStoreTransport
 
 CONCURRENCY = 10_000
 
@@ -76,7 +77,8 @@ class Evaluator:
     """The actor that owns the others during an evaluation, and writes the items."""
 
     def __init__(self, config: RunConfig, out: str) -> None:
-        self.config, self.out = config, Path(out)
+        publish = config.publish.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
+        self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
         self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
 
@@ -103,11 +105,10 @@ class Evaluator:
     def _pack(self) -> tuple[Any, Any]:
         """The weights of ``model.path``, as a publication."""
         from rayloop.engines.models import hf_state, load_model
-        from rayloop.engines.weights import DTYPES, transport
+        from rayloop.engines.weights import DTYPES, ObjectStore
 
         model = load_model(self.config.model, dtype=DTYPES[self.config.rollout.engine.dtype])
-        packer = transport(self.config.publish.transport, self.out / "weights")
-        manifest, source = packer.pack(Version(0, 0), hf_state(model))
+        manifest, source = ObjectStore().pack(Version(0, 0), hf_state(model))
         return manifest, ray.put(source)
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:

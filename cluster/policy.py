@@ -13,7 +13,7 @@ from cluster.config import PolicySettings
 from cluster.pool import brief, cause, is_lost
 from cluster.waits import within
 from rayloop.core.failures import PolicyLost
-from rayloop.core.protocols import Manifest
+from rayloop.core.protocols import Manifest, Meeting
 from rayloop.core.types import Group, Member, Version
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.shares import shares
@@ -102,6 +102,17 @@ class PolicyGroup:
         refs = [rank.export.options(num_returns=2).remote(version) for rank in self.ranks]
         manifests = await self._results("export", [manifest for manifest, _ in refs], self.settings.step_timeout)
         return manifests[0], refs[0][1]
+
+    async def invite(self, receivers: tuple[int, ...], failures: int) -> Meeting:
+        """A meeting of the first rank with these rollout actors, for ``send``; a new one after another failure."""
+        answer = self.ranks[0].invite.remote(receivers, failures)
+        return (await self._results("invite", [answer], self.settings.step_timeout))[0]
+
+    async def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
+        """The first rank broadcasts an export. Raises BroadcastFailed."""
+        await self._results(
+            "send", [self.ranks[0].send.remote(manifest, source, meeting)], self.settings.step_timeout
+        )
 
     async def parameter_groups(self) -> list[str]:
         return (await self._all("parameter_groups"))[0]

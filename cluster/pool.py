@@ -183,7 +183,10 @@ class Pool:
         raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
 
     async def everywhere(self, method: str, *args: Any, deadline: float) -> None:
-        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed."""
+        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
+
+        Returns, or raises the first failure, when all have answered.
+        """
 
         async def one(worker: Worker) -> None:
             try:
@@ -194,7 +197,9 @@ class Pool:
                     raise
                 self.lost(worker.serial, error)
 
-        await asyncio.gather(*(one(worker) for worker in list(self.workers.values())))
+        ends = await asyncio.gather(*map(one, list(self.workers.values())), return_exceptions=True)
+        for failure in filter(None, ends):
+            raise failure
 
     async def check(self) -> None:
         """Ask every worker whether it lives; replaces those that do not answer. Raises the failure of a replacement."""

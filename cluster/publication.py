@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from actors.policy import Comparison
 from cluster.config import RunConfig
 from cluster.player import Player
+from cluster.pool import brief
 from cluster.report import Reporter
 from cluster.services import Services
 from cluster.waits import within
-from rayloop.core.failures import DataFailure, ParityError, PublicationError, WorkerLost
+from rayloop.core.failures import BroadcastFailed, DataFailure, ParityError, PublicationError, WorkerLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, UnscoredKind, Version
+from rayloop.engines.settings import CollectiveTransport
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
@@ -28,14 +31,32 @@ class Publisher:
     def __init__(self, config: RunConfig, services: Services, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
         self._current: tuple[Manifest, Any] | None = None
+        self._failed_broadcasts = 0
 
     async def publish(self, version: Version) -> None:
         """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
 
         Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
         """
-        self._current = await self.services.policy.export(version)
-        await self.services.rollout.everywhere("load", *self._current, deadline=self.config.publish.timeout)
+        manifest, source = self._current = await self.services.policy.export(version)
+        if isinstance(self.config.publish.transport, CollectiveTransport):
+            try:
+                return await self._broadcast(manifest, source)
+            except BroadcastFailed as error:
+                self._failed_broadcasts += 1
+                self.reporter.event("broadcast_failed", version=str(version), why=brief(error))
+        await self._load(manifest, source)
+
+    async def _broadcast(self, manifest: Manifest, source: Any) -> None:
+        """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
+        meeting = await self.services.policy.invite(tuple(self.services.rollout.workers), self._failed_broadcasts)
+        sending = self.services.policy.send(manifest, source, meeting)
+        ends = await asyncio.gather(sending, self._load(manifest, meeting), return_exceptions=True)
+        for failure in filter(None, ends):
+            raise failure
+
+    async def _load(self, manifest: Manifest, source: Any) -> None:
+        await self.services.rollout.everywhere("load", manifest, source, deadline=self.config.publish.timeout)
 
     async def admit(self, engine: Any) -> None:
         """Bring a new engine to the current weights (none before the first publication)."""

@@ -82,6 +82,10 @@ class WorkerStartFailed(RayloopError):
     """An actor's constructor raised; the message carries its last line."""
 
 
+class BroadcastFailed(InfrastructureFailure):
+    """A member of the weights' process group died, or did not come in time. The other members' weights are as before."""
+
+
 class PolicyLost(InfrastructureFailure):
     """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
 

@@ -1,7 +1,8 @@
 """Publication of weights: what is sent, how it travels, and the check at the receiver (docs/algorithm.md, section 10).
 
-The trainer ``pack``s its tensors into a manifest and a source, the source travels (through Ray's object store, or as a
-file), and every receiver ``unpack``s it: names, byte counts and checksums must be those of the manifest.
+The trainer ``pack``s its tensors into a manifest and a source, the source travels (through Ray's object store, as a file, or
+as handles of GPU memory; broadcasts are in collective.py), and every receiver ``unpack``s it: names, byte counts and checksums
+must be those of the manifest.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rayloop.core.failures import PublicationError
 from rayloop.core.protocols import Manifest, TensorRecord
 from rayloop.core.types import Version
-from rayloop.engines.settings import ObjectStoreTransport, TransportSettings
+from rayloop.engines.settings import (
+    CollectiveTransport,
+    CudaIpcTransport,
+    FilesystemTransport,
+    TransportSettings,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -140,9 +147,48 @@ class Filesystem:
             path.unlink()
 
 
+class CudaIpc:
+    """The source holds handles of tensors in the memory of the GPU that sender and receivers share. Not yet run.
+
+    The sender keeps the tensors until the next publication, so that a replaced engine can open them as well.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Manifest, tuple[str, dict[str, Any]]]:
+        self._kept = {}  # give the memory back before the next copy is made
+        self._kept = {name: tensor.detach().cuda().contiguous() for name, tensor in tensors.items()}
+        handles = {name: reduce_tensor(tensor) for name, tensor in self._kept.items()}
+        return manifest(version, tensors), (_gpu(), handles)
+
+    def unpack(self, manifest: Manifest, source: tuple[str, Mapping[str, Any]]) -> Mapping[str, Tensor]:
+        """The verified tensors, in the sender's GPU memory. Raises PublicationError."""
+        gpu, handles = source
+        if gpu != _gpu():
+            raise PublicationError(
+                f"version {manifest.version}: cuda_ipc: the weights are on GPU {gpu}, this engine is on {_gpu()}. Use the "
+                "collective or object_store transport for separate GPUs"
+            )
+        tensors = {name: rebuild(*arguments) for name, (rebuild, arguments) in handles.items()}
+        verify(manifest, tensors)
+        return tensors
+
+
 def transport(settings: TransportSettings, folder: str | Path) -> Transport:
     """The transport that ``settings`` names; ``folder`` (below the run folder) is used by the filesystem transport."""
-    return ObjectStore() if isinstance(settings, ObjectStoreTransport) else Filesystem(folder)
+    if isinstance(settings, CollectiveTransport):
+        from rayloop.engines.collective import Collective
+
+        return Collective(settings)
+    if isinstance(settings, CudaIpcTransport):
+        return CudaIpc()
+    return Filesystem(folder) if isinstance(settings, FilesystemTransport) else ObjectStore()
+
+
+def _gpu() -> str:
+    """The identity of this process's GPU, which its number is not: every process sees its first one as 0."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _version(path: Path) -> Version:

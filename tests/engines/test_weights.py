@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rayloop.core.failures import PublicationError
+from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.engines.settings import FilesystemTransport, ObjectStoreTransport
-from rayloop.engines.weights import Filesystem, ObjectStore, Transport, manifest, transport, verify
+from rayloop.engines.weights import CudaIpc, Filesystem, ObjectStore, Transport, manifest, transport, verify
 
 VERSION = Version(1, 7)
 
@@ -111,3 +114,20 @@ def test_a_stale_file_is_noticed(tmp_path: Path) -> None:
     changed = dataclasses.replace(described, tensors={**described.tensors, "f": described.tensors["a.weight"]})
     with pytest.raises(PublicationError, match="f: missing"):
         files.unpack(changed, path)
+
+
+def open_in_this_process(described: Manifest, source: Any) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in CudaIpc().unpack(described, source).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_another_process_opens_the_sender_s_gpu_memory() -> None:
+    sender = CudaIpc()
+    described, source = sender.pack(VERSION, tensors())
+    with multiprocessing.get_context("spawn").Pool(1) as other:
+        received = other.apply(open_in_this_process, (described, source))
+        for name, tensor in tensors().items():
+            assert torch.equal(received[name], tensor), name
+        with pytest.raises(PublicationError, match="cuda_ipc: the weights are on GPU elsewhere, this engine is on"):
+            other.apply(open_in_this_process, (described, ("elsewhere", source[1])))

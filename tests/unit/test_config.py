@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import RunConfig
 from rayloop.core.config import Component, Settings, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.reference import count_fields, describe, page
+from rayloop.engines.settings import CudaIpcTransport
+from tests.support.runs import set_key, settings
 
 Write = Callable[..., Path]
 
@@ -295,3 +297,43 @@ def test_the_reference_describes_every_key() -> None:
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
     docs = Path(__file__).parents[2] / "docs" / name
     assert docs.read_text() == page(model), "run: make docs"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"publish.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
+        (
+            {
+                "publish.transport": {"kind": "cuda_ipc"},
+                "policy.placement": {"num_gpus": 1},
+                "rollout.placement": {"num_gpus": 1},
+            },
+            "cuda_ipc needs the policy and all rollout actors on one GPU",
+        ),
+        (
+            {
+                "publish.transport": {"kind": "collective", "backend": "nccl"},
+                "policy.placement": {"num_gpus": 1},
+                "rollout.placement": {"num_gpus": 0.5},
+            },
+            "nccl sends between GPUs that are not shared, and policy.placement.num_gpus is 1 and rollout",
+        ),
+        ({"publish.transport": {"kind": "collective"}, "publish.timeout": 60}, "must be less than publish.timeout"),
+    ],
+)
+def test_transports_that_the_placement_does_not_allow_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, tmp_path)
+    for key, value in changes.items():
+        set_key(config, key, value)
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(config)
+
+
+def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path) -> None:
+    placement = {"placement": {"num_gpus": 0.4}}
+    config = settings(tmp_path, tmp_path, policy=placement, publish={"transport": {"kind": "cuda_ipc"}})
+    config["rollout"] |= placement
+    assert RunConfig.model_validate(config).publish.transport == CudaIpcTransport()

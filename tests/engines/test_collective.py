@@ -1,0 +1,137 @@
+"""Publication by broadcast over gloo: who is invited gets the bytes, and nobody waits long for who does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayloop.core.failures import BroadcastFailed, PublicationError
+from rayloop.core.protocols import Manifest
+from rayloop.core.types import Version
+from rayloop.engines.collective import Collective, buckets
+from rayloop.engines.settings import CollectiveTransport
+from rayloop.engines.weights import manifest
+
+SETTINGS = CollectiveTransport(bucket_bytes=1024, timeout=1.0)
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(3, 5), (), (7,), (40, 40), (2, 3)]
+    return {
+        f"layer.{i}": torch.randn(size, generator=generator).to((torch.float32, torch.bfloat16)[i % 2])
+        for i, size in enumerate(sizes)
+    }
+
+
+class Hall:
+    """A sender and receivers, each with a thread of its own; ``serial`` is a receiver's number in the pool."""
+
+    def __init__(self) -> None:
+        self.sender = Collective(SETTINGS)
+        self.receivers: dict[int, Collective] = {}
+        self.failures = 0
+
+    def publish(
+        self,
+        invited: Sequence[int],
+        present: Sequence[int] | None = None,
+        expected: Manifest | None = None,
+        seed: int = 0,
+    ) -> list[Any]:
+        """What the sender (None) and each present receiver (tensors) returned or raised."""
+        described, source = self.sender.pack(Version(0, seed), tensors(seed))
+        meeting = self.sender.invite("127.0.0.1", tuple(invited), self.failures)
+        with ThreadPoolExecutor() as threads:
+            sending = threads.submit(self.sender.send, described, source, meeting)
+            receiving = [
+                threads.submit(
+                    self.receivers.setdefault(serial, Collective(SETTINGS)).unpack, expected or described, meeting
+                )
+                for serial in (invited if present is None else present)
+            ]
+            return [future.exception() or future.result() for future in [sending, *receiving]]
+
+
+def arrived(received: dict[str, Tensor], seed: int = 0) -> None:
+    sent = tensors(seed)
+    assert list(received) == list(sent)
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor), name
+
+
+def test_buckets_hold_every_tensor_once_within_the_limit() -> None:
+    described = manifest(Version(0, 0), tensors())
+    plan = list(buckets(described, 1024))
+    assert [list(bucket.offsets) for bucket in plan] == [["layer.0", "layer.1", "layer.2"], ["layer.3"], ["layer.4"]]
+    assert plan[0].offsets == {"layer.0": 0, "layer.1": 64, "layer.2": 80}
+    assert [bucket.size for bucket in plan] == [112, 3200, 32]
+    assert [list(bucket.offsets) for bucket in buckets(described, 10**6)] == [list(tensors())]
+
+
+def test_every_receiver_gets_every_publication_in_one_group() -> None:
+    hall, groups = Hall(), set()
+    for seed in (1, 2, 3):
+        none, *received = hall.publish([7, 8, 9], seed=seed)
+        assert none is None
+        for tensors_of_one in received:
+            arrived(tensors_of_one, seed)
+        groups.add(hall.sender._group)
+    assert len(groups) == 1, "the same members keep their group"
+
+
+def test_the_group_follows_its_members() -> None:
+    hall = Hall()
+    for seed, members in enumerate([[1, 2], [2], [2, 3, 4], [4], []]):
+        none, *received = hall.publish(members, seed=seed)
+        assert none is None
+        assert len(received) == len(members)
+        for tensors_of_one in received:
+            arrived(tensors_of_one, seed)
+
+
+def test_a_receiver_that_does_not_come_fails_the_broadcast_and_the_next_one_is_among_the_others() -> None:
+    hall = Hall()
+    hall.publish([1, 2])
+    for failure in hall.publish([1, 2, 3], present=[1, 2]):
+        assert isinstance(failure, BroadcastFailed), failure
+    _, *received = hall.publish([1, 2], seed=5)
+    for tensors_of_one in received:
+        arrived(tensors_of_one, 5)
+
+
+def test_a_member_that_left_its_group_fails_the_broadcast_until_a_new_group_is_formed() -> None:
+    hall = Hall()
+    hall.publish([1, 2])
+    hall.receivers[2]._leave()
+    assert any(isinstance(end, BroadcastFailed) for end in hall.publish([1, 2]))
+    hall.failures += 1
+    _, *received = hall.publish([1, 2], seed=5)
+    for tensors_of_one in received:
+        arrived(tensors_of_one, 5)
+
+
+def test_one_too_many_is_turned_away_and_the_others_are_served() -> None:
+    ends = Hall().publish([1, 2], present=[1, 2, 3])
+    [turned_away] = [end for end in ends if isinstance(end, BroadcastFailed)]
+    assert "3 receivers came to a meeting of 2" in str(turned_away)
+    for tensors_of_one in [end for end in ends[1:] if end is not turned_away]:
+        arrived(tensors_of_one)
+
+
+def test_bytes_that_are_not_the_manifest_s_are_noticed() -> None:
+    other = manifest(Version(0, 0), tensors(seed=99))
+    none, refused = Hall().publish([1], expected=other)
+    assert none is None
+    assert isinstance(refused, PublicationError)
+    assert "layer.3: corrupt" in str(refused)
+
+
+def test_a_receiver_without_a_group_reads_the_object_store() -> None:
+    described, source = Collective(SETTINGS).pack(Version(0, 0), tensors())
+    arrived(dict(Collective(SETTINGS).unpack(described, source)))
