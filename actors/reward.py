@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.base import Actor
 from actors.settings import RewardSettings
-from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure, RewardLost
 from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.runfolder import RolloutRecord, rollout_record
@@ -39,15 +39,16 @@ class RewardActor(Actor):
         return self._scoring
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Outcome:
-        """The outcome of one trajectory, meant for training at ``step``. Never raises, takes at most twice the timeout.
+        """The outcome of one trajectory, meant for training at ``step``. Takes at most twice the timeout.
 
         A grader that raises is asked once more. When the same input makes it raise again, the policy's text broke it:
         the failing value, flagged ``grader_error``. Failures of network, disk or memory leave the trajectory unscored.
+        Raises only RewardLost, with which a source ends the run.
         """
         self._scoring += 1
         try:
             texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
-            return await self._attempts(trajectory, task, ScoreContext(step, texts))
+            return await self._attempts(trajectory, task, ScoreContext(step, texts, self._settings.timeout))
         finally:
             self._scoring -= 1
 
@@ -66,6 +67,8 @@ class RewardActor(Actor):
                 return Unscored(UnscoredKind.TIMEOUT, f"{self._settings.source.use}: {error}")
             except DataFailure as error:
                 return Unscored(UnscoredKind.BAD_DATA, str(error))
+            except RewardLost:
+                raise
             except Exception as error:
                 logger.warning("the grader failed on trajectory %s of %s", trajectory.id, task.id, exc_info=error)
                 errors.append(error)

@@ -86,6 +86,10 @@ class BroadcastFailed(InfrastructureFailure):
     """A member of the weights' process group died, or did not come in time. The other members' weights are as before."""
 
 
+class RewardLost(RayloopError):
+    """The grader is gone for longer, or fails more often, than its policy allows: the run ends instead of guessing rewards."""
+
+
 class PolicyLost(InfrastructureFailure):
     """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,16 +135,23 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns."""
+    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns.
+
+    ``timeout``: seconds after which scoring is given up (``reward.timeout``).
+    """
 
     step: int
     texts: Sequence[str]
+    timeout: float = 60.0
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes. Raising means the grader failed, not the policy (see actors/reward.py for what follows)."""
+    """Judges finished episodes. Raising means the grader failed, not the policy (see actors/reward.py for what follows).
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome: ...
+    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost ends the run.
+    """
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
 
 
 Box = tuple[float, float, float, float]

@@ -1,0 +1,74 @@
+"""A circuit breaker: after a row of failures nothing is sent until a probe succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from enum import IntEnum
+
+from judge.metrics import BREAKER
+from rayloop.core.failures import InfrastructureFailure
+
+
+class State(IntEnum):
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Breaker:
+    """Opens after ``failures`` in a row; then ``probe`` is awaited every ``interval`` seconds until it does not raise.
+
+    ``probe`` raises InfrastructureFailure when the other side is not well; ``on_failure`` is told.
+    """
+
+    def __init__(
+        self, failures: int, interval: float, probe: Callable[[], Awaitable[None]], on_failure: Callable[[Exception], None]
+    ) -> None:
+        self.failures, self.interval = failures, interval
+        self.state = State.CLOSED
+        self._row = 0
+        self._probe, self._on_failure = probe, on_failure
+        self._closed = asyncio.Event()
+        self._closed.set()
+        self._probing: asyncio.Task[None] | None = None
+
+    async def closed(self) -> None:
+        """Returns at once while closed, else when it has closed again."""
+        await self._closed.wait()
+
+    def succeeded(self) -> None:
+        self._row = 0
+
+    def failed(self) -> None:
+        self._row += 1
+        if self._row >= self.failures and self.state is State.CLOSED:
+            self._closed.clear()
+            self._enter(State.OPEN)
+            self._probing = asyncio.create_task(self._until_well())
+
+    async def close(self) -> None:
+        """End the probing."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+
+    async def _until_well(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval * random.uniform(0.75, 1.25))
+            self._enter(State.HALF_OPEN)
+            try:
+                await self._probe()
+            except InfrastructureFailure as error:
+                self._on_failure(error)
+                self._enter(State.OPEN)
+            else:
+                break
+        self._row = 0
+        self._enter(State.CLOSED)
+        self._closed.set()
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        BREAKER.set(state)

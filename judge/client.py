@@ -1,0 +1,283 @@
+"""The judge's client, one per process: every question is asked once, failures are waited for, nothing becomes a zero.
+
+Questions that wait go out together, at most ``batch`` per request and ``concurrency`` requests at a time; while requests
+are free a question leaves at once, so batches form only under load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+
+from pydantic import Field, ValidationError
+
+from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict
+from judge.breaker import Breaker, State
+from judge.cache import VerdictCache, cache_key
+from judge.discovery import Find
+from judge.labelled import Labelled, read_labelled
+from judge.metrics import CACHE_HITS, CANARY, CHANGES, RETRIES, VERDICTS, WAITING
+from judge.transport import Limits, Refused, Result, Transient, Transport
+from rayloop.core.config import local_path
+from rayloop.core.failures import InfrastructureFailure
+
+logger = logging.getLogger(__name__)
+
+
+class ClientSettings(Limits):
+    """How a process talks to the judge. Times in seconds."""
+
+    concurrency: int = Field(16, ge=1)
+    """Requests at a time."""
+    batch: int = Field(16, ge=1, le=MAX_ITEMS)
+    """Items per request; at most what the server takes."""
+    backoff: float = Field(0.25, gt=0)
+    """Before the second try; doubles, with jitter, to ``backoff_max``. ``Retry-After`` counts when it is longer."""
+    backoff_max: float = Field(15.0, gt=0)
+    breaker_failures: int = Field(5, ge=1)
+    """Failures in a row after which nothing is sent until the canary is judged right."""
+    probe_interval: float = Field(2.0, gt=0)
+    """Between two canaries while the breaker is open."""
+    canary: bool = True
+    """Whether the canary's verdicts must be right; off only for judges whose verdicts are noise (tests of the path)."""
+    cache_size: int = Field(100_000, ge=1)
+    """Verdicts kept in memory."""
+    cache_file: str = ""
+    """SQLite file that keeps verdicts between runs and for other processes of this machine; "" for none."""
+
+
+@dataclass(eq=False)
+class _Question:
+    """A distinct item without a verdict, and how many wait for it."""
+
+    item: JudgeItem
+    future: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    waiters: int = 0
+
+
+class JudgeClient:
+    """Made on the event loop that uses it. ``fingerprint`` is the judge's, as last heard; "" before its first answer."""
+
+    def __init__(self, settings: ClientSettings, find: Find | None = None) -> None:
+        self.settings = settings
+        self.transport = Transport(settings, find)
+        self.cache = VerdictCache(settings.cache_size, local_path(settings.cache_file) if settings.cache_file else None)
+        self.breaker = Breaker(settings.breaker_failures, settings.probe_interval, self.check, self._note)
+        self.fingerprint = ""
+        self.fingerprints: list[str] = []
+        """Every judge that answered, in order of its first answer: more than one when it changed."""
+        self.last_error: Exception | None = None
+        self._questions: dict[str, _Question] = {}
+        self._queue: deque[_Question] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+        self._introduction: asyncio.Task[None] | None = None
+
+    async def judge(self, item: JudgeItem, patience: float) -> Result:
+        """The verdict, or after ``patience`` seconds why there is none. Raises ConfigError for an unusable key file only."""
+        await self._introduce(patience)
+        if item.fresh:
+            return await self._wait(self._ask(item), patience)
+        if (known := self.cache.get(cache_key(item, self.fingerprint))) is not None:
+            CACHE_HITS.labels("known").inc()
+            return known
+        key = cache_key(item, "")
+        question = self._questions.get(key)
+        if question is not None:
+            CACHE_HITS.labels("in_flight").inc()
+            return await self._wait(question, patience)
+        question = self._questions[key] = self._ask(item)
+        question.future.add_done_callback(lambda _: self._questions.pop(key, None))
+        return await self._wait(question, patience)
+
+    async def check(self) -> None:
+        """Ask the canary: a few items whose verdicts are known. Raises InfrastructureFailure unless all are right."""
+        right = False
+        try:
+            items = canary()
+            results = await self.transport.judge([one.item for one in items])
+            self._hear(results)
+            wrong = [
+                one.item.answer
+                for one, result in zip(items, results, strict=True)
+                if not isinstance(result, JudgeVerdict) or result.verdict != one.verdict
+            ]
+            if wrong and self.settings.canary:
+                raise InfrastructureFailure(f"{self.transport.url}: {len(wrong)} of {len(items)} canaries are judged wrong")
+            right = True
+        finally:
+            CANARY.set(right)
+
+    async def version(self) -> JudgeVersion:
+        """What the judge says it is. Raises InfrastructureFailure."""
+        try:
+            return JudgeVersion.model_validate_json(await self.transport.get("/version"))
+        except ValidationError as error:
+            raise InfrastructureFailure(f"{self.transport.url}/version is not a judge's: {error}") from error
+
+    async def close(self) -> None:
+        """End what is under way; whoever still waits gets no verdict."""
+        tasks = [*self._senders, *([self._introduction] if self._introduction else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.breaker.close()
+        await self.transport.close()
+        self.cache.close()
+
+    # Waiting -------------------------------------------------------------------------------------------------------
+
+    async def _introduce(self, patience: float) -> None:
+        """Once: learn the fingerprint, which the cache's keys need. A judge that does not answer now is asked later."""
+        if self.fingerprint or self.settings.cache_file == "":
+            return
+        if self._introduction is None:
+            self._introduction = asyncio.create_task(self._learn())
+        await asyncio.wait({self._introduction}, timeout=patience)
+
+    async def _learn(self) -> None:
+        try:
+            self._met((await self.version()).fingerprint)
+        except InfrastructureFailure as error:
+            self._note(error)
+
+    def _ask(self, item: JudgeItem) -> _Question:
+        question = _Question(item)
+        self._queue.append(question)
+        if len(self._senders) < self.settings.concurrency:
+            self._senders.add(asyncio.create_task(self._send_all()))
+        return question
+
+    async def _wait(self, question: _Question, patience: float) -> Result:
+        question.waiters += 1
+        WAITING.set(len(self._questions))
+        try:
+            done, _ = await asyncio.wait({question.future}, timeout=patience)
+            return question.future.result() if done else self._none()
+        finally:
+            question.waiters -= 1
+            if not question.waiters and not question.future.done():
+                question.future.cancel()
+            WAITING.set(len(self._questions))
+
+    def _none(self) -> JudgeUnscored:
+        error = self.last_error
+        late = error is None or (isinstance(error, Transient) and error.reason == "timeout")
+        reason = str(error) if error else f"{self.transport.url}: no verdict in time"
+        state = "" if self.breaker.state is State.CLOSED else " (the breaker is open)"
+        return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
+
+    # Asking --------------------------------------------------------------------------------------------------------
+
+    async def _send_all(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            while batch := self._take():
+                try:
+                    await self._send(batch)
+                except Exception as error:
+                    for question in _open(batch):
+                        question.future.set_exception(error)
+        finally:
+            self._senders.discard(task)  # at once: who asks next must see that a sender is free
+
+    def _take(self) -> list[_Question]:
+        batch: list[_Question] = []
+        while self._queue and len(batch) < self.settings.batch:
+            batch += _open([self._queue.popleft()])
+        return batch
+
+    async def _send(self, batch: list[_Question]) -> None:
+        """Until each has a verdict, is refused, or nobody waits for it any more."""
+        tries = 0
+        while batch:
+            await self.breaker.closed()
+            batch = _open(batch)
+            try:
+                again, failure = await self._send_once(batch)
+            except Refused as error:
+                self._note(error)
+                return await self._refused(batch, error)
+            if failure is None:
+                self.last_error = None
+                self.breaker.succeeded()
+                return
+            self._note(failure)
+            RETRIES.labels(failure.reason).inc()
+            if len(again) == len(batch):
+                self.breaker.failed()
+            pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
+            await asyncio.sleep(max(failure.retry_after, pause * random.uniform(0.5, 1.0)))
+            tries += 1
+            batch = _open(again)
+
+    async def _send_once(self, batch: list[_Question]) -> tuple[list[_Question], Transient | None]:
+        """Settle what gets a verdict; the others are to be asked again, because of the failure."""
+        if not batch:
+            return [], None
+        try:
+            results = await self.transport.judge([question.item for question in batch])
+        except Transient as error:
+            return batch, error
+        self._hear(results)
+        again, failure = [], None
+        for question, result in zip(batch, results, strict=True):
+            if isinstance(result, JudgeUnscored) and result.kind is not NoVerdict.INVALID:
+                again.append(question)
+                reason = "timeout" if result.kind is NoVerdict.TIMEOUT else "unavailable"
+                failure = Transient(reason, f"{self.transport.url}: {result.reason}")
+            else:
+                self._settle(question, result)
+        return again, failure
+
+    async def _refused(self, batch: list[_Question], error: Refused) -> None:
+        """One bad item spoils a batch: each by itself then. What is refused alone has no verdict."""
+        if len(batch) > 1 and error.status in (400, 413, 422):
+            for question in batch:
+                await self._send([question])
+            return
+        for question in _open(batch):
+            question.future.set_result(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=str(error)[:1024]))
+
+    def _settle(self, question: _Question, result: Result) -> None:
+        if isinstance(result, JudgeVerdict) and not question.item.fresh:
+            self.cache.put(cache_key(question.item, result.fingerprint), result)
+        for open_question in _open([question]):
+            open_question.future.set_result(result)
+
+    def _hear(self, results: Sequence[Result]) -> None:
+        for result in results:
+            if isinstance(result, JudgeVerdict):
+                VERDICTS.labels(result.verdict, result.decided_by).inc()
+                self._met(result.fingerprint)
+            else:
+                VERDICTS.labels(result.kind, "").inc()
+
+    def _met(self, fingerprint: str) -> None:
+        """Report a judge that is another one than before: another model, rubric or version of the code."""
+        if fingerprint not in self.fingerprints:
+            if self.fingerprints:
+                CHANGES.inc()
+                logger.warning(
+                    "the judge at %s changed in mid-run: its fingerprint was %s and is now %s; verdicts before and after "
+                    "may differ", self.transport.url, self.fingerprint, fingerprint,
+                )  # fmt: skip
+            self.fingerprints.append(fingerprint)
+        self.fingerprint = fingerprint
+
+    def _note(self, error: Exception) -> None:
+        self.last_error = error
+
+
+def canary() -> list[Labelled]:
+    """Items whose verdicts a judge that is well knows: right and wrong ones (judge/canary.jsonl)."""
+    return read_labelled(resources.files("judge").joinpath("canary.jsonl").read_text())
+
+
+def _open(questions: Sequence[_Question]) -> list[_Question]:
+    return [question for question in questions if not question.future.done()]

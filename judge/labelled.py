@@ -1,0 +1,40 @@
+"""Items with the verdict that they deserve: the calibration set and the canary."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import ValidationError
+
+from judge.api import JudgeItem, VerdictKind, Wire
+from rayloop.core.failures import DataFailure
+
+Family = Literal["visual_search", "chart", "math", "spatial"]
+
+
+class Labelled(Wire):
+    """``attack``: the answer tries to be judged right without being so (then ``verdict`` is incorrect)."""
+
+    id: str
+    item: JudgeItem
+    verdict: VerdictKind
+    kind: str
+    """What is tested: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
+    attack: bool = False
+
+
+def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:
+    """One JSON object per line: id, source, question, reference, answer, verdict, kind, attack. Raises DataFailure."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            asked = {key: row.pop(key) for key in ("question", "reference", "answer", "source")}
+            item = JudgeItem.model_validate({**asked, "rubric": row.pop("rubric", "equivalence"), "fresh": row.pop("fresh", False)})
+            found.append(Labelled.model_validate({**row, "item": item}))
+        except (ValueError, ValidationError, KeyError, AttributeError) as error:
+            raise DataFailure(f"{name}:{number}", f"no labelled item: {error}") from error
+    return found

@@ -1,0 +1,146 @@
+"""The judge as a reward source: a verdict for every trajectory, or the stated policy. Never a zero for a judge that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from typing import Literal
+
+from pydantic import Field
+
+from judge import rules
+from judge.answers import How, extract
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.client import ClientSettings, JudgeClient
+from judge.grader import decide
+from judge.metrics import EXCLUDED
+from judge.prompt import sanitise
+from judge.rubric import load_rubrics
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RewardLost
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+
+_KINDS = {
+    NoVerdict.INVALID: UnscoredKind.INVALID_REWARD,
+    NoVerdict.UNAVAILABLE: UnscoredKind.REWARD_UNAVAILABLE,
+    NoVerdict.TIMEOUT: UnscoredKind.TIMEOUT,
+}
+_SHARE = 0.9
+"""Of the time for scoring; the rest is for the answer's way back."""
+
+
+class JudgeReward:
+    """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable`` when there is none.
+
+    Components: ``correct`` and ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer
+    that made a judge in good health fail twice.
+    """
+
+    class Settings(_Settings):
+        judge: ClientSettings = ClientSettings()
+        rubric: str = "equivalence"
+        """The name of a file in judge/rubrics."""
+        answer: How = "tagged_box"
+        """Where the answer is: a box in an answer block, the block, a box, the last line, or the whole text."""
+        rules_first: bool = True
+        """Let rules decide here what they can (exact, option, number, set): the judge is asked only the rest."""
+        on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
+        """No verdict: wait until ``reward.timeout`` and then end the run; or after ``patience`` exclude it, or end the run."""
+        patience: float = Field(60.0, gt=0)
+        """Seconds that ``exclude`` and ``stop`` wait for a verdict."""
+        max_excluded_fraction: float = Field(0.1, ge=0, le=1)
+        """Of the last ``window`` trajectories; when more are excluded the run ends."""
+        window: int = Field(256, ge=1)
+        on_invalid: Literal["exclude", "fail"] = "fail"
+        """An answer that twice makes a judge in good health reply with something else than a verdict: 0, or excluded."""
+
+    def __init__(self, settings: JudgeReward.Settings) -> None:
+        self.settings = settings
+        rubrics = load_rubrics()
+        if settings.rubric not in rubrics:
+            raise ConfigError(f"rubric: {settings.rubric!r} is not in judge/rubrics, which holds {', '.join(rubrics)}")
+        self._rubric = rubrics[settings.rubric]
+        self._excluded: deque[bool] = deque(maxlen=settings.window)
+        self._client: JudgeClient | None = None
+
+    @property
+    def client(self) -> JudgeClient:
+        """The process's client, made on the event loop that scores."""
+        if self._client is None:
+            self._client = JudgeClient(self.settings.judge)
+        return self._client
+
+    async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """Raises RewardLost when the policy is to end the run, DataFailure for a task without question or reference."""
+        answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
+        if answer is None:
+            return Scored(0.0, {"correct": 0.0}, ("unparsable",))
+        return await self.grade(question(task), reference(task), answer, task.source, context.timeout)
+
+    async def grade(self, question: str, reference: str, answer: str, source: str, timeout: float) -> Outcome:
+        """The outcome of one answer, within ``timeout`` seconds. For rewards that are made of a verdict and more."""
+        item = JudgeItem(
+            question=question[:32_768], reference=reference[:8_192], answer=sanitise(answer, 32_768),
+            rubric=self._rubric.name, source=source[:128],
+        )  # fmt: skip
+        if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
+            return self._scored(float(bool(known.correct)), by_model=0.0)
+        patience = timeout * _SHARE
+        if self.settings.on_unavailable != "wait":
+            patience = min(patience, self.settings.patience)
+        result = await self._ask(item, asyncio.get_running_loop().time() + patience)
+        if isinstance(result, JudgeVerdict):
+            return self._scored(result.score, by_model=float(result.decided_by == "model"))
+        if result.kind is NoVerdict.INVALID and self.settings.on_invalid == "fail":
+            return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
+        if result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
+            return self._exclude(result)
+        policy = self.settings.on_unavailable
+        raise RewardLost(f"the judge gave no verdict (on_unavailable: {policy}, {patience:.0f} s): {result.reason}")
+
+    async def _ask(self, item: JudgeItem, deadline: float) -> JudgeVerdict | JudgeUnscored:
+        """Twice when the reply is no verdict. That is the answer's doing only while the canary is judged right."""
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            result = await self.client.judge(item, max(deadline - loop.time(), 0.0))
+            if isinstance(result, JudgeVerdict) or result.kind is not NoVerdict.INVALID:
+                return result
+        try:
+            await self.client.check()
+        except InfrastructureFailure as error:
+            reason = f"{result.reason}; the judge is not well: {error}"
+            return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
+        return result
+
+    def _scored(self, value: float, by_model: float) -> Scored:
+        self._excluded.append(False)
+        return Scored(value, {"correct": float(value >= 0.5), "by_model": by_model})
+
+    def _exclude(self, result: JudgeUnscored) -> Unscored:
+        self._excluded.append(True)
+        EXCLUDED.labels(result.kind).inc()
+        if (count := sum(self._excluded)) > self.settings.max_excluded_fraction * self.settings.window:
+            raise RewardLost(
+                f"{count} of the last {len(self._excluded)} trajectories have no verdict, max_excluded_fraction "
+                f"{self.settings.max_excluded_fraction:g} of {self.settings.window} is spent; {result.reason}"
+            )
+        return Unscored(_KINDS[result.kind], result.reason)
+
+
+def question(task: Task) -> str:
+    """The text of the task's last user message. Raises DataFailure when there is none."""
+    for message in reversed(task.messages):
+        if message.role == "user":
+            return "\n".join(part for part in message.parts if isinstance(part, str))
+    raise DataFailure(task.id, "the task has no user message, so the judge has no question")
+
+
+def reference(task: Task) -> str:
+    """The right answer as text. Raises DataFailure when the task has none."""
+    truth = task.ground_truth
+    text = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
+    if not text.strip():
+        raise DataFailure(task.id, "the task has no ground truth, so the judge has no reference")
+    return text.strip()

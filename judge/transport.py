@@ -1,0 +1,163 @@
+"""One HTTP request to the judge: where to send it, with which key and time limits, and what its answer means."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from pydantic import Field, ValidationError
+
+from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.discovery import Address, Find, read_key
+from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
+from rayloop.core.config import Component
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.failures import InfrastructureFailure
+
+Result = JudgeVerdict | JudgeUnscored
+LONGEST_WAIT = 60.0
+"""Seconds of ``Retry-After`` that are believed."""
+
+
+class Limits(_Settings):
+    """How to reach the judge, and how long one request may take, in seconds."""
+
+    url: str = "auto"
+    """``http://host:port`` of the judge, or ``auto``: ``discovery`` finds it."""
+    key_file: str = ""
+    """File (mode 0600) with the bearer key; for ``auto`` the judge's own entry names it unless this is set."""
+    discovery: Component = Component(use="judge.discovery:FileDiscovery")
+    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a ``judge.discovery.Address``."""
+    connect_timeout: float = Field(5.0, gt=0)
+    read_timeout: float = Field(120.0, gt=0)
+    """Without a byte of the answer. A batch on a busy judge waits in its queue."""
+    request_timeout: float = Field(180.0, gt=0)
+    """For a whole request."""
+
+
+class Transient(InfrastructureFailure):
+    """A request that failed in a way that passes. ``reason`` labels the metric; ``retry_after`` in seconds."""
+
+    def __init__(self, reason: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after = reason, retry_after
+
+
+class Refused(InfrastructureFailure):
+    """A request that fails the same way each time: no or wrong key, malformed, too large, not a judge."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Transport:
+    """Not for several event loops. Proxies from the environment are not used: the judge is one of our own processes."""
+
+    def __init__(self, limits: Limits, find: Find | None = None) -> None:
+        self.limits = limits
+        self.url = "" if limits.url == "auto" else limits.url.rstrip("/")
+        self._find: Find | None = (find or limits.discovery.build()) if limits.url == "auto" else None
+        self._address: Address | None = None
+        self._headers: Mapping[str, str] = {}
+        self._http = httpx.AsyncClient(
+            trust_env=False,
+            timeout=httpx.Timeout(limits.read_timeout, connect=limits.connect_timeout, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def judge(self, items: Sequence[JudgeItem]) -> list[Result]:
+        """One result for each item. Raises Transient, Refused; ConfigError for a key file that is unusable."""
+        began = time.perf_counter()
+        with IN_FLIGHT.track_inprogress():
+            try:
+                body = await self._request("POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json())
+                results = _results(body, len(items), self.url)
+            except Transient as error:
+                REQUESTS.labels(error.reason).inc()
+                self._address = None  # it may have moved
+                raise
+            except Refused as error:
+                REQUESTS.labels(f"refused_{error.status}").inc()
+                raise
+        REQUESTS.labels("ok").inc()
+        LATENCY.observe(time.perf_counter() - began)
+        return results
+
+    async def get(self, path: str) -> bytes:
+        """The body of a GET. Raises like ``judge``."""
+        return await self._request("GET", path, None)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _request(self, method: str, path: str, content: str | None) -> bytes:
+        await self._locate()
+        headers = {"content-type": "application/json", **self._headers}
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                response = await self._http.request(method, self.url + path, content=content, headers=headers)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise Transient("timeout", f"{self.url}: no answer in time ({type(error).__name__})") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = "connect" if isinstance(error, httpx.ConnectError) else "transport"
+            raise Transient(reason, f"{self.url}: {type(error).__name__}: {error}") from error
+        if response.is_success:
+            return response.content
+        message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:200]}"
+        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+            raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
+        raise Refused(response.status_code, message)
+
+    async def _locate(self) -> None:
+        if self._address is not None:
+            return
+        if self._find is None:
+            self._address = Address(url=self.url, key_file=self.limits.key_file)
+        else:
+            try:
+                found = await self._find()
+            except InfrastructureFailure as error:
+                raise Transient("discovery", str(error)) from error
+            self._address = found.model_copy(update={"key_file": self.limits.key_file or found.key_file})
+        self.url = self._address.url.rstrip("/")
+        key = read_key(self._address.key_file)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+
+
+def retry_after(header: str) -> float:
+    """Seconds from now that a ``Retry-After`` header asks for: a number or a date; 0 when there is none, at most a minute."""
+    if not header:
+        return 0.0
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 0.0
+
+
+def _results(body: bytes, count: int, url: str) -> list[Result]:
+    """Each result by itself: one that is no verdict is Unscored invalid. Raises Transient when the body is no response."""
+    try:
+        raw = json.loads(body)["results"]
+    except (ValueError, TypeError, LookupError) as error:
+        raise Transient("bad_body", f"{url}: the answer is no judge response: {body[:120]!r}") from error
+    if not isinstance(raw, list) or len(raw) != count:
+        raise Transient("bad_body", f"{url}: expected {count} results: {body[:120]!r}")
+    return [_result(one) for one in raw]
+
+
+def _result(raw: Any) -> Result:
+    try:
+        return RESULT.validate_json(json.dumps(raw), strict=True)
+    except (ValidationError, RecursionError) as error:
+        first = str(error).splitlines()[1:3]
+        return JudgeUnscored(kind=NoVerdict.INVALID, reason=f"no verdict ({' '.join(first)}): {str(raw)[:200]}"[:1024])
