@@ -1,0 +1,344 @@
+"""The judge's client against a judge on a real socket that fails in every way a judge can."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.breaker import State
+from judge.client import ClientSettings, JudgeClient, Result
+from judge.discovery import Address, FileDiscovery, announce, withdraw
+from judge.transport import LONGEST_WAIT, retry_after
+from rayloop.core.failures import ConfigError, InfrastructureFailure
+from tests.support.judge_stub import JudgeStub, Reply, body, content, reset, results, serving, slow, status, verdict
+
+FAST: dict[str, Any] = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05, "request_timeout": 5.0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeStub]:
+    with serving(JudgeStub()) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: JudgeStub) -> JudgeStub:
+    server.reset()
+    return server
+
+
+def item(answer: str = "red", reference: str = "red", **more: Any) -> JudgeItem:
+    return JudgeItem(question="Which colour?", reference=reference, answer=answer, **more)
+
+
+def using(url: str, use: Callable[[JudgeClient], Awaitable[Any]], **settings: Any) -> Any:
+    """Run ``use`` with a client of that judge."""
+
+    async def run() -> Any:
+        client = JudgeClient(ClientSettings(**{"url": url, **FAST, **settings}))
+        try:
+            async with asyncio.timeout(30):
+                return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def one(url: str, patience: float = 10.0, **settings: Any) -> Result:
+    return using(url, lambda client: client.judge(item(), patience), **settings)
+
+
+def test_a_verdict_arrives_as_it_was_given(stub: JudgeStub) -> None:
+    result = one(stub.url)
+    assert isinstance(result, JudgeVerdict)
+    assert (result.verdict, result.score, result.fingerprint, result.cached) == ("correct", 1.0, "stub-1", False)
+    wrong = using(stub.url, lambda client: client.judge(item("blue"), 5))
+    assert isinstance(wrong, JudgeVerdict)
+    assert (wrong.verdict, wrong.score) == ("incorrect", 0.0)
+
+
+PASSING: dict[str, Reply] = {
+    "429": status(429, retry_after="0"),
+    "500": status(500),
+    "502": status(502),
+    "503": status(503),
+    "reset": reset,
+    "truncated body": content(b'{"results": [{"outcome"', length=4000),
+    "half of a body": content(b'{"results": [{"outcome"'),
+    "empty reply": content(b""),
+    "a list": content(b"[]"),
+    "other keys": content(b'{"verdict": "correct"}'),
+    "too few results": content(b'{"results": []}'),
+    "no JSON": content(b"<html>Bad gateway</html>"),
+}
+
+
+@pytest.mark.parametrize("reply", PASSING.values(), ids=PASSING.keys())
+def test_what_passes_is_waited_for(stub: JudgeStub, reply: Reply) -> None:
+    stub.script = [reply, reply]
+    result = one(stub.url)
+    assert isinstance(result, JudgeVerdict), result
+    assert len(stub.requests) == 3
+
+
+@pytest.mark.parametrize("reply", PASSING.values(), ids=PASSING.keys())
+def test_what_does_not_pass_is_no_verdict(stub: JudgeStub, reply: Reply) -> None:
+    stub.always = reply
+    result = one(stub.url, patience=0.3)
+    assert isinstance(result, JudgeUnscored)
+    assert result.kind is NoVerdict.UNAVAILABLE
+    assert stub.url in result.reason
+
+
+INVALID: dict[str, Reply] = {
+    "score 7": results(score=7),
+    "NaN": results(score=float("nan")),
+    "infinity": results(score=float("inf")),
+    "a number as text": results(score="1"),
+    "10/10 wrong": results(verdict="10/10 wrong"),
+    "true": results(verdict=True),
+    "unknown outcome": results(outcome="fine"),
+    "null": content(b'{"results": [null]}'),
+    "no fingerprint": results(fingerprint=""),
+}
+
+
+@pytest.mark.parametrize("reply", INVALID.values(), ids=INVALID.keys())
+def test_a_reply_that_is_no_verdict_is_invalid(stub: JudgeStub, reply: Reply) -> None:
+    stub.always = reply
+    result = one(stub.url)
+    assert isinstance(result, JudgeUnscored), result
+    assert result.kind is NoVerdict.INVALID
+    assert len(stub.requests) == 1
+
+
+def test_an_invalid_result_does_not_spoil_its_batch(stub: JudgeStub) -> None:
+    async def mixed(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+        scores = [7 if one["answer"] == "blue" else 1 for one in items]
+        found = [{**verdict(True, "stub-1"), "score": score} for score in scores]
+        await body(send, 200, json.dumps({"results": found}).encode())
+
+    stub.always = mixed
+    answers = ["red", "blue", "green"]
+    found = using(stub.url, lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in answers)))
+    assert [result.outcome for result in found] == ["scored", "unscored", "scored"]
+    assert len(stub.requests) == 1
+
+
+def test_a_slow_judge_is_a_timeout(stub: JudgeStub) -> None:
+    stub.always = slow(30)
+    result = one(stub.url, patience=0.2)
+    assert isinstance(result, JudgeUnscored)
+    assert result.kind is NoVerdict.TIMEOUT
+    stub.always, stub.script = None, [slow(30)]
+    assert isinstance(one(stub.url, request_timeout=0.2), JudgeVerdict)
+
+
+def test_a_request_that_is_refused_is_not_repeated(stub: JudgeStub) -> None:
+    stub.always = status(403)
+    result = one(stub.url)
+    assert isinstance(result, JudgeUnscored)
+    assert "403" in result.reason
+    assert len(stub.requests) == 1
+
+
+def test_a_refused_batch_is_asked_item_by_item(stub: JudgeStub) -> None:
+    stub.script = [status(413)]
+    found = using(stub.url, lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in ("red", "blue"))))
+    assert [result.verdict for result in found] == ["correct", "incorrect"]
+    assert [len(request) for request in stub.requests] == [2, 1, 1]
+
+
+def test_retry_after_is_honoured(stub: JudgeStub) -> None:
+    stub.script = [status(429, retry_after="1")]
+    began = time.monotonic()
+    assert isinstance(one(stub.url), JudgeVerdict)
+    assert time.monotonic() - began >= 1.0
+
+
+def test_retry_after_is_read_as_seconds_or_date() -> None:
+    assert retry_after("3") == 3
+    assert retry_after("") == retry_after("soon") == retry_after("nan") == retry_after("-5") == 0
+    assert retry_after("1e9") == LONGEST_WAIT
+    assert 20 < retry_after(email.utils.formatdate(time.time() + 30, usegmt=True)) <= 30
+    assert retry_after(email.utils.formatdate(time.time() - 30, usegmt=True)) == 0
+
+
+def test_a_dead_proxy_does_not_matter(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(one(stub.url), JudgeVerdict)
+
+
+def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub) -> None:
+    stub.always = status(503)
+
+    async def use(client: JudgeClient) -> tuple[int, Result]:
+        waiting = asyncio.create_task(client.judge(item(), 20))
+        while client.breaker.state is State.CLOSED:
+            await asyncio.sleep(0.01)
+        sent = len(stub.asked)
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        assert len(stub.asked) == sent, "an open breaker lets only canaries through"
+        stub.always = None
+        result = await waiting
+        assert client.breaker.state is State.CLOSED
+        return sent, result
+
+    sent, result = using(stub.url, use, breaker_failures=3)
+    assert sent == 3
+    assert isinstance(result, JudgeVerdict)
+
+
+def test_a_judge_that_judges_its_canary_wrong_stays_out(stub: JudgeStub) -> None:
+    stub.script = [status(503)]
+    stub.always = results()  # everything is right
+    result = one(stub.url, patience=0.5, breaker_failures=1)
+    assert isinstance(result, JudgeUnscored)
+    assert "canaries are judged wrong" in result.reason
+    assert stub.asked == ["red"]
+    stub.script, stub.requests = [status(503)], []
+    assert isinstance(one(stub.url, breaker_failures=1, canary=False), JudgeVerdict)
+
+
+def test_equal_questions_are_asked_once(stub: JudgeStub) -> None:
+    stub.always = slow(0.1)
+
+    async def use(client: JudgeClient) -> list[Result]:
+        first = await asyncio.gather(*(client.judge(item(f"answer {i % 4}"), 5) for i in range(64)))
+        again = await asyncio.gather(*(client.judge(item(f"answer  {i % 4} "), 5) for i in range(64)))
+        assert all(isinstance(result, JudgeVerdict) and result.cached for result in again)
+        return first
+
+    first = using(stub.url, use)
+    assert sorted(stub.asked) == [f"answer {i}" for i in range(4)]
+    assert all(isinstance(result, JudgeVerdict) for result in first)
+
+
+def test_who_gives_up_does_not_take_the_answer_from_others(stub: JudgeStub) -> None:
+    stub.always = slow(0.3)
+
+    async def use(client: JudgeClient) -> list[Result]:
+        return await asyncio.gather(client.judge(item(), 0.05), client.judge(item(), 5))
+
+    early, late = using(stub.url, use)
+    assert isinstance(early, JudgeUnscored)
+    assert isinstance(late, JudgeVerdict)
+
+
+def test_failures_are_not_remembered(stub: JudgeStub) -> None:
+    stub.script = [results(score=7)]
+
+    async def use(client: JudgeClient) -> list[Result]:
+        return [await client.judge(item(), 5), await client.judge(item(), 5)]
+
+    first, second = using(stub.url, use)
+    assert isinstance(first, JudgeUnscored)
+    assert isinstance(second, JudgeVerdict)
+    assert not second.cached
+
+
+def test_requests_are_bounded_and_fill_under_load(stub: JudgeStub) -> None:
+    stub.always = slow(0.05)
+    answers = [f"answer {i}" for i in range(48)]
+    settings = {"concurrency": 3, "batch": 8}
+    found = using(stub.url, lambda c: asyncio.gather(*(c.judge(item(a), 10) for a in answers)), **settings)
+    assert all(isinstance(result, JudgeVerdict) for result in found)
+    assert stub.most_busy == 3
+    assert [len(request) for request in stub.requests] == [8] * 6
+
+
+def test_fresh_items_pass_all_caches(stub: JudgeStub) -> None:
+    async def use(client: JudgeClient) -> None:
+        for _ in range(2):
+            await client.judge(item(fresh=True), 5)
+
+    using(stub.url, use)
+    assert len(stub.requests) == 2
+
+
+def test_another_judge_is_reported_and_asked_again(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+    async def use(client: JudgeClient) -> list[str]:
+        await client.judge(item("a"), 5)
+        stub.fingerprint = "stub-2"
+        await client.judge(item("b"), 5)
+        await client.judge(item("a"), 5)
+        return client.fingerprints
+
+    with caplog.at_level(logging.WARNING, "judge.client"):
+        assert using(stub.url, use) == ["stub-1", "stub-2"]
+    assert stub.asked == ["a", "b", "a"], "verdicts of the old judge are not the new one's"
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "stub-1" in warning
+    assert "stub-2" in warning
+
+
+def test_verdicts_outlive_the_process(stub: JudgeStub, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache" / "verdicts.sqlite")
+
+    async def use(client: JudgeClient) -> Result:
+        client.fingerprint = "stub-1"
+        return await client.judge(item(), 5)
+
+    assert not using(stub.url, use, cache_file=cache).cached
+    assert using(stub.url, use, cache_file=cache).cached
+    assert len(stub.asked) == 1
+
+
+def test_a_broken_cache_file_costs_only_speed(stub: JudgeStub, tmp_path: Path) -> None:
+    cache = tmp_path / "verdicts.sqlite"
+    cache.write_bytes(b"this is no database" * 100)
+    assert isinstance(one(stub.url, cache_file=str(cache)), JudgeVerdict)
+
+
+def test_the_key_is_sent_and_must_be_private(stub: JudgeStub, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret-1\n")
+    key.chmod(0o600)
+    assert isinstance(one(stub.url, key_file=str(key)), JudgeVerdict)
+    assert stub.headers[-1]["authorization"] == "Bearer secret-1"
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600") as refused:
+        one(stub.url, key_file=str(key))
+    assert "secret-1" not in str(refused.value)
+
+
+def test_auto_finds_the_judge_where_it_moved(stub: JudgeStub, tmp_path: Path) -> None:
+    entry = tmp_path / "judge.json"
+    gone = Address(url="http://127.0.0.1:9")
+    announce(entry, gone)
+    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+
+    async def use(client: JudgeClient) -> Result:
+        waiting = asyncio.create_task(client.judge(item(), 10))
+        while client.last_error is None:
+            await asyncio.sleep(0.01)
+        announce(entry, Address(url=stub.url))
+        return await waiting
+
+    assert isinstance(using("auto", use, **settings), JudgeVerdict)
+    withdraw(entry, gone)
+    assert asyncio.run(FileDiscovery(FileDiscovery.Settings(path=str(entry)))()).url == stub.url
+    withdraw(entry, Address(url=stub.url))
+    with pytest.raises(InfrastructureFailure, match="no judge has written"):
+        asyncio.run(FileDiscovery(FileDiscovery.Settings(path=str(entry)))())
+
+
+def test_nobody_there_names_the_address() -> None:
+    result = one("http://127.0.0.1:9", patience=0.3)
+    assert isinstance(result, JudgeUnscored)
+    assert result.kind is NoVerdict.UNAVAILABLE
+    assert "http://127.0.0.1:9" in result.reason
