@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import bench, doctor, node, slurm, submit
+from cluster import bench, doctor, judge_commands, node, slurm, submit
 from cluster.config import RunConfig
 from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
@@ -56,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a policy, or continue a run")
     train.add_argument("config", type=Path, help="YAML file of the run")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=20 model.path=/models/qwen")
-    _add_cluster(train)
+    add_cluster(train)
     train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     train.set_defaults(command=_train)
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
-    _add_cluster(sft)
+    add_cluster(sft)
     sft.set_defaults(command=_sft)
     evaluate = commands.add_parser("eval", help="measure a checkpoint on held-out rows, with controls")
     evaluate.add_argument("config", type=Path, help="YAML file of a run")
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     evaluate.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
     evaluate.add_argument("--out", type=Path, help="folder of the items; continued when it exists (default: <run>-eval)")
-    _add_cluster(evaluate)
+    add_cluster(evaluate)
     evaluate.set_defaults(command=_eval)
     export = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
     export.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
@@ -88,12 +88,13 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_arguments(commands.add_parser("doctor", help="what would go wrong here, and what to do about it"))
     node.add_arguments(commands.add_parser("node", help="one Ray node of a cluster, which finds the others"))
     slurm.add_arguments(commands.add_parser("slurm", help="a cluster on Slurm, and its end"))
+    judge_commands.add_arguments(commands.add_parser("judge", help="serve a judge, and ask one that is served"))
     bench.add_arguments(commands.add_parser("bench", help="measure one GRPO step, alone or beside TRL's"))
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
 
 
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
+def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
     parser.add_argument("--token-file", type=Path, help="the joined cluster's token (default: RAY_AUTH_TOKEN_PATH)")
     parser.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")

@@ -1,0 +1,44 @@
+"""Where the judge is, for runs in its own Ray cluster: a named actor that lives as long as ``judge serve`` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from judge.discovery import Address
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.failures import InfrastructureFailure
+
+NAMESPACE = "rayloop"
+
+
+class JudgeAddress:
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    async def get(self) -> Address:
+        return self._address
+
+
+def publish(name: str, address: Address) -> Any:
+    """Start the actor; the address is withdrawn when its handle or this process goes. Raises ValueError when there is one."""
+    return ray.remote(JudgeAddress).options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0).remote(address)
+
+
+class RayDiscovery:
+    """``judge.discovery`` for a judge that was started in the run's own cluster."""
+
+    class Settings(_Settings):
+        name: str = "judge"
+        """The application's name in the judge's configuration."""
+
+    def __init__(self, settings: RayDiscovery.Settings) -> None:
+        self._name = settings.name
+
+    async def __call__(self) -> Address:
+        try:
+            found: Address = await ray.get_actor(f"judge-{self._name}", namespace=NAMESPACE).get.remote()
+            return found
+        except (ValueError, ray.exceptions.RayActorError) as error:
+            raise InfrastructureFailure(f"no judge named {self._name} is served in this Ray cluster") from error

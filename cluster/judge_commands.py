@@ -1,0 +1,77 @@
+"""``judge serve|check|calibrate``: the judge on Ray Serve, and questions about one that is served."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from judge.api import JudgeVersion
+from judge.client import ClientSettings
+from judge.transport import Transport
+from rayloop.core.config import Component, load
+from rayloop.core.failures import ConfigError, InfrastructureFailure
+from serve_apps.judge_settings import CONFIGS, LOOPBACK, ServeFile
+
+ANNOUNCED = Path("runs/judge.json")
+"""Where clients with ``url: auto`` look."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from cluster.cli import add_cluster
+
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    serve = actions.add_parser("serve", help="serve a judge until a signal comes")
+    serve.add_argument("config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU")
+    serve.add_argument("overrides", nargs="*", metavar="key=value", help="for example http_options.port=8001")
+    serve.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="for clients with url: auto")
+    add_cluster(serve)
+    serve.set_defaults(command=_serve)
+    check = actions.add_parser("check", help="exit code 0 and one line when the judge is ready, else 1 and one line")
+    _add_target(check)
+    check.set_defaults(command=_check)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT, or auto")
+    parser.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="where auto looks")
+    parser.add_argument("--key-file", default="", metavar="FILE", help="default: the one that the judge announced")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from cluster.cli import cluster
+
+    file = load(arguments.config, arguments.overrides, ServeFile)
+    (application,) = file.applications
+    if application.args.key_file is None and not arguments.insecure:
+        settings = application.args.model_copy(update={"key_file": str(arguments.announce.absolute().with_suffix(".key"))})
+        file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
+    elif application.args.key_file is None and file.http_options.host not in LOOPBACK:
+        raise ConfigError(f"--insecure with http_options.host {file.http_options.host}: without a key only loopback is served")
+    with cluster(arguments) as (address, temporary):
+        from cluster.judge_serve import serve  # imports ray
+
+        return serve(file, address, temporary, arguments.announce)
+
+
+def client_settings(arguments: argparse.Namespace) -> ClientSettings:
+    found = {"use": "judge.discovery:FileDiscovery", "with": {"path": str(arguments.announce)}}
+    return ClientSettings(url=arguments.url, key_file=arguments.key_file, discovery=Component.model_validate(found))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    print(asyncio.run(check(client_settings(arguments))))
+    return 0
+
+
+async def check(settings: ClientSettings) -> str:
+    """One line about a judge that is ready. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
+    transport = Transport(settings)
+    try:
+        await transport.get("/readyz")
+        about = JudgeVersion.model_validate_json(await transport.get("/version"))
+    except ValueError as error:
+        raise InfrastructureFailure(f"{transport.url} is not a judge: {str(error).splitlines()[0]}") from error
+    finally:
+        await transport.close()
+    return f"ready: {transport.url} {about.backend} {about.model or '(no model)'} {about.fingerprint}"

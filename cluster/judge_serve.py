@@ -1,0 +1,123 @@
+"""Serving the judge: start Ray Serve, run the application, tell clients where it is, and end it when a signal comes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.schema import ProxyStatus
+
+from actors.judge_address import publish
+from cluster.session import session
+from judge.discovery import Address, announce, withdraw
+from rayloop.core.failures import InfrastructureFailure
+from serve_apps.judge import app, gpus
+from serve_apps.judge_settings import LOOPBACK, ApplicationSettings, ServeFile
+
+POLL = 1.0
+PROXY = 60.0
+"""Seconds within which a proxy must answer once the replicas run."""
+
+
+class ServeFailed(InfrastructureFailure):
+    """Ray Serve did not bring the judge up, or lost it."""
+
+
+def serve(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
+    """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT. Returns 0. Raises ServeFailed."""
+    (application,) = file.applications
+    replicas = application.args.replicas
+    needed = {"CPU": replicas.max * replicas.cpus, "GPU": replicas.max * gpus(application.args)}
+    host, port = file.http_options.host, file.http_options.port or free_port(file.http_options.host)
+    with session(needed, address, temporary, logs(announced)), _interruptible():
+        try:
+            ray_serve.start(proxy_location=file.proxy_location, http_options={"host": host, "port": port})
+            _deploy(application)
+            place = Address(url=_url(host, port), key_file=application.args.key_file or "")
+            with _findable(place, application.name, announced):
+                print(f"judge: {place.url} ({application.args.backend.kind}), announced in {announced}", flush=True)
+                _watch(application.name)
+        except KeyboardInterrupt:
+            print("judge: received a signal, ending", flush=True)
+        finally:
+            ray_serve.shutdown()
+    return 0
+
+
+def _deploy(application: ApplicationSettings) -> None:
+    deployed = app(application.args.model_dump())
+    try:
+        ray_serve.run(deployed, name=application.name, route_prefix=application.route_prefix)
+    except RuntimeError as error:
+        raise ServeFailed(str(error)) from error
+
+
+@contextmanager
+def _findable(place: Address, name: str, announced: Path) -> Iterator[None]:
+    """In the file and, for runs in the same Ray cluster, as a named actor."""
+    actor = publish(name, place)
+    announce(announced, place)
+    try:
+        yield
+    finally:
+        withdraw(announced, place)
+        ray.kill(actor)
+
+
+def logs(announced: Path) -> Path:
+    """Where a private cluster's output is kept."""
+    folder = announced.parent / "judge-logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler, which it sets when it is initialised, ends the process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _url(host: str, port: int) -> str:
+    """Of a proxy that answers: this node's, else any."""
+    if host in LOOPBACK:
+        return f"http://{host}:{port}"
+    deadline = time.monotonic() + PROXY
+    while time.monotonic() < deadline:
+        healthy = [node for node, status in ray_serve.status().proxies.items() if status == ProxyStatus.HEALTHY]
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in healthy}
+        if hosts:
+            here = ray.get_runtime_context().get_node_id()
+            return f"http://{hosts.get(here) or min(hosts.values())}:{port}"
+        time.sleep(POLL)
+    raise ServeFailed(f"no proxy of Ray Serve is healthy within {PROXY:g} s: {ray_serve.status().proxies}")
+
+
+def _watch(name: str) -> NoReturn:
+    """Report each change of the application's state. Raises ServeFailed when somebody else deletes it."""
+    before = "RUNNING"
+    while True:
+        time.sleep(POLL)
+        application = ray_serve.status().applications.get(name)
+        if application is None:
+            raise ServeFailed(f"the application {name} was deleted by somebody else")
+        state = application.status.value
+        if state != before:
+            print(f"judge: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)
+        before = state

@@ -1,0 +1,95 @@
+"""The judge on Ray Serve: ``serve run serve_apps.judge:app``, or ``serve deploy serve_apps/configs/judge_cpu.yaml``.
+
+``python -m cluster judge serve CONFIG`` does the same, makes a key, and tells clients where it is (docs/judge.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from judge.backend import Backend
+from judge.cache import VerdictCache
+from judge.discovery import read_key
+from judge.grader import Grader, RuleBackend
+from judge.rubric import FOLDER, Rubric, load_rubrics
+from rayloop.core.config import local_path
+from rayloop.core.failures import ConfigError
+from serve_apps.judge_http import web
+from serve_apps.judge_openai import OpenAIModel
+from serve_apps.judge_service import Chat, JudgeService
+from serve_apps.judge_settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
+
+
+class Judge:
+    """One replica. The application of serve_apps/judge_http.py is built in it, since it holds connections and a model."""
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        backend, chat, rubrics = built(settings)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._service = JudgeService(settings, backend, rubrics, chat, replica)
+        self._key = read_key(settings.key_file or "")
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return web(self._service, self._key)
+
+
+def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubric]]:
+    """The backend that ``settings`` names, its model, if it has one, and the rubrics."""
+    rubrics = load_rubrics(local_path(settings.rubrics) if settings.rubrics else FOLDER)
+    cache = VerdictCache(settings.cache.size, local_path(settings.cache.path) if settings.cache.path else None)
+    match settings.backend:
+        case RuleBackendSettings():
+            return RuleBackend(rubrics), None, rubrics
+        case OpenAIBackendSettings():
+            model = OpenAIModel(settings.backend)
+            return Grader(model, "openai", rubrics, cache), model, rubrics
+        case VllmBackendSettings():
+            raise ConfigError(
+                "backend.kind: vllm is not there yet. Run `vllm serve` and name it with backend.kind: openai, as "
+                "serve_apps/configs/judge_openai.yaml does"
+            )
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
+    settings = JudgeSettings.model_validate(args)
+    if settings.key_file is not None:
+        make_key(local_path(settings.key_file))
+    limits, replicas = settings.limits, settings.replicas
+    scale: dict[str, Any] = {"num_replicas": replicas.min}
+    if replicas.min < replicas.max:
+        target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
+        scale = {"autoscaling_config": target}
+    ingress: Callable[[type], Any] = serve.ingress()
+    deployment = serve.deployment(
+        name="Judge",
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings)},
+        max_ongoing_requests=limits.ongoing,
+        max_queued_requests=limits.queued,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=min(limits.seconds, 60),
+        **scale,
+    )(ingress(Judge))
+    return deployment.bind(settings)
+
+
+def gpus(settings: JudgeSettings) -> int:
+    """GPUs of one replica."""
+    backend = settings.backend
+    return backend.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0
+
+
+def make_key(path: Path) -> None:
+    """Write a key that nobody else has, readable by its owner only. One that is there already is kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
