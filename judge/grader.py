@@ -123,9 +123,10 @@ class Grader:
 
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
-    """What rules alone say. For a scored rubric only full marks and nothing are theirs to give."""
+    """What rules alone say."""
+    tolerance = rubric.tolerance_for(item.source)
     return rules.decide(
-        item.reference, item.answer, tolerance=rubric.tolerance_for(item.source), max_length=rubric.max_answer
+        item.reference, item.answer, question=item.question, tolerance=tolerance, max_length=rubric.max_answer
     )
 
 

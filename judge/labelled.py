@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 from pydantic import ValidationError
 
 from judge.api import JudgeItem, VerdictKind, Wire
 from rayloop.core.failures import DataFailure
-
-Family = Literal["visual_search", "chart", "math", "spatial"]
 
 
 class Labelled(Wire):
@@ -22,6 +19,11 @@ class Labelled(Wire):
     kind: str
     """What is tested: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
     attack: bool = False
+
+    @property
+    def family(self) -> str:
+        """The group of data sources, which begins the id."""
+        return self.id.rpartition("-")[0]
 
 
 def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:

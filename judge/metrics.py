@@ -18,3 +18,4 @@ VERDICTS = Counter("judge_client_verdicts", "Verdicts received, by what they say
 CANARY = Gauge("judge_client_canary_ok", "1 when the last canary was judged right, 0 when not.")
 CHANGES = Counter("judge_client_fingerprint_changes", "How often the judge was another one than before.")
 EXCLUDED = Counter("judge_excluded_samples", "Trajectories left without a reward by the judge's policy.", ["reason"])
+DRIFT = Gauge("judge_client_drift", "Share of the drift subset's verdicts that differ from those at the start.")

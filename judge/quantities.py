@@ -10,7 +10,7 @@ _NUMBER = re.compile(
     rf"^(?P<currency>[$€£¥])?\s*(?P<sign>[-+−])?\s*(?P<currency2>[$€£¥])?\s*"
     rf"(?:\\d?frac\{{(?P<top>\d+)\}}\{{(?P<bottom>\d+)\}}|(?P<number>{_DIGITS})"
     r"(?:\s*/\s*(?P<over>\d+(?:\.\d+)?)|(?:\s*(?:x|×|\\times|\*)\s*10\^?\{?|e)(?P<power>[-+]?\d{1,3})\}?)?)"
-    r"\s*(?P<rest>\\?[^\d]*(?:\^\{?2\}?)?)$",
+    r"\s*(?P<rest>\\?[^\d]*(?:(?<=m)2|\^\{?2\}?)?)$",
     re.IGNORECASE,
 )
 _ONES = (
@@ -104,7 +104,7 @@ def _unit(text: str) -> str:
     """The unit's one spelling: singular, ``^2`` for squares, American."""
     text = re.sub(r"\\text\{(.*?)\}|\\mathrm\{(.*?)\}", lambda m: m.group(1) or m.group(2) or "", text)
     text = re.sub(r"[\s\\{}]+", " ", text.replace("litre", "liter").replace("metre", "meter")).strip()
-    text = text.replace("²", "^2").replace("^ 2", "^2").replace(" per ", "/")
+    text = re.sub(r"(?:²|\^ ?2|(?<=m)2)$", "^2", text).replace(" per ", "/")
     if squared := re.fullmatch(r"(?:square|sq\.?) (.+)", text):
         return f"{_unit(squared.group(1))}^2"
     if over := re.fullmatch(r"(.+)/(.+)", text):

@@ -12,6 +12,7 @@ from pydantic import Field
 from judge import rules
 from judge.answers import How, extract
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.calibrate import DriftWatch
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import decide
 from judge.metrics import EXCLUDED
@@ -55,6 +56,10 @@ class JudgeReward:
         window: int = Field(256, ge=1)
         on_invalid: Literal["exclude", "fail"] = "fail"
         """An answer that twice makes a judge in good health reply with something else than a verdict: 0, or excluded."""
+        drift_every: int = Field(0, ge=0)
+        """Trajectories between two repetitions of the drift subset (judge/calibrate.py); 0 for none."""
+        drift_tolerance: float = Field(0.1, ge=0, le=1)
+        """The share of the subset's verdicts that may differ from those at the start before a warning is logged."""
 
     def __init__(self, settings: JudgeReward.Settings) -> None:
         self.settings = settings
@@ -64,6 +69,9 @@ class JudgeReward:
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
         self._client: JudgeClient | None = None
+        self._drift: DriftWatch | None = None
+        self._graded = 0
+        self._checking: asyncio.Task[float | None] | None = None
 
     @property
     def client(self) -> JudgeClient:
@@ -87,6 +95,7 @@ class JudgeReward:
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
             return self._scored(float(bool(known.correct)), by_model=0.0)
+        self._watch_drift()
         patience = timeout * _SHARE
         if self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
@@ -113,6 +122,14 @@ class JudgeReward:
             reason = f"{result.reason}; the judge is not well: {error}"
             return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
         return result
+
+    def _watch_drift(self) -> None:
+        """Start a check in the background when one is due; one at a time."""
+        due = self.settings.drift_every and self._graded % self.settings.drift_every == 0
+        self._graded += 1
+        if due and (self._checking is None or self._checking.done()):
+            self._drift = self._drift or DriftWatch(self.client, self.settings.drift_tolerance, self.settings.patience)
+            self._checking = asyncio.create_task(self._drift.check())
 
     def _scored(self, value: float, by_model: float) -> Scored:
         self._excluded.append(False)

@@ -32,12 +32,16 @@ _NO = {"no", "false", "incorrect", "wrong", "n", "nope"}
 _OPENERS = re.compile(
     r"(?:(?:ok(?:ay)?|sure|certainly|alright|well)[,.! ]*)?"
     r"(?:thought process|solution|final answer|answer|the (?:final )?answer is|reasoning|explanation|analysis|step \d+|response"
-    r"|judg(?:e)?ment|verdict|output|result|think(?:ing)?"
-    r"|let(?:'s|s| us| me) (?:solve|think|analy[sz]e|work|break|look|see|start|begin|go|find|examine|consider)\b[^.:!?0-9]{0,80}"
-    r"|(?:to (?:solve|answer|find|determine)|first|in this (?:problem|question|image))\b[^.:!?0-9]{0,60})"
+    r"|judg(?:e)?ment|verdict|output|result|think(?:ing)?|解|解答|答案|かいせつ|respuesta|antwort"
+    r"|let(?:'s|s| us| me) (?:solve|think|analy[sz]e|work|break|start|begin|examine|consider)\b[^.:!?0-9]{0,80}"
+    r"|to (?:solve|answer) (?:this|the) (?:question|problem|equation)\b[^.:!?0-9]{0,60})"
     r"[\s:：,.!…]*",
     re.IGNORECASE,
 )
+_IN_ORDER = re.compile(
+    r"\b(?:order|sequence|rank(?:ed|ing)?|sort(?:ed)?|from \w+ to \w+|in turn|first to last|chronological\w*)\b", re.IGNORECASE
+)
+"""Questions of which the order of the answer's items is a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,12 @@ class Decision:
 UNDECIDED = Decision(None)
 
 
-def decide(reference: str, answer: str, *, tolerance: float = 1e-4, max_length: int = 1000) -> Decision:
+def decide(
+    reference: str, answer: str, *, question: str = "", tolerance: float = 1e-4, max_length: int = 1000
+) -> Decision:
     """Is ``answer`` right, given the right answer? ``tolerance`` is relative; ``max_length`` counts characters.
+
+    The question only tells whether the order of a list counts.
 
     Answers that say nothing (empty, punctuation, the opening of a solution) and overlong ones are wrong.
     """
@@ -71,7 +79,7 @@ def decide(reference: str, answer: str, *, tolerance: float = 1e-4, max_length: 
     if relation != "unclear":
         same = relation == "same"
         return Decision(same, "number", "the same quantity" if same else "another quantity")
-    if same_list(wanted, got, tolerance):
+    if same_list(wanted, got, tolerance, ordered=_IN_ORDER.search(question) is not None):
         return Decision(True, "set", "the same items")
     return UNDECIDED
 
@@ -95,7 +103,7 @@ def plain(text: str) -> str:
 
 def is_empty(answer: str) -> bool:
     """Says nothing: no letter or digit, or only the way a solution begins ("Let's solve this step by step", "Solution:")."""
-    text = unicodedata.normalize("NFKC", answer).strip(" \t\r\n*#`\"'_")
+    text = unicodedata.normalize("NFKC", answer).replace("’", "'").strip(" \t\r\n*#`\"'_")
     return not any(c.isalnum() for c in text) or _OPENERS.fullmatch(text) is not None
 
 
@@ -133,7 +141,10 @@ def _yes_no(reference: str, answer: str) -> Decision:
 
 
 def compare_quantities(reference: str, answer: str, tolerance: float) -> Relation:
-    """Two texts that are one quantity each. A unit that only the answer has, units without relation and near misses are unclear."""
+    """Two texts that are one quantity each.
+
+    A unit that only the answer has, unknown units and near misses are unclear; a known unit may be left out.
+    """
     wanted, got = quantity(reference), quantity(answer)
     if wanted is None or got is None:
         return "unclear"
@@ -142,7 +153,7 @@ def compare_quantities(reference: str, answer: str, tolerance: float) -> Relatio
     if wanted.unit != got.unit:
         if wanted.dimension and got.dimension and wanted.dimension != got.dimension:
             return "different"
-        if got.unit or not close(wanted.amount, got.amount, tolerance, exact=wanted.is_year):
+        if got.unit or not wanted.dimension or not close(wanted.amount, got.amount, tolerance, exact=wanted.is_year):
             return "unclear"
         return "same"
     if close(wanted.value, got.value, tolerance, exact=wanted.is_year):
@@ -178,12 +189,12 @@ def items(text: str) -> tuple[list[str], bool] | None:
     return parts, ordered
 
 
-def same_list(reference: str, answer: str, tolerance: float) -> bool:
-    """Both are lists of the same items; in the same order where the reference's notation says that order counts."""
+def same_list(reference: str, answer: str, tolerance: float, *, ordered: bool = False) -> bool:
+    """Both are lists of the same items; in the same order if ``ordered`` or where the reference's notation says so."""
     wanted, got = items(reference), items(answer)
     if wanted is None or got is None or len(wanted[0]) != len(got[0]):
         return False
-    if wanted[1]:
+    if wanted[1] or ordered:
         return all(_same_item(w, g, tolerance) for w, g in zip(wanted[0], got[0], strict=True))
     left = list(got[0])
     for item in wanted[0]:
