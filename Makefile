@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test test-faults test-k8s test-slurm lint quickstart digits docs
+.PHONY: test test-faults test-judge test-k8s test-slurm lint quickstart digits docs
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s and not slurm"
+	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s and not slurm and not judge"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults
+
+test-judge: $(VENV)/.judge
+	$(BIN)/python -m pytest -q -rs -m judge tests/serve
 
 test-k8s: $(VENV)/.k8s
 	$(BIN)/python -m pytest -q -rs -m k8s tests/deploy/k8s
@@ -59,6 +62,10 @@ $(VENV)/.run: $(VENV)/.torch $(SPEC)
 $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt
 	touch $@ $(VENV)/.run
+
+$(VENV)/.judge: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -e ".[judge-test]" -c constraints.txt
+	touch $@
 
 $(VENV)/.k8s: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[k8s]" -c constraints.txt
