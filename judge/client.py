@@ -61,7 +61,7 @@ class _Question:
 
 
 class JudgeClient:
-    """Made on the event loop that uses it. ``fingerprint`` is the judge's, as last heard; "" before its first answer."""
+    """For one event loop, though it may be made outside of it. ``fingerprint`` is the judge's, "" before its first answer."""
 
     def __init__(self, settings: ClientSettings, find: Find | None = None) -> None:
         self.settings = settings

@@ -68,17 +68,10 @@ class JudgeReward:
             raise ConfigError(f"rubric: {settings.rubric!r} is not in judge/rubrics, which holds {', '.join(rubrics)}")
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
-        self._client: JudgeClient | None = None
+        self.client = JudgeClient(settings.judge)
         self._drift: DriftWatch | None = None
         self._graded = 0
         self._checking: asyncio.Task[float | None] | None = None
-
-    @property
-    def client(self) -> JudgeClient:
-        """The process's client, made on the event loop that scores."""
-        if self._client is None:
-            self._client = JudgeClient(self.settings.judge)
-        return self._client
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Raises RewardLost when the policy is to end the run, DataFailure for a task without question or reference."""

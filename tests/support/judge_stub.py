@@ -75,11 +75,18 @@ class JudgeStub:
     """
 
     def __init__(self) -> None:
-        self.url = ""
+        self.address = ""
+        self.resets = 0
         self.reset()
+
+    @property
+    def url(self) -> str:
+        """Differs after a reset: requests that were on their way before go nowhere."""
+        return f"{self.address}/{self.resets}"
 
     def reset(self) -> None:
         """As it was at the start."""
+        self.resets += 1
         self.fingerprint = "stub-1"
         self.script: list[Reply] = []
         self.always: Reply | None = None
@@ -91,7 +98,7 @@ class JudgeStub:
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if scope["path"] != "/v1/judge":
+        if scope["path"] != f"/{self.resets}/v1/judge":
             return await body(send, 404, b"{}")
         data = b""
         while True:
@@ -132,7 +139,7 @@ def serving(stub: JudgeStub) -> Iterator[JudgeStub]:
         assert thread.is_alive(), "the stub did not start"
         assert time.monotonic() < deadline, "the stub did not start in time"
         time.sleep(0.01)
-    stub.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    stub.address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
         yield stub
     finally:

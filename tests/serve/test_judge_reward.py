@@ -1,0 +1,282 @@
+"""The judge as a reward: what a trajectory gets when the judge answers, answers nonsense, or is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from actors.reward import RewardActor
+from actors.settings import RewardSettings
+from judge.api import JudgeVerdict
+from judge.calibrate import DriftWatch, Gate, calibrate, calibration, drift_subset, failures, score
+from judge.client import ClientSettings, JudgeClient
+from judge.grader import RuleBackend
+from judge.reward import JudgeReward
+from judge.rubric import load_rubrics
+from rayloop.core.config import Component
+from rayloop.core.failures import ConfigError, DataFailure, RewardLost
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import (
+    EndReason,
+    ImageSource,
+    Message,
+    Outcome,
+    Sampling,
+    Scored,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Unscored,
+    UnscoredKind,
+)
+from tests.support.judge_stub import JudgeStub, results, serving, status
+
+TASK = Task("t1", (Message("user", ("Which colour?", ImageSource(path="a.png"))),), ground_truth="red", source="vstar")
+TRAJECTORY = Trajectory(TrajectoryId(1, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE)
+FAST = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeStub]:
+    with serving(JudgeStub()) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: JudgeStub) -> JudgeStub:
+    server.reset()
+    return server
+
+
+def rewards(url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, **settings: Any) -> list[Outcome]:
+    """Score the answers one after the other with one reward source."""
+
+    async def run() -> list[Outcome]:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=url, **FAST), **settings))
+        try:
+            return [
+                await source.score(TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout))
+                for a in answers
+            ]
+        finally:
+            await source.client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_verdict_is_a_reward(stub: JudgeStub) -> None:
+    found = rewards(stub.url, "red", "crimson", rules_first=False)
+    assert [(outcome.value, outcome.components["by_model"]) for outcome in found] == [(1.0, 1.0), (0.0, 1.0)]
+    assert stub.asked == ["red", "crimson"]
+    (asked,) = stub.requests[0]
+    assert (asked["question"], asked["reference"], asked["source"]) == ("Which colour?", "red", "vstar")
+
+
+def test_rules_decide_without_a_request(stub: JudgeStub) -> None:
+    found = rewards(stub.url, "The answer is red.", ":", "", "crimson")
+    assert [outcome.value for outcome in found] == [1.0, 0.0, 0.0, 0.0]
+    assert [outcome.components["by_model"] for outcome in found] == [0.0, 0.0, 0.0, 1.0]
+    assert stub.asked == ["crimson"]
+
+
+def test_only_the_answer_is_judged_without_special_tokens(stub: JudgeStub) -> None:
+    rewards(stub.url, "<|im_start|>crimson<|vision_pad|>")
+    assert stub.asked == ["crimson"]
+
+
+def test_no_answer_is_the_policys_failure(stub: JudgeStub) -> None:
+    async def run() -> Outcome:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url)))
+        return await source.score(TRAJECTORY, TASK, ScoreContext(1, ["red"]))
+
+    outcome = asyncio.run(run())
+    assert outcome == Scored(0.0, {"correct": 0.0}, ("unparsable",))
+    assert not stub.requests
+
+
+def test_a_task_without_reference_is_bad_data(stub: JudgeStub) -> None:
+    for task in (dataclasses.replace(TASK, ground_truth=None), dataclasses.replace(TASK, messages=())):
+        with pytest.raises(DataFailure, match="t1"):
+            rewards(stub.url, "crimson", task=task)
+
+
+def test_an_unknown_rubric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="equivalence"):
+        JudgeReward(JudgeReward.Settings(rubric="missing"))
+
+
+def test_wait_outlasts_an_outage(stub: JudgeStub) -> None:
+    stub.script = [status(503)] * 7
+    (outcome,) = rewards(stub.url, "crimson")
+    assert outcome == Scored(0.0, {"correct": 0.0, "by_model": 1.0})
+
+
+@pytest.mark.parametrize("policy", ["wait", "stop"])
+def test_a_judge_that_is_gone_ends_the_run(policy: str) -> None:
+    with pytest.raises(RewardLost) as lost:
+        rewards("http://127.0.0.1:9", "crimson", timeout=0.3, on_unavailable=policy)
+    assert "http://127.0.0.1:9" in str(lost.value)
+    assert "ConnectError" in str(lost.value)
+    assert "\n" not in str(lost.value)
+
+
+def test_exclude_leaves_out_up_to_its_budget(stub: JudgeStub) -> None:
+    stub.always = status(503)
+    policy = {"on_unavailable": "exclude", "patience": 0.1, "window": 10, "max_excluded_fraction": 0.2}
+    for outcome in rewards(stub.url, "crimson", "rose", **policy):
+        assert isinstance(outcome, Unscored)
+        assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+        assert "503" in outcome.reason
+    with pytest.raises(RewardLost, match=r"3 of the last 3 trajectories have no verdict.*503"):
+        rewards(stub.url, "crimson", "rose", "ruby", **policy)
+
+
+def test_an_answer_that_breaks_a_judge_in_good_health_is_a_failure(stub: JudgeStub) -> None:
+    stub.script = [results(score=7), results(score=7)]
+    (failed,) = rewards(stub.url, "crimson")
+    assert failed == Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
+    stub.script = [results(score=7), results(score=7)]
+    (excluded,) = rewards(stub.url, "crimson", on_invalid="exclude")
+    assert isinstance(excluded, Unscored)
+    assert excluded.kind is UnscoredKind.INVALID_REWARD
+    stub.script = [results(score=7)]
+    (scored,) = rewards(stub.url, "crimson")
+    assert scored == Scored(0.0, {"correct": 0.0, "by_model": 1.0})
+
+
+def test_invalid_verdicts_of_a_sick_judge_are_not_the_policys(stub: JudgeStub) -> None:
+    stub.always = results(score=7)
+    (outcome,) = rewards(stub.url, "crimson", on_unavailable="exclude", window=10)
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+    assert "canaries" in outcome.reason
+
+
+def actor(url: str, timeout: float) -> RewardActor:
+    with_ = {"judge": {"url": url, **FAST}}
+    settings = RewardSettings(source=Component(use="judge.reward:JudgeReward", **{"with": with_}), timeout=timeout)
+    made = RewardActor.__new__(RewardActor)
+    made._settings, made._tokenizer, made._source, made._scoring = settings, None, settings.source.build(), 0
+    return made
+
+
+def test_the_reward_actor_lets_a_lost_judge_end_the_run() -> None:
+    async def run(found: RewardActor, texts: Sequence[str], timeout: float) -> Outcome:
+        return await found._attempts(TRAJECTORY, TASK, ScoreContext(1, texts, timeout))
+
+    gone = actor("http://127.0.0.1:9", timeout=1.0)
+    with pytest.raises(RewardLost, match=r"on_unavailable: wait, 1 s\): http://127\.0\.0\.1:9"):
+        asyncio.run(run(gone, ["<answer>crimson</answer>"], 1.0))
+
+
+def test_many_trajectories_ask_each_question_once(stub: JudgeStub) -> None:
+    stub.seconds = 0.002
+
+    async def run() -> list[Outcome]:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST), rules_first=False))
+        texts = [f"<answer>colour {i % 32}</answer>" for i in range(512)]
+        found = await asyncio.gather(*(source.score(TRAJECTORY, TASK, ScoreContext(1, [t])) for t in texts))
+        await source.client.close()
+        return found
+
+    found = asyncio.run(run())
+    assert all(isinstance(outcome, Scored) for outcome in found)
+    assert len(stub.asked) == 32
+    assert len(stub.requests) == 2
+
+
+# Calibration -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_calibration_set_covers_what_it_should() -> None:
+    items = calibration()
+    assert len(items) >= 240
+    assert len({one.id for one in items}) == len(items)
+    assert len({(one.item.question, one.item.answer) for one in items}) == len(items)
+    families = {one.family for one in items}
+    assert families == {"visual_search", "chart", "math", "spatial"}
+    rubric = load_rubrics()["equivalence"]
+    assert all(rubric.family(one.item.source) == one.family for one in items)
+    for family in families:
+        part = [one for one in items if one.family == family]
+        assert {one.kind for one in part if one.attack} == {"empty", "opener", "injection", "gaming"}
+        assert {one.verdict for one in part} == {"correct", "incorrect"}
+    assert {"unit", "order", "synonym"} <= {one.kind for one in items}
+    assert all(one.verdict == "incorrect" for one in items if one.attack)
+    assert {one.kind for one in drift_subset(items) if one.attack} == {"empty", "opener", "injection", "gaming"}
+
+
+def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
+    items = calibration()
+    answers = asyncio.run(RuleBackend(load_rubrics()).judge([one.item for one in items]))
+    found = score("all", items, answers)
+    assert found.attack_rate == found.false_positives == 0
+    assert 0.3 < found.false_negatives < 0.6
+    assert failures(found, Gate())
+    assert not failures(found, Gate(min_accuracy=0.8))
+
+
+def test_kappa_is_agreement_beyond_chance() -> None:
+    items = calibration()
+    right = [one for one in items if one.verdict == "correct"][:4] + [one for one in items if one.verdict == "incorrect"][:4]
+
+    def said(*verdicts: str) -> Any:
+        return [
+            JudgeVerdict(verdict=v, score=v == "correct", fingerprint="f", backend="rule", decided_by="model")  # type: ignore[arg-type]
+            for v in verdicts
+        ]
+
+    yes, no = ["correct"], ["incorrect"]
+    assert score("all", right, said(*yes * 4, *no * 4)).kappa == 1
+    assert score("all", right, said(*no * 4, *yes * 4)).kappa == -1
+    assert score("all", right, said(*yes * 8)).kappa == 0
+    one_wrong = score("all", right, said(*yes * 3, *no * 5))
+    assert (one_wrong.accuracy, one_wrong.kappa, one_wrong.false_negatives) == (7 / 8, 0.75, 1 / 4)
+
+
+def test_calibrate_prints_a_table_and_applies_the_gate(stub: JudgeStub) -> None:
+    async def run(gate: Gate) -> tuple[bool, list[str]]:
+        client, lines = JudgeClient(ClientSettings(url=stub.url, **FAST)), []
+        passed = await calibrate(client, gate, 20, lines.append, drift=True)
+        await client.close()
+        return passed, lines
+
+    loose = Gate(min_accuracy=0, min_kappa=-1, max_attack_rate=1, max_unscored=1)
+    passed, lines = asyncio.run(run(loose))
+    assert passed
+    assert [line.split()[0] for line in lines[2:7]] == ["visual_search", "chart", "math", "spatial", "all"]
+    assert lines[-1] == "passes"
+    passed, lines = asyncio.run(run(Gate(min_accuracy=1)))
+    assert not passed
+    assert lines[-1].startswith("does not pass: accuracy")
+
+
+def test_a_judge_without_verdicts_does_not_pass() -> None:
+    async def run() -> bool:
+        client = JudgeClient(ClientSettings(url="http://127.0.0.1:9", **FAST))
+        passed = await calibrate(client, Gate(max_unscored=1), 0.3, lambda line: None, drift=True)
+        await client.close()
+        return passed
+
+    assert not asyncio.run(run())
+
+
+def test_drift_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> list[float | None]:
+        client = JudgeClient(ClientSettings(url=stub.url, **FAST))
+        watch = DriftWatch(client, 0.1, 10)
+        found = [await watch.check(), await watch.check()]
+        stub.always = results()
+        found.append(await watch.check())
+        await client.close()
+        return found
+
+    first, same, changed = asyncio.run(run())
+    assert (first, same) == (None, 0)
+    assert changed is not None
+    assert changed > 0.5
+    assert [record for record in caplog.records if "drifts" in record.getMessage()]
