@@ -11,8 +11,21 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt
 from rayloop.engines.settings import GenerationSettings, ModelSettings, TransportSettings
 
 
-def build_engine(model: ModelSettings, settings: GenerationSettings) -> GenerationEngine:
-    """The engine that ``settings.kind`` names. Its library is imported here, when chosen."""
+def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str) -> GenerationEngine:
+    """The engine that ``settings.kind`` names. Its library is imported here, when chosen. ``folder`` is for publications."""
+    match settings.kind:
+        case "vllm":
+            from rayloop.engines.vllm import VllmEngine
+
+            return VllmEngine(model, settings)
+        case "sglang":
+            from rayloop.engines.sglang import SglangEngine
+
+            return SglangEngine(model, settings)
+        case "openai_http":
+            from rayloop.engines.openai_http import OpenAiHttpEngine
+
+            return OpenAiHttpEngine(model, settings, folder)
     from rayloop.engines.transformers import TransformersEngine
 
     return TransformersEngine(model, settings)
@@ -26,7 +39,7 @@ class RolloutActor(Actor):
     ) -> None:
         from rayloop.engines.weights import transport as choose
 
-        self.engine = build_engine(model, settings)
+        self.engine = build_engine(model, settings, folder)
         self.transport = choose(transport, folder)
 
     def health(self) -> EngineHealth:

@@ -27,7 +27,7 @@ from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.runfolder import RolloutDump
 from rayloop.core.types import Version
-from rayloop.engines.settings import ObjectStoreTransport
+from rayloop.engines.settings import ObjectStoreTransport, serves_its_own_weights
 
 CONCURRENCY = 10_000
 
@@ -43,7 +43,7 @@ def evaluate(
     tasks = [*_read(data, config)][: config.evaluation.limit]
     asked = plays(config, tasks, controls=controls, samples=samples)
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
-    identity = {"config": config_hash(config), "weights": weights_hash(config.model.path), "data": _sha256([Path(data)])}
+    identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
     out.mkdir(parents=True, exist_ok=True)
     _claim(out / "identity.json", identity)
     done = read_items(out)
@@ -81,6 +81,7 @@ class Evaluator:
         self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
         self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
+        self.weights: tuple[Any, Any] | None = None
 
     async def main(self, missing: Sequence[Play]) -> None:
         """Play what is missing. Items without a score are not kept: another call asks for them again."""
@@ -88,7 +89,8 @@ class Evaluator:
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, services, me, self._event, self._bad_data)
         try:
-            self.weights = await asyncio.to_thread(self._pack)
+            if not serves_its_own_weights(self.config.rollout.engine):
+                self.weights = await asyncio.to_thread(self._pack)
             await services.start(self._admit)
             await play(missing, self.config, self.player, 0, self._keep)
         finally:
@@ -99,6 +101,8 @@ class Evaluator:
         return await self.player.replace_engine(episode, lost, why)
 
     async def _admit(self, engine: Any) -> None:
+        if self.weights is None:
+            return
         manifest, source = self.weights
         await within(self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine)
 
@@ -135,6 +139,12 @@ def config_hash(config: RunConfig) -> str:
     """16 hex digits over what decides the answers: everything but the run's name and where things lie."""
     bare = config.model_copy(update={"name": "x", "output": "", "model": config.model.model_copy(update={"path": ""})})
     return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
+
+
+def _weights(config: RunConfig) -> str:
+    """Whose weights answer: those of ``model.path``, or those of a server, which are known by name only."""
+    engine = config.rollout.engine
+    return f"{engine.model} at {engine.base_url}" if serves_its_own_weights(engine) else weights_hash(config.model.path)
 
 
 def weights_hash(path: str) -> str:

@@ -10,6 +10,7 @@ from cluster.config import RunConfig
 from cluster.environment import in_job
 from cluster.loggers import installed
 from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_weights
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -36,6 +37,25 @@ def preflight(config: RunConfig) -> None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
+        )
+
+
+def trainable(config: RunConfig) -> None:
+    """For runs that train: raises ConfigError when the engine's answers could not be trained on."""
+    engine = config.rollout.engine
+    if isinstance(engine, OpenAiHttpEngineSettings) and engine.interface == "chat":
+        raise ConfigError(
+            "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
+            "tokens with a server that returns them, another engine, or `python -m cluster eval`"
+        )
+    if serves_its_own_weights(engine):
+        raise ConfigError(
+            "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
+            "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
+        )
+    if config.rollout.deterministic and engine.kind in ("sglang", "openai_http"):
+        raise ConfigError(
+            f"rollout.deterministic: {engine.kind} cannot decode a group as one batch; use rollout.engine.kind: transformers"
         )
 
 

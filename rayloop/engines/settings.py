@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from rayloop.core.config import Settings
 from rayloop.core.model import ModelSettings as ModelSettings
@@ -27,7 +28,111 @@ class TransformersEngineSettings(Settings):
     """Torch threads on CPU; None: the actor's num_cpus."""
 
 
-GenerationSettings = TransformersEngineSettings
+class VllmEngineSettings(Settings):
+    """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Dtype = "bfloat16"
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Tokens of a prompt and its turn together; None: the model's own limit. Lower it when the cache cannot hold one sequence."""
+    memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache. Unused with ``kv_cache_bytes``."""
+    kv_cache_bytes: int | None = Field(None, gt=0)
+    """Size of the cache of keys and values per GPU. Set it on CPU, and when something else shares the GPU."""
+    max_sequences: int = Field(256, ge=1)
+    """Sequences decoded together."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts in seconds, decodes more slowly."""
+    inflight: Literal["recompute", "keep_kv"] = "recompute"
+    """Requests that run while new weights are loaded continue under them. recompute: their cache is computed anew; keep_kv: they
+    keep the one that the old weights made, and no other request sees it."""
+    extra: dict[str, Any] = {}
+    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there."""
+
+    @model_validator(mode="after")
+    def _own_arguments(self) -> VllmEngineSettings:
+        if taken := sorted(self.extra.keys() & _VLLM_ARGUMENTS):
+            raise ValueError(f"extra: {', '.join(taken)} follow from other settings, and cannot be given here")
+        if sampling := sorted(self.extra.keys() & {"generation_config", "override_generation_config"}):
+            raise ValueError(
+                f"extra: {sampling[0]} is refused: with top_p, top_k or penalties vLLM would sample from another distribution than "
+                "the one whose log-probs are trained. Only rollout.sampling counts"
+            )
+        return self
+
+
+_VLLM_ARGUMENTS = frozenset({
+    "model", "dtype", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs",
+    "enforce_eager", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
+})  # fmt: skip
+"""What rayloop itself passes to vLLM."""
+
+
+class SglangEngineSettings(Settings):
+    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Written, and not yet run."""
+
+    kind: Literal["sglang"] = "sglang"
+    dtype: Dtype = "bfloat16"
+    bucket_bytes: int = Field(2**30, ge=1)
+    """Published tensors are handed to SGLang's processes in parts of at most this size, through GPU memory."""
+    extra: dict[str, Any] = {}
+    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...)."""
+
+
+class ServerCall(Settings):
+    """A POST request to the server, outside of the OpenAI interface."""
+
+    path: str
+    """From the server's root, for example /update_weights_from_disk."""
+    body: dict[str, Any] = {}
+    """Sent as JSON. ``{folder}`` within a text stands for the model folder with the weights to load."""
+
+
+class OpenAiHttpEngineSettings(Settings):
+    """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
+
+    kind: Literal["openai_http"] = "openai_http"
+    base_url: str = Field(pattern=r"^https?://")
+    """With the version, for example http://host:8000/v1. It must be reachable from the nodes of the rollout actors."""
+    model: str
+    """The model's name at the server."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key, on the nodes of the rollout actors."""
+    dtype: Dtype = "bfloat16"
+    """What the server computes in: decides how far its log-probs may be from the trainer's (``publish.tolerance``)."""
+    interface: Literal["chat", "tokens"] = "chat"
+    """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
+    (Qwen's). tokens: token ids go out, token ids and log-probs come back, as vLLM's server does; text only."""
+    update: tuple[ServerCall, ...] = ()
+    """Calls, in order, that make the server load a published model folder and forget its caches. Empty: its weights are its
+    own. The server must see the run folder."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for one request."""
+    retries: int = Field(5, ge=0)
+    """Further attempts when the server cannot be reached, is busy (429) or fails (5xx), after 1, 2, 4, ... seconds."""
+
+
+def _engine_kind(value: Any) -> str | None:
+    """Which engine is meant: ``transformers`` unless ``kind`` says otherwise."""
+    if isinstance(value, Mapping):
+        return str(value.get("kind", "transformers"))
+    return str(value.kind) if isinstance(value, Settings) else None
+
+
+GenerationSettings = Annotated[
+    Annotated[TransformersEngineSettings, Tag("transformers")]
+    | Annotated[VllmEngineSettings, Tag("vllm")]
+    | Annotated[SglangEngineSettings, Tag("sglang")]
+    | Annotated[OpenAiHttpEngineSettings, Tag("openai_http")],
+    Discriminator(_engine_kind),
+]
+
+
+def serves_its_own_weights(engine: GenerationSettings) -> TypeGuard[OpenAiHttpEngineSettings]:
+    """Whether the engine keeps the weights that it has: it can be measured, but not trained."""
+    return isinstance(engine, OpenAiHttpEngineSettings) and not engine.update
 
 
 class OptimizerSettings(Settings):

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import RunConfig
 from cluster.environment import LOCK, PREFIX, private_cluster, sweep
-from cluster.preflight import preflight
+from cluster.preflight import preflight, trainable
 from rayloop.core.failures import ConfigError
 
 
@@ -45,6 +45,32 @@ def test_what_is_not_there_is_named_with_its_key(tmp_path: Path, changes: dict[s
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         preflight(config(tmp_path, checkpoint={"resume": str(tmp_path)}))
+
+
+SERVER = {"kind": "openai_http", "base_url": "http://127.0.0.1:1/v1", "model": "theirs"}
+UPDATE = {"update": [{"path": "/load"}]}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"engine": SERVER}, "brings back neither token ids nor log-probs"),
+        ({"engine": SERVER | UPDATE}, "brings back neither token ids nor log-probs"),
+        ({"engine": SERVER | {"interface": "tokens"}}, "the server would keep its weights"),
+        ({"engine": {"kind": "sglang"}, "deterministic": True}, "sglang cannot decode a group as one batch"),
+    ],
+)
+def test_engines_that_cannot_be_trained_are_refused_by_training_only(
+    tmp_path: Path, rollout: dict[str, Any], message: str
+) -> None:
+    preflight(config(tmp_path, rollout=rollout))
+    with pytest.raises(ConfigError, match=message):
+        trainable(config(tmp_path, rollout=rollout))
+
+
+def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:
+    for engine in ({}, {"kind": "transformers"}, SERVER | UPDATE | {"interface": "tokens"}):
+        trainable(config(tmp_path, rollout={"engine": engine}))
 
 
 def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""A server with the OpenAI interface as the engine: it is measured over chat, and trained where it takes weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.eval import read_items
+from tests.support.openai_server import serving
+from tests.support.runs import ROOT, finished, settings
+
+pytestmark = pytest.mark.timeout(200)
+DATA = ROOT / "tests/data/grounding"
+
+
+def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Path) -> None:
+    with serving(grounding_model) as server:
+        server.reply = {"message": {"content": "<bbox>[0,0,1,1]</bbox>"}, "finish_reason": "stop"}
+        engine = {"kind": "openai_http", "base_url": f"{server.url}/v1", "model": "theirs"}
+        config = settings(
+            tmp_path, grounding_model, rollout__engine=engine, rollout__sampling__max_tokens=32,
+            data={"train": str(DATA / "train.jsonl"), "reader": {"use": "recipes.arc_vision.data:GroundingRows"}},
+            reward={"source": {"use": "recipes.arc_vision.reward:IoUReward"}},
+            environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
+        )  # fmt: skip
+        file, out = tmp_path / "eval.yaml", tmp_path / "out"
+        file.write_text(yaml.safe_dump(config))
+        command = ("eval", str(file), "--data", str(DATA / "test.jsonl"), "--out", str(out))
+        done = subprocess.run(
+            [sys.executable, "-m", "cluster", *command],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        assert done.returncode == 0
+    items = read_items(out)
+    assert len(items) == len(server.requests) == len((DATA / "test.jsonl").read_text().splitlines())
+    assert all(item.reward is not None and item.reward > 0 for item in items), "the answer is the whole page"
+    assert json.loads((out / "identity.json").read_text())["weights"] == f"theirs at {server.url}/v1"
+    for _, _, body in server.requests:
+        [image] = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+        assert image["image_url"]["url"].startswith("data:image/")
+
+
+@pytest.mark.slow_faults
+def test_a_server_that_takes_weights_is_trained(tmp_path: Path, digits_model: Path) -> None:
+    with serving(digits_model) as server:
+        update = [{"path": "/load", "body": {"model_path": "{folder}"}}]
+        engine = {
+            "kind": "openai_http", "base_url": f"{server.url}/v1", "model": "ours", "interface": "tokens",
+            "update": update, "dtype": "float32",
+        }  # fmt: skip
+        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, publish={"probes": 1}, steps=2))
+    [parity] = made.named("parity")
+    assert parity["mean"] < 1e-4
+    assert len(made.metrics) == 2
+    assert [test["group"] for test in made.named("self_test")], "each part of the weights arrived"

@@ -1,0 +1,146 @@
+"""The SGLang adapter against the Python files of the release that it is written for: what it passes exists there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayloop.core.failures import WorkerLost
+from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines import sglang
+from rayloop.engines.settings import ModelSettings, SglangEngineSettings
+from tests.engines.prompts import image
+
+ADAPTER = ast.parse(Path(sglang.__file__).read_text())
+MODEL, SETTINGS = ModelSettings(path="model"), SglangEngineSettings()
+SAMPLING = Sampling(0.8, 12, 2, ("</a>",), (5,), (7, 9))
+
+
+def test_what_is_sent() -> None:
+    assert sglang.arguments(MODEL, SglangEngineSettings(extra={"tp_size": 2, "dtype": "float16"})) == {
+        "model_path": "model", "dtype": "float16", "sampling_defaults": "openai", "tp_size": 2,
+        "mm_process_config": {"image": {"min_pixels": MODEL.min_pixels, "max_pixels": MODEL.max_pixels}},
+    }  # fmt: skip
+    assert sglang.parameters(TokenPrompt((1,), seed=3), SAMPLING) == {
+        "temperature": 0.8, "max_new_tokens": 12, "min_new_tokens": 2, "stop": ["</a>"], "stop_token_ids": [5],
+        "logit_bias": {"7": -1e9, "9": -1e9}, "sampling_seed": 3, "skip_special_tokens": False,
+    }  # fmt: skip
+    small, large = image(28, 28), image(56, 56)
+    asked = TokenPrompt((1, 2, 2, 2, 2, 2, 3, 3, 2, 4), (large, small, small))
+    assert sglang.collapsed(asked, image_token=2) == [1, 2, 2, 3, 3, 2, 4]
+    assert sglang.collapsed(TokenPrompt((1, 2, 2)), image_token=None) == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("finish", "expected"),
+    [
+        ({"type": "stop", "matched": 5}, FinishReason.END_TOKEN),
+        ({"type": "stop", "matched": "</a>"}, FinishReason.STOP_STRING),
+        ({"type": "length", "length": 2}, FinishReason.LENGTH),
+    ],
+)
+def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> None:
+    meta = {"finish_reason": finish, "output_token_logprobs": [(-0.5, 11, None), (-1.5, 5, None)]}
+    found = sglang.completion(meta, Version(0, 3))
+    assert (found.token_ids, found.logprobs, found.version) == ((11, 5), (-0.5, -1.5), Version(0, 3))
+    assert found.finish is expected
+
+
+def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
+    with pytest.raises(WorkerLost, match="'type': 'abort'"):
+        sglang.completion(
+            {"finish_reason": {"type": "abort", "message": "x"}, "output_token_logprobs": []}, Version(0, 0)
+        )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The release's wheel, without its dependencies."""
+    folder = tmp_path_factory.mktemp("wheel")
+    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "-d", str(folder)]
+    done = subprocess.run(
+        [*download, f"sglang=={sglang.TESTED}"], capture_output=True, text=True, timeout=100, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"the wheel of sglang {sglang.TESTED} cannot be had here: {done.stderr.splitlines()[-1:]}")
+    [path] = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+def classes(wheel: zipfile.ZipFile, file: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(wheel.read(f"sglang/srt/{file}"))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def fields(found: dict[str, ast.ClassDef], name: str) -> set[str]:
+    """The annotated fields of a class and of its bases in the same file."""
+    own = {
+        item.target.id
+        for item in found[name].body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    bases = [base.id for base in found[name].bases if isinstance(base, ast.Name) and base.id in found]
+    return own.union(*(fields(found, base) for base in bases))
+
+
+def calls() -> list[tuple[str, set[str]]]:
+    """The adapter's calls of names and methods, with their keywords."""
+    found = []
+    for node in ast.walk(ADAPTER):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            found.append((name, {keyword.arg for keyword in node.keywords if keyword.arg}))
+    return found
+
+
+@pytest.mark.slow
+def test_requests_have_the_fields_that_are_passed(wheel: zipfile.ZipFile) -> None:
+    requests = classes(wheel, "managers/io_struct.py")
+    passed = [(name, keywords) for name, keywords in calls() if name.endswith("ReqInput")]
+    assert {name for name, _ in passed} == {
+        "GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput", "BeginWeightUpdateReqInput",
+        "UpdateWeightsFromTensorReqInput", "EndWeightUpdateReqInput",
+    }  # fmt: skip
+    for name, keywords in passed:
+        assert keywords <= fields(requests, name), name
+    mode = next(i for i in requests["PauseGenerationReqInput"].body if isinstance(i, ast.AnnAssign))
+    assert "'retract'" in ast.unparse(mode.annotation)
+
+
+@pytest.mark.slow
+def test_engine_and_sampling_arguments_exist(wheel: zipfile.ZipFile) -> None:
+    sampling = fields(classes(wheel, "sampling/sampling_params.py"), "SamplingParams")
+    assert sglang.parameters(TokenPrompt((1,)), SAMPLING).keys() <= sampling
+    server = set()
+    for file in wheel.namelist():
+        if file.startswith("sglang/srt/arg_groups/fields/") and file.endswith(".py"):
+            found = classes(wheel, file.removeprefix("sglang/srt/"))
+            server |= {field for name in found for field in fields(found, name)}
+    assert {"tp_size", *sglang.arguments(MODEL, SETTINGS)} <= server
+
+
+@pytest.mark.slow
+def test_the_tokenizer_manager_has_the_methods_that_are_called(wheel: zipfile.ZipFile) -> None:
+    methods: dict[str, ast.AST] = {}
+    for file, name in [("tokenizer_manager", "TokenizerManager"), ("tokenizer_control_mixin", "TokenizerControlMixin")]:
+        methods |= {m.name: m for m in classes(wheel, f"managers/{file}.py")[name].body if hasattr(m, "name")}
+    called = {
+        node.func.attr
+        for node in ast.walk(ADAPTER)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "self._manager"
+    }
+    assert (
+        {"generate_request", "pause_generation", "update_weights_from_tensor", "flush_cache"}
+        <= called
+        <= methods.keys()
+    )
+    assert all(isinstance(methods[name], ast.AsyncFunctionDef) for name in called - {"abort_request"})
