@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rayloop.core.config import Component, Settings
+from rayloop.grpo.unscored import UnscoredAlarm
 
 
 class RewardSettings(Settings):
@@ -16,3 +17,4 @@ class RewardSettings(Settings):
     """Seconds for scoring one trajectory; beyond it the trajectory is unscored."""
     failing_value: float = Field(0.0, allow_inf_nan=False)
     """The reward of a trajectory on which the grader crashes reproducibly (flagged ``grader_error``)."""
+    alarm: UnscoredAlarm = UnscoredAlarm()

@@ -34,6 +34,7 @@ from rayloop.core.types import (
 from rayloop.grpo.filtering import Verdict, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, is_stale, open_slots
+from rayloop.grpo.unscored import UnscoredWatch
 
 Finish = Callable[[Group], Awaitable[Group]]
 
@@ -62,6 +63,7 @@ class Production:
         self.next_number = 0
         self.quarantined: set[str] = set()
         self.environment_failures: Counter[str] = Counter()
+        self.unscored = UnscoredWatch(config.reward.alarm)
         settings = config.algorithm
         self.acceptance = AcceptanceRate(4 * settings.target, 1 / settings.filtering.max_generation_batches)
         self.finished: list[Group] = []
@@ -182,6 +184,8 @@ class Production:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
+        for alarm in self.unscored.observe(group.members):
+            self.reporter.event("unscored_alarm", why=alarm)
         if any(
             not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
             for m in group.members
