@@ -42,6 +42,10 @@ Play = Callable[["Loop", PlayRequest], Awaitable[Scored | Unscored]]
 class Reporter:
     def __init__(self) -> None:
         self.bad: list[DataFailure] = []
+        self.events: list[tuple[str, str]] = []
+
+    def event(self, kind: str, *, why: str) -> None:
+        self.events.append((kind, why))
 
     def bad_row(self, failure: DataFailure) -> None:
         self.bad.append(failure)
@@ -278,6 +282,23 @@ def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 50})
     with pytest.raises(ConfigError, match="every one of the 24 tasks is quarantined"):
         loop.run(loop.step)
+
+
+def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+        lost = request.id.sample % 2
+        return Unscored(UnscoredKind.REWARD_UNAVAILABLE, "no judge") if lost else Scored(float(request.id.sample))
+
+    loop = Loop(tmp_path, play)
+
+    async def test() -> None:
+        for _ in range(10):
+            await loop.step()
+
+    loop.run(test)
+    (event,) = loop.reporter.events
+    assert event[0] == "unscored_alarm"
+    assert "no reward (reward_unavailable" in event[1]
 
 
 def test_a_task_whose_environment_keeps_failing_is_quarantined(tmp_path: Path) -> None:
