@@ -150,8 +150,11 @@ def test_two_epochs_of_two_mini_batches(tmp_path: Path, digits_model: Path) -> N
 def test_two_actors_of_every_role(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__actors=2, environment__actors=2, reward__actors=2,
-        reference={"kind": "actor", "actors": 2}, policy__loss={"kl_coef": 0.05},
+        reference={"kind": "actor", "actors": 2}, policy__loss={"kl_coef": 0.05}, policy__ranks=2,
+        publish={"probes": 2, "transport": {"kind": "collective", "bucket_bytes": 100_000}},
     )  # fmt: skip
     made = trained(config)
     on_policy(made)
+    assert made.named("self_test", step=0)
+    assert not made.named("broadcast_failed")
     assert all(record["rollout/trained"] == 8 for record in made.metrics)
