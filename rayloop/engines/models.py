@@ -161,8 +161,8 @@ class Vision:
         """
         if (cached := self._cache.get(ref.sha256)) is not None:
             return cached
-        name = ref.path or f"image {ref.sha256[:12]}"
-        patches, grid = self._process(_read(ref, data, name), name)
+        name = _name(ref)
+        patches, grid = self._process(read_image(ref, data), name)
         if grid != tuple(ref.grid):
             raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
         self._cache.put(ref.sha256, patches)
@@ -178,7 +178,17 @@ class Vision:
         return features["pixel_values"], tuple(features["image_grid_thw"][0].tolist())
 
 
-def _read(ref: ImageRef, data: bytes | None, name: str) -> bytes:
+def _name(ref: ImageRef) -> str:
+    return ref.path or f"image {ref.sha256[:12]}"
+
+
+def read_image(ref: ImageRef, data: bytes | None = None) -> bytes:
+    """The encoded image: ``data``, or what is at ``ref.path``.
+
+    Raises DataFailure when it is missing or not the one that ``ref.sha256`` names, InfrastructureFailure when the file system
+    fails.
+    """
+    name = _name(ref)
     if data is None:
         if ref.path is None:
             raise DataFailure(name, "the image has neither bytes nor a path")

@@ -57,7 +57,7 @@ def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
 
 def verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Raises PublicationError that names every missing, unknown, short, misshapen or corrupt tensor."""
-    _complain(manifest.version, _name_faults(manifest, tensors))
+    _complain(manifest.version, name_faults(manifest, tensors))
     faults: list[str] = []
     for name, expected in manifest.tensors.items():
         tensor = tensors[name]
@@ -95,7 +95,7 @@ class ObjectStore:
         return manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()}
 
     def unpack(self, manifest: Manifest, source: Mapping[str, npt.NDArray[np.uint8]]) -> Mapping[str, Tensor]:
-        faults = _name_faults(manifest, source)
+        faults = name_faults(manifest, source)
         for name, expected in manifest.tensors.items():
             if name in source and source[name].nbytes != expected.nbytes:
                 faults.append(f"{name}: {source[name].nbytes} of {expected.nbytes} bytes")
@@ -200,7 +200,8 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _name_faults(manifest: Manifest, given: Mapping[str, Any]) -> list[str]:
+def name_faults(manifest: Manifest, given: Mapping[str, Any]) -> list[str]:
+    """One line per tensor that is missing, or that the manifest does not know."""
     missing = [f"{name}: missing" for name in manifest.tensors if name not in given]
     return missing + [f"{name}: unknown" for name in given if name not in manifest.tensors]
 

@@ -1,0 +1,252 @@
+"""Generation with vLLM: its ``AsyncLLM`` in the rollout actor, its engine and workers in processes below the actor.
+
+The same code runs on GPUs and on CPU. What happens inside of the workers is in vllm_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from packaging.specifiers import SpecifierSet
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig
+
+from rayloop.core.failures import ConfigError, DataFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.images import decode
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.seeds import derive
+from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.models import TensorCache, has_vision, read_image
+from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.vllm_worker import OWNER, VllmWorker, write
+
+TESTED = SpecifierSet(">=0.32,<0.33")
+"""Releases of vLLM that the contract tests have been run with."""
+
+
+class VllmEngine:
+    """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
+
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings) -> None:
+        _prepare(settings)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+        self._settings = settings
+        self._vision = has_vision(config)
+        if self._vision:
+            self._image_token: int = config.image_token_id
+            self._patch: int = config.vision_config.patch_size
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model, settings, self._vision)))
+        self._limit: int = self._llm.model_config.max_model_len
+        self._version: Version | None = None
+        self._serial = itertools.count()
+        self._running = 0
+        self._images = TensorCache()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn; its version is the one under which it was begun. A cancelled call ends the request.
+
+        Raises WorkerLost without loaded weights and when vLLM's processes are gone, OverLongPrompt, and DataFailure for a
+        prompt that cannot be used.
+        """
+        await self._open.wait()
+        if (version := self._version) is None:
+            raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
+        if len(prompt.token_ids) >= self._limit:
+            raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
+        given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
+        self._running += 1
+        try:
+            while (output := await self._sample(given, parameters)).finish_reason == "error":
+                continue  # an image that vLLM had forgotten: it asks to be sent it again
+        finally:
+            self._running -= 1
+        return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
+
+    async def _sample(self, prompt: Any, parameters: Any) -> Any:
+        with _alive():
+            async for answer in self._llm.generate(prompt, parameters, str(next(self._serial))):
+                output = answer.outputs[0]
+        return output
+
+    async def leave(self, cohort: str) -> None:
+        """vLLM batches by itself: there are no cohorts to wait for."""
+
+    async def pause(self) -> None:
+        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well."""
+        self._open.clear()
+        with _alive():
+            await self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute")
+
+    async def resume(self) -> None:
+        with _alive():
+            await self._llm.resume_generation()
+        self._open.set()
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Hand the tensors to the workers, which verify them. Raises PublicationError.
+
+        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
+        """
+        self._version = None
+        with _alive(), _memory() as (file, path):
+            await asyncio.to_thread(write, file, manifest, tensors)
+            faults = await self._llm.collective_rpc("take_published", args=(path, pickle.dumps(manifest)))
+            await self._llm.reset_encoder_cache()
+        if fault := next(filter(None, faults), None):
+            raise PublicationError(fault)
+        self._version = manifest.version
+
+    def health(self) -> EngineHealth:
+        """Raises WorkerLost when vLLM's processes are gone."""
+        if self._llm.errored:
+            raise WorkerLost("vLLM's engine process has died")
+        return EngineHealth(self._version, self._running, 0)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown(timeout=0)
+
+    def _prompt(self, prompt: TokenPrompt, version: Version) -> dict[str, Any]:
+        """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
+        given: dict[str, Any] = {"prompt_token_ids": self._collapsed(prompt)}
+        if self._settings.inflight == "keep_kv":
+            given["cache_salt"] = str(version)
+        if prompt.images:
+            given["multi_modal_data"] = {"image": [self._image(image) for image in prompt.images]}
+            given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}
+        return given
+
+    def _collapsed(self, prompt: TokenPrompt) -> list[int]:
+        if not prompt.token_ids:
+            raise DataFailure("prompt", "it has no tokens")
+        if not self._vision:
+            if prompt.images:
+                raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+            return list(prompt.token_ids)
+        ids = np.array(prompt.token_ids)
+        where = np.flatnonzero(ids == self._image_token)
+        counts = [image.ref.tokens for image in prompt.images]
+        if len(where) != sum(counts):
+            raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
+        first = np.cumsum([0, *counts])[:-1]
+        return np.delete(ids, np.delete(where, first)).tolist()
+
+    def _image(self, image: PromptImage) -> Image.Image:
+        """The picture in the size in which the model sees it: nothing is left for vLLM to resize."""
+        ref = image.ref
+        if (pixels := self._images.get(ref.sha256)) is None:
+            size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
+            picture = decode(read_image(ref, image.data)).resize(size, Image.Resampling.BICUBIC)
+            pixels = torch.from_numpy(np.array(picture))
+            self._images.put(ref.sha256, pixels)
+        return Image.fromarray(pixels.numpy())
+
+
+def _prepare(settings: VllmEngineSettings) -> None:
+    """The environment that vLLM and its processes read. Raises ConfigError when vLLM is missing or of an untested version."""
+    if settings.enforce_eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", OWNER: str(os.getpid())}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import __version__ as found
+    except ImportError as error:
+        raise ConfigError(f"rollout.engine.kind: vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
+    if found not in TESTED:
+        raise ConfigError(f"rollout.engine.kind: vllm: vLLM {found} is installed, {TESTED} is tested. Install rayloop[gpu]")
+
+
+def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
+    arguments = {
+        "model": model.path,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "max_num_seqs": settings.max_sequences,
+        "enforce_eager": settings.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
+        "disable_log_stats": True,
+    }
+    if vision:
+        arguments["mm_processor_kwargs"] = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
+        arguments["limit_mm_per_prompt"] = {"video": 0}
+    return arguments | settings.extra
+
+
+def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
+    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed.
+
+    During ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        min_tokens=min(sampling.min_tokens, sampling.max_tokens) if sampling.end_tokens or sampling.stop else 0,
+        seed=derive(prompt.seed, len(prompt.token_ids)),
+        logit_bias=dict.fromkeys(sampling.banned_tokens, -np.inf) or None,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        stop_token_ids=list(sampling.end_tokens),
+        ignore_eos=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _finish(output: Any) -> FinishReason:
+    """Raises WorkerLost for a request that vLLM gave up."""
+    match output.finish_reason, output.stop_reason:
+        case "length", _:
+            return FinishReason.LENGTH
+        case "stop", str():
+            return FinishReason.STOP_STRING
+        case "stop", _:
+            return FinishReason.END_TOKEN
+    raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Raises WorkerLost when vLLM's processes are gone or it failed on a request."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
+
+
+@contextmanager
+def _memory() -> Iterator[tuple[int, str]]:
+    """A file in memory that vanishes with the block, and its path for other processes of this user on this machine."""
+    file = os.memfd_create("weights")
+    try:
+        yield file, f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)

@@ -1,0 +1,123 @@
+"""The part of rayloop that runs inside of vLLM's workers: taking over published weights, and ending with the rollout actor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from rayloop.core.failures import PublicationError
+from rayloop.core.protocols import Manifest
+from rayloop.engines.weights import DTYPES, name_faults, raw, verify
+
+OWNER = "RAYLOOP_ENGINE_OWNER"
+"""Environment variable with the process that all of vLLM's processes end with."""
+ALIGNMENT = 64
+"""Bytes. Tensors begin at multiples of it within the memory that they travel through."""
+
+
+class VllmWorker:
+    """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine runs them."""
+
+    model_runner: Any
+
+    def take_published(self, path: str, packed: bytes) -> str:
+        """Verify and load the tensors that ``write`` left in the file. Returns what was wrong, or nothing.
+
+        After a fault that is found by verifying, the old weights are still there.
+        """
+        manifest: Manifest = pickle.loads(packed)
+        try:
+            with open(path, "rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensors = dict(_read(memory, manifest))
+            verify(manifest, tensors)
+            self._load(manifest, tensors)
+        except PublicationError as error:
+            return str(error)
+        return ""
+
+    def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Through vLLM's own reload, which names what it does not know, and only logs what it misses."""
+        model: nn.Module = self.model_runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        known: set[str] = set()
+        load: Any = model.load_weights
+
+        def noting(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+            known.update(load(weights))
+            return known
+
+        model.load_weights = noting  # type: ignore[assignment]
+        try:
+            self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
+        except (KeyError, ValueError) as error:
+            raise PublicationError(f"version {manifest.version} is of another model than the engine's: {error}") from error
+        finally:
+            del model.load_weights
+        if missing := sorted(wanted - known):
+            raise PublicationError(f"version {manifest.version} is of another model than the engine's: missing {missing}")
+        _refresh_tied_head(model)
+
+
+def _refresh_tied_head(model: nn.Module) -> None:
+    """On CPU vLLM multiplies with repacked copies of weights, and its reload (0.32) leaves a tied head's copy as it was."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def write(file: int, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors into an open file in the order of the manifest. Raises PublicationError when names are not its."""
+    if faults := name_faults(manifest, tensors):
+        raise PublicationError(f"version {manifest.version}: {'; '.join(faults)}")
+    for name, start in _layout(manifest):
+        os.pwrite(file, raw(tensors[name]), start)
+
+
+def _layout(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """Where each tensor begins, in bytes."""
+    start = 0
+    for name, record in manifest.tensors.items():
+        yield name, start
+        start += -(-record.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _read(memory: mmap.mmap, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    for name, start in _layout(manifest):
+        record = manifest.tensors[name]
+        dtype = DTYPES[record.dtype]
+        flat = torch.frombuffer(memory, dtype=dtype, count=record.nbytes // dtype.itemsize, offset=start)
+        yield name, flat.view(record.shape)
+
+
+def end_with(owner: int) -> None:
+    """Kill this process and those between it and its ancestor ``owner`` as soon as that one is gone."""
+    between = [psutil.Process(), *psutil.Process().parents()]
+    pids = [process.pid for process in between]
+    if owner not in pids:
+        os.kill(os.getpid(), signal.SIGKILL)
+    file = os.pidfd_open(owner)
+
+    def watch() -> None:
+        select.select([file], [], [])
+        for process in reversed(between[: pids.index(owner)]):
+            process.kill()  # psutil notices when the number belongs to another process by now
+
+    threading.Thread(target=watch, name="end with the rollout actor", daemon=True).start()
+
+
+if OWNER in os.environ and int(os.environ[OWNER]) != os.getpid():
+    end_with(int(os.environ[OWNER]))
