@@ -40,7 +40,8 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    deliberate = 13  # of Arc Vision: 5 + 1 boxes that are read strictly, 7 rewards of its simulated tools
+    # Arc Vision: 5 + 1 boxes that are read strictly, 7 rewards of its simulated tools. PyVision-RL: see vector_rules/judge.py
+    deliberate = 13 + 12
     summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
     assert summary in capsys.readouterr().out
 
