@@ -286,8 +286,8 @@ def _engine_problems(c: RunConfig) -> Any:
             yield f"rollout.engine.max_model_len ({engine.max_model_len}) is below environment.episode.max_tokens ({room})"
         if gpus and gpus != engine.tensor_parallel and max(gpus, engine.tensor_parallel) > 1:
             yield (
-                f"rollout.engine.tensor_parallel is {engine.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: one engine "
-                "runs on as many GPUs as its actor has"
+                f"rollout.engine.tensor_parallel is {engine.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: "
+                "one engine runs on as many GPUs as its actor has"
             )
 
 
