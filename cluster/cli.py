@@ -159,7 +159,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
         folder = model_of(arguments.checkpoint, out / "models")
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    preflight(config)
+    preflight(config, trains=False)
     with cluster(arguments) as (address, temporary):
         from cluster.eval import evaluate  # imports ray
 

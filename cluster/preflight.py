@@ -15,8 +15,8 @@ from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_we
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def preflight(config: RunConfig) -> None:
-    """Raises ConfigError that names the key, what is not there, and what to do."""
+def preflight(config: RunConfig, *, trains: bool = True) -> None:
+    """Raises ConfigError that names the key, what is not there, and what to do. An evaluation does not train."""
     if in_job():
         lasting(config)
     model = config.model.path
@@ -32,6 +32,8 @@ def preflight(config: RunConfig) -> None:
                 f"README says how to get one. Set it with {key}=FILE"
             )
     installed(config.loggers)
+    if trains:
+        trainable(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
@@ -41,7 +43,7 @@ def preflight(config: RunConfig) -> None:
 
 
 def trainable(config: RunConfig) -> None:
-    """For runs that train: raises ConfigError when the engine's answers could not be trained on."""
+    """Raises ConfigError when the engine's answers could not be trained on."""
     engine = config.rollout.engine
     if isinstance(engine, OpenAiHttpEngineSettings) and engine.interface == "chat":
         raise ConfigError(
@@ -52,10 +54,6 @@ def trainable(config: RunConfig) -> None:
         raise ConfigError(
             "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
             "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
-        )
-    if config.rollout.deterministic and engine.kind in ("sglang", "openai_http"):
-        raise ConfigError(
-            f"rollout.deterministic: {engine.kind} cannot decode a group as one batch; use rollout.engine.kind: transformers"
         )
 
 

@@ -25,7 +25,6 @@ from cluster.driver import Driver
 from cluster.eval import config_hash
 from cluster.pictures import draw_or_tell
 from cluster.pool import brief, cause
-from cluster.preflight import trainable
 from cluster.progress import Progress
 from cluster.services import actor_name, bundles, total
 from cluster.session import session
@@ -56,7 +55,6 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
     Returns 0; raises RayloopError (its exit code is the command's).
     """
-    trainable(config)
     folder = RunFolder(config.output, config.name)
     with (
         _while_idle() as check,

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import RunConfig
 from cluster.environment import LOCK, PREFIX, private_cluster, sweep
-from cluster.preflight import preflight, trainable
+from cluster.preflight import preflight
 from rayloop.core.failures import ConfigError
 
 
@@ -57,20 +57,19 @@ UPDATE = {"update": [{"path": "/load"}]}
         ({"engine": SERVER}, "brings back neither token ids nor log-probs"),
         ({"engine": SERVER | UPDATE}, "brings back neither token ids nor log-probs"),
         ({"engine": SERVER | {"interface": "tokens"}}, "the server would keep its weights"),
-        ({"engine": {"kind": "sglang"}, "deterministic": True}, "sglang cannot decode a group as one batch"),
     ],
 )
 def test_engines_that_cannot_be_trained_are_refused_by_training_only(
     tmp_path: Path, rollout: dict[str, Any], message: str
 ) -> None:
-    preflight(config(tmp_path, rollout=rollout))
+    preflight(config(tmp_path, rollout=rollout), trains=False)
     with pytest.raises(ConfigError, match=message):
-        trainable(config(tmp_path, rollout=rollout))
+        preflight(config(tmp_path, rollout=rollout))
 
 
 def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:
     for engine in ({}, {"kind": "transformers"}, SERVER | UPDATE | {"interface": "tokens"}):
-        trainable(config(tmp_path, rollout={"engine": engine}))
+        preflight(config(tmp_path, rollout={"engine": engine}))
 
 
 def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
