@@ -6,11 +6,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from judge.api import JudgeVersion
-from judge.client import ClientSettings
+from judge.calibrate import Gate, calibrate
+from judge.client import ClientSettings, JudgeClient
 from judge.transport import Transport
 from rayloop.core.config import Component, load
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.yaml_source import parse_value
 from serve_apps.judge_settings import CONFIGS, LOOPBACK, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
@@ -30,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="exit code 0 and one line when the judge is ready, else 1 and one line")
     _add_target(check)
     check.set_defaults(command=_check)
+    calibrate = actions.add_parser("calibrate", help="judge labelled answers; exit code 1 below the gate")
+    _add_target(calibrate)
+    calibrate.add_argument("--gate", nargs="*", default=[], metavar="key=value", help="for example min_kappa=0.7")
+    calibrate.add_argument("--drift", action="store_true", help="the subset that runs repeat, for a quick look")
+    calibrate.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for each verdict")
+    calibrate.set_defaults(command=_calibrate)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +72,23 @@ def client_settings(arguments: argparse.Namespace) -> ClientSettings:
 def _check(arguments: argparse.Namespace) -> int:
     print(asyncio.run(check(client_settings(arguments))))
     return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    pairs = [word.partition("=") for word in arguments.gate]
+    try:
+        gate = Gate.model_validate({name: parse_value(value, f"--gate {name}") for name, _, value in pairs})
+    except ValidationError as error:
+        raise ConfigError(f"--gate: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+
+    async def ask() -> bool:
+        client = JudgeClient(client_settings(arguments))
+        try:
+            return await calibrate(client, gate, arguments.patience, drift=arguments.drift)
+        finally:
+            await client.close()
+
+    return 0 if asyncio.run(ask()) else 1
 
 
 async def check(settings: ClientSettings) -> str:

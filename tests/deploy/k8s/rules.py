@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
@@ -20,6 +21,8 @@ from cluster.environment import node_settings
 from cluster.preflight import lasting
 from cluster.services import bundles
 from rayloop.core.failures import RayloopError
+from serve_apps.judge import gpus
+from serve_apps.judge_settings import JudgeSettings
 from tests.deploy.k8s.schemas import ROOT
 
 Document = dict[str, Any]
@@ -312,7 +315,7 @@ def services(documents: list[Document]) -> Iterator[str]:
         except ValueError as error:
             yield f"{title}: serveConfigV2: {error}"
             continue
-        served = groups(title, service["spec"]["rayClusterConfig"])
+        served = list(groups(title, service["spec"]["rayClusterConfig"]))
         yield from (
             f"{group.pod.title}: no port named serve at {schema.http_options.port}"
             for group in served
@@ -322,3 +325,16 @@ def services(documents: list[Document]) -> Iterator[str]:
             package = application.import_path.partition(".")[0]
             if not (ROOT / package / "__init__.py").is_file():
                 yield f"{title}: {application.import_path}: there is no package {package}"
+            elif application.import_path == "serve_apps.judge:app":
+                yield from judge(title, application.args, served)
+
+
+def judge(title: str, args: Document, served: list[Group]) -> Iterator[str]:
+    try:
+        settings = JudgeSettings.model_validate(args)
+    except ValidationError as error:
+        yield f"{title}: args: {error}"
+        return
+    wanted = {"CPU": settings.replicas.cpus, "GPU": float(gpus(settings))}
+    if not any(all(group.capacity().get(name, 0.0) >= amount for name, amount in wanted.items()) for group in served):
+        yield f"{title}: no group has room for a replica, {wanted}"

@@ -110,6 +110,11 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         "there is no package judge_app",
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "serve_apps.", "judge_app."),
     ),
+    ("args: ", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel", "tensor_paralel")),
+    (
+        "no group has room for a replica",
+        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel: 4", "tensor_parallel: 8"),
+    ),
     (
         "no port named serve at 9000",
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000"),
