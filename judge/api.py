@@ -30,7 +30,7 @@ class JudgeItem(Wire):
     source: str = Field("", max_length=128)
     """The data source: chooses the rubric's examples."""
     images: tuple[Annotated[str, Field(max_length=1024)], ...] = Field((), max_length=8)
-    """Image files below the server's configured roots. Never fetched from a URL."""
+    """Image files below the server's configured roots, for rubrics that look at them. Never fetched from a URL."""
     fresh: bool = False
     """Ask the model itself: neither rules nor caches answer (canaries, drift checks)."""
 

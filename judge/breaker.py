@@ -27,7 +27,7 @@ class Breaker:
         self, failures: int, interval: float, probe: Callable[[], Awaitable[None]], on_failure: Callable[[Exception], None]
     ) -> None:
         self.failures, self.interval = failures, interval
-        self.state = State.CLOSED
+        self._enter(State.CLOSED)
         self._row = 0
         self._probe, self._on_failure = probe, on_failure
         self._closed = asyncio.Event()

@@ -20,7 +20,7 @@ from judge.api import (
 from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
 from judge.rubric import Rubric
-from rayloop.core.failures import DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 
 Result = JudgeVerdict | JudgeUnscored
 
@@ -94,9 +94,13 @@ class Grader:
             return known
         task = self._asking.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(rubric, item))
+            task = self._asking[key] = asyncio.create_task(self._remember(key, rubric, item))
             task.add_done_callback(lambda _: self._asking.pop(key, None))
-        result = await asyncio.shield(task)
+        return await asyncio.shield(task)
+
+    async def _remember(self, key: str, rubric: Rubric, item: JudgeItem) -> Result:
+        """Outlives the request that began it: the verdict is there when the client asks again."""
+        result = await self._ask(rubric, item)
         if isinstance(result, JudgeVerdict) and self._cache is not None:
             self._cache.put(key, result)
         return result
@@ -105,7 +109,7 @@ class Grader:
         try:
             reply = await self._chat.reply(prompt.messages(rubric, item), prompt.schema(rubric))
             found = verdict.parse(reply.text, rubric.kind)
-        except verdict.InvalidVerdict as error:
+        except (verdict.InvalidVerdict, DataFailure) as error:
             return self._unscored(NoVerdict.INVALID, error)
         except (DeadlineExceeded, TimeoutError) as error:
             return self._unscored(NoVerdict.TIMEOUT, error)

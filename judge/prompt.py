@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import re
 import secrets
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from judge.api import JudgeItem
 from judge.rubric import Example, Rubric
 from judge.verdict import SCORES
+from rayloop.core.failures import DataFailure
 
 _SPECIAL = re.compile(
     r"<[|｜][^<>]{0,64}?[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>
@@ -46,13 +50,20 @@ def schema(rubric: Rubric) -> dict[str, Any]:
 
 
 def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
-    """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given."""
+    """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given.
+
+    Raises DataFailure for an image that cannot be read. Whether it may be is the server's to check.
+    """
     form = '{"reason": "...", "verdict": "correct"}' if rubric.kind == "binary" else '{"reason": "...", "score": 0.5}'
-    found = [{"role": "system", "content": f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"}]
+    task = f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"
+    found: list[Mapping[str, Any]] = [{"role": "system", "content": task}]
     for example in rubric.examples[rubric.family(item.source)]:
         found.append({"role": "user", "content": _ask(rubric, example, "example")})
         found.append({"role": "assistant", "content": _reply(example)})
-    return [*found, {"role": "user", "content": _ask(rubric, item, nonce or secrets.token_hex(8))}]
+    text = _ask(rubric, item, nonce or secrets.token_hex(8))
+    if not rubric.sees_images or not item.images:
+        return [*found, {"role": "user", "content": text}]
+    return [*found, {"role": "user", "content": [*map(_image, item.images), {"type": "text", "text": text}]}]
 
 
 def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
@@ -68,3 +79,15 @@ def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
 def _reply(example: Example) -> str:
     verdict = {"verdict": example.verdict} if example.score is None else {"score": example.score}
     return json.dumps({"reason": example.reason, **verdict}, ensure_ascii=False)
+
+
+def _image(path: str) -> Mapping[str, Any]:
+    """The file itself, so that nobody fetches anything."""
+    kind = mimetypes.guess_type(path)[0] or ""
+    try:
+        data = base64.b64encode(Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise DataFailure(path, f"the image cannot be read: {error.strerror}") from error
+    if kind not in ("image/png", "image/jpeg", "image/webp"):
+        raise DataFailure(path, "no PNG, JPEG or WebP file by its name")
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import deque
 from typing import Literal
 
+from prometheus_client import start_http_server
 from pydantic import Field
 
 from judge import rules
@@ -22,6 +24,8 @@ from rayloop.core.config import Settings as _Settings
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RewardLost
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {
     NoVerdict.INVALID: UnscoredKind.INVALID_REWARD,
@@ -56,6 +60,8 @@ class JudgeReward:
         window: int = Field(256, ge=1)
         on_invalid: Literal["exclude", "fail"] = "fail"
         """An answer that twice makes a judge in good health reply with something else than a verdict: 0, or excluded."""
+        metrics_port: int = Field(0, ge=0, le=65535)
+        """Port of this machine's loopback where the reward actor serves the client's Prometheus metrics; 0 for none."""
         drift_every: int = Field(0, ge=0)
         """Trajectories between two repetitions of the drift subset (judge/calibrate.py); 0 for none."""
         drift_tolerance: float = Field(0.1, ge=0, le=1)
@@ -69,6 +75,8 @@ class JudgeReward:
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
         self.client = JudgeClient(settings.judge)
+        if settings.metrics_port:
+            _serve_metrics(settings.metrics_port)
         self._drift: DriftWatch | None = None
         self._graded = 0
         self._checking: asyncio.Task[float | None] | None = None
@@ -137,6 +145,14 @@ class JudgeReward:
                 f"{self.settings.max_excluded_fraction:g} of {self.settings.window} is spent; {result.reason}"
             )
         return Unscored(_KINDS[result.kind], result.reason)
+
+
+def _serve_metrics(port: int) -> None:
+    """The first process of a machine gets the port; others go without and say so."""
+    try:
+        start_http_server(port, addr="127.0.0.1")
+    except OSError as error:
+        logger.warning("the judge client's metrics are not served on port %d: %s", port, error)
 
 
 def question(task: Task) -> str:

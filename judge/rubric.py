@@ -38,6 +38,8 @@ class Rubric(Settings):
     """Raise it with every change of meaning."""
     kind: Literal["binary", "scored"]
     instructions: str
+    sees_images: bool = False
+    """Whether the model is shown the item's images, for judges that can see; otherwise they are left out."""
     max_answer: int = Field(1000, ge=1)
     """Characters; longer answers are wrong without asking."""
     tolerance: float = Field(1e-4, ge=0)

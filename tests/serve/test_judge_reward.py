@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 
 from actors.reward import RewardActor
@@ -187,6 +189,19 @@ def test_many_trajectories_ask_each_question_once(stub: JudgeStub) -> None:
     assert all(isinstance(outcome, Scored) for outcome in found)
     assert len(stub.asked) == 32
     assert len(stub.requests) == 2
+
+
+def test_metrics_are_served_by_the_first_process(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rewards(stub.url, "crimson", metrics_port=port)
+    page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    assert 'judge_client_requests_total{outcome="ok"}' in page
+    assert "judge_client_breaker_state 0.0" in page
+    assert not caplog.records
+    rewards(stub.url, "crimson", metrics_port=port)
+    assert "are not served" in caplog.text
 
 
 # Calibration -----------------------------------------------------------------------------------------------------------

@@ -225,6 +225,43 @@ def test_data_sources_choose_the_examples() -> None:
     assert {one: rubric.family(one) for one in rubric.examples} == {one: one for one in rubric.examples}
 
 
+def test_images_are_shown_only_by_a_rubric_that_looks(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"png")
+    (tmp_path / "secret").write_bytes(b"key")
+    blind = RUBRICS["equivalence"]
+    seeing = blind.model_copy(update={"sees_images": True})
+    shown = item(images=(str(tmp_path / "a.png"),))
+    assert isinstance(messages(blind, shown)[-1]["content"], str)
+    image, text = messages(seeing, shown)[-1]["content"]
+    assert image["image_url"]["url"] == "data:image/png;base64,cG5n"
+    assert "Question: What is it?" in text["text"]
+    model = Model(RIGHT)
+    judged = Grader(model, "openai", {"equivalence": seeing})
+    for name in ("secret", "missing.png"):
+        (result,) = judge(judged, item(images=(str(tmp_path / name),)))
+        assert isinstance(result, JudgeUnscored)
+        assert result.kind is NoVerdict.INVALID
+    assert not model.asked
+
+
+def test_a_verdict_that_comes_too_late_is_there_when_asked_again() -> None:
+    model = Model(RIGHT, seconds=0.1)
+
+    async def run() -> JudgeVerdict | JudgeUnscored:
+        judged = grader(model)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await judged.judge([item()])
+        await asyncio.sleep(0.2)
+        (result,) = await judged.judge([item()])
+        return result
+
+    result = asyncio.run(run())
+    assert isinstance(result, JudgeVerdict)
+    assert result.cached
+    assert len(model.asked) == 1
+
+
 def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "equivalence.yaml", tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="calls itself 'equivalence'"):
