@@ -52,8 +52,8 @@ END = 5.0
 """Seconds that Ray then gets to end by itself."""
 PATH_LIMIT = 40
 """Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
-SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans of our children become ours, so that they can be ended."""
+SUBREAPER, DEATH_SIGNAL = 36, 1
+"""Of prctl(2): orphans of our children become ours, so that they can be ended; our children get a signal when we are killed."""
 
 
 class NodeFailed(InfrastructureFailure):
@@ -77,7 +77,6 @@ class Told:
         self.again = False
 
     def __call__(self, number: int, frame: Any) -> None:
-        print(f"node: received {signal.Signals(number).name}", flush=True)
         self.first, self.again = self.first or number, self.first is not None
 
     def near_limit(self) -> bool:
@@ -114,20 +113,34 @@ def _node(a: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
     signal.signal(signal.SIGUSR1, (lambda *_: None) if deaf else told)
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    _prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
     if (job := scheduler.job()) is not None:
-        place.register(job)
+        place.register(job, program=bool(a.program))
     code: int = a.role(a, place, told)
-    if told.near_limit() and _may_requeue(a, code):
+    psutil.wait_procs(psutil.Process().children(), timeout=DRAIN + END)  # cluster.sbatch's srun: its nodes leave now
+    if _requeued(a, told, code):
         print(f"node: requeued, restart {scheduler.restarts() + 1} of {a.requeue}", flush=True)
         scheduler.requeue()
     return code
 
 
-def _may_requeue(a: argparse.Namespace, code: int) -> bool:
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _child(command: Sequence[str], environment: Mapping[str, str], log: Any = None) -> subprocess.Popen[bytes]:
+    """A process out of reach of the signals for our process group; it gets SIGTERM when this process dies."""
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True,
+        preexec_fn=lambda: _prctl(DEATH_SIGNAL, signal.SIGTERM),
+    )  # fmt: skip
+
+
+def _requeued(a: argparse.Namespace, told: Told, code: int) -> bool:
+    """Whether this job will be started again: near its time limit, if its program has saved, and not too often."""
     saved = code == Preempted.exit_code or not a.program
-    return saved and scheduler.job() is not None and scheduler.restarts() < a.requeue
+    return told.near_limit() and saved and scheduler.job() is not None and scheduler.restarts() < a.requeue
 
 
 def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
@@ -150,7 +163,7 @@ def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
             with beside(a, me, settings, told) as program:
                 why = attend(ray, program, told, lambda: place.head() != me)
             code = program.returncode if program else 0
-            place.withdraw(me, done=why is End.PROGRAM or (why is End.TOLD and bool(program) and not _may_requeue(a, code)))
+            place.withdraw(me, done=program is not None and why in (End.PROGRAM, End.TOLD) and not _requeued(a, told, code))
             if why is End.TOLD and not program and told.near_limit():
                 _pause(a.grace, told)  # the others save
             if why is End.RAY:
@@ -185,6 +198,8 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: Told) ->
                 return (End.TOLD, Preempted.exit_code if a.program else 0) if told.first else (End.GONE, 0)
             with beside(a, joined, settings, told) as program:
                 why = attend(ray, program, told, gone)
+                if why is End.GONE and program and not joined.accepts():
+                    program.kill()  # without a head it cannot save
             code = program.returncode if program else 0
             lost = place.head() != joined or joined.stale() is not None
             if why is End.RAY and not lost:
@@ -214,6 +229,7 @@ def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None
     """Wait until there is a reason to leave."""
     while True:
         if told.first is not None:
+            print(f"node: received {signal.Signals(told.first).name}", flush=True)
             return End.TOLD
         if program is not None and program.poll() is not None:
             return End.PROGRAM
@@ -244,13 +260,13 @@ def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[s
 
 @contextmanager
 def ray_node(
-    options: Sequence[str], address: str, ports: Ports, folder: Path, settings: Mapping[str, str]
+    options: Sequence[str], address: str, ports: Ports, folder: Path, settings: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
     if len(str(folder)) > PATH_LIMIT:
         raise ConfigError(f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir")
     before = set(psutil.Process().children())
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | dict(settings)
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false",
         f"--node-ip-address={address}", f"--temp-dir={folder}", *options,
@@ -258,7 +274,7 @@ def ray_node(
         f"--min-worker-port={ports.workers[0]}", f"--max-worker-port={ports.workers[1]}",
     ]  # fmt: skip
     with (folder / LOG).open("wb") as log:
-        ray = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        ray = _child(command, environment, log)
     try:
         yield ray
     finally:
@@ -315,7 +331,7 @@ def beside(
     if not a.program:
         yield None
         return
-    program = subprocess.Popen(a.program, env=os.environ | settings | {"RAY_ADDRESS": head.address}, start_new_session=True)
+    program = _child(a.program, os.environ | settings | {"RAY_ADDRESS": head.address})
     try:
         yield program
     finally:

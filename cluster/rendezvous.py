@@ -3,7 +3,7 @@
     head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves
     token       the cluster's token, readable by its owner only; its path is handed over, never the token
     done        the same as head.json, once that cluster has done its work: its workers end
-    jobs/       one empty file per Slurm job that belongs to the cluster
+    jobs/       one file per Slurm job that belongs to the cluster
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rendezvous:
 
         Raises ConfigError while the cluster has a live head.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make()
         former = self.head()
         if former is not None and (why := former.stale()) is None:
             raise ConfigError(
@@ -94,13 +94,16 @@ class Rendezvous:
             (self.folder / name).unlink(missing_ok=True)
         return None if insecure else new_token(self.folder / "token")
 
-    def register(self, number: str) -> None:
-        """Note a Slurm job as the cluster's: whoever ends the cluster ends it too."""
-        (self.folder / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.folder / "jobs" / number).touch()
+    def register(self, number: str, *, program: bool = False) -> None:
+        """Note a Slurm job as the cluster's: whoever ends the cluster ends it too, those with a ``program`` first."""
+        self._make()
+        (self.folder / "jobs").mkdir(exist_ok=True)
+        with (self.folder / "jobs" / number).open("a") as file:  # a job may have several nodes
+            file.write("program\n" if program else "")
 
-    def jobs(self) -> list[str]:
-        return sorted(file.name for file in (self.folder / "jobs").glob("*"))
+    def jobs(self, *, programs: bool = False) -> list[str]:
+        """The jobs that were noted; with ``programs`` those that have one."""
+        return sorted(file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text())
 
     def publish(self, head: Head) -> None:
         self._write("head.json", head)
@@ -141,6 +144,9 @@ class Rendezvous:
         """Remove the folder, the token with it."""
         if self.folder.exists():
             shutil.rmtree(self.folder)
+
+    def _make(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _write(self, name: str, head: Head) -> None:
         aside = self.folder / f".{name}.{socket.gethostname()}.{os.getpid()}"

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rayloop.core.failures import InfrastructureFailure
 
@@ -39,14 +40,21 @@ def slurm(*command: str) -> str:
     return done.stdout
 
 
-def active(jobs: Iterable[str]) -> dict[str, str]:
-    """Those of ``jobs`` that wait, run or end just now: id -> a line about it (elements of an array by their own ids).
+@dataclass(frozen=True)
+class Queued:
+    """A job that waits, runs or ends just now; an element of an array is one of its own. ``text`` is for people."""
 
-    Raises SlurmError.
-    """
+    number: str
+    state: str
+    text: str
+
+
+def active(jobs: Iterable[str]) -> list[Queued]:
+    """Those of ``jobs`` (an array's number stands for its elements) that Slurm still has. Raises SlurmError."""
     wanted = set(jobs)
-    listed = (line.split(" ", 2) for line in slurm("squeue", "--me", "-h", "-a", "-r", "-o", "%A %F %i %j %T %M %R").splitlines())
-    return {number: text for number, array, text in listed if number in wanted or array in wanted}
+    lines = slurm("squeue", "--me", "-h", "-a", "-r", "-o", "%A %F %T %i %j %T %M %R").splitlines()
+    listed = (line.split(" ", 3) for line in lines)
+    return [Queued(number, state, text) for number, array, state, text in listed if number in wanted or array in wanted]
 
 
 def ended(number: str) -> bool:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from cluster.node import ROOT
 from cluster.rendezvous import Head, Rendezvous
-from cluster.scheduler import SlurmError, active, slurm
+from cluster.scheduler import Queued, SlurmError, active, slurm
 from rayloop.core.config import Settings, load
 from rayloop.core.failures import ConfigError
 
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("render", _render, "print what `up` would submit, as a shell script"),
         ("up", _up, "submit head and workers, and training with a CONFIG"),
         ("status", _status, "jobs, head and nodes"),
-        ("down", _down, "cancel the cluster's jobs and remove its rendezvous folder"),
+        ("down", _down, "stop runs, cancel the cluster's jobs and remove its rendezvous folder"),
     ):
         action = actions.add_parser(name, help=help)
         action.add_argument("--site", type=Path, default=SITE, help="YAML file of the site (default: deploy/slurm/site.yaml)")
@@ -103,6 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
             action.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run")
             action.add_argument("--together", action="store_true", help="one allocation for all, which ends with the training")
+        if run is _down:
+            action.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for runs to save (150)")
         action.set_defaults(command=run)
 
 
@@ -170,7 +172,7 @@ def _status(a: argparse.Namespace) -> int:
     site = load(a.site, a.set, SiteSettings)
     place = site.place
     jobs = active(place.jobs())
-    print("\n".join(["jobs:", *(f"  {line}" for line in jobs.values())]) if jobs else "jobs: none")
+    print("\n".join(["jobs:", *(f"  {job.text}" for job in jobs)]) if jobs else "jobs: none")
     head = place.head()
     if head is None or (why := head.stale()) is not None:
         print("head: none" if head is None else f"head: stale, {why}")
@@ -196,17 +198,29 @@ def nodes(head: Head) -> list[dict[str, Any]]:
 
 
 def _down(a: argparse.Namespace) -> int:
+    """Runs are stopped first and may save; then all jobs are cancelled. SIGINT goes to the batch step alone: what ends a job
+    at once, as Slurm does it with cgroups or without, may end Ray before the run has saved."""
     site = load(a.site, a.set, SiteSettings)
     place = site.place
-    known = place.jobs()
-    if jobs := active(known):
-        slurm("scancel", *jobs)
-    deadline = time.monotonic() + CANCEL
-    while jobs:
-        if time.monotonic() > deadline:
-            raise SlurmError(f"cancelled jobs have not ended within {CANCEL:g} s: {', '.join(jobs.values())}. Run down again")
-        time.sleep(0.5)
-        jobs = active(known)
+    saving = [job.number for job in active(place.jobs(programs=True)) if job.state == "RUNNING"]
+    if saving:
+        print(f"waiting up to {a.grace:g} s for {', '.join(saving)} to save", flush=True)
+        slurm("scancel", "--batch", "--signal=INT", *saving)
+        _left(saving, a.grace)
+    if jobs := active(place.jobs()):
+        slurm("scancel", *(job.number for job in jobs))
+    if jobs := _left(place.jobs(), CANCEL):
+        raise SlurmError(
+            f"cancelled jobs have not ended within {CANCEL:g} s: {', '.join(job.text for job in jobs)}. Run down again"
+        )
     place.remove()
     print(f"{site.cluster}: no jobs, {place.folder} removed")
     return 0
+
+
+def _left(numbers: list[str], seconds: float) -> list[Queued]:
+    """Wait for the end of jobs; returns those that have not ended within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (jobs := active(numbers)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return jobs

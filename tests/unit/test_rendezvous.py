@@ -113,10 +113,12 @@ def test_workers_of_a_cluster_that_is_done_need_not_wait_and_others_do(place: Re
         place.wait(0.1)
 
 
-def test_the_cluster_s_jobs_are_noted(place: Rendezvous) -> None:
+def test_the_cluster_s_jobs_are_noted(tmp_path: Path) -> None:
+    place = Rendezvous(tmp_path / "shared", "mine")
     for job in ("12", "7", "12"):
         place.register(job)
     assert place.jobs() == ["12", "7"]
+    assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
     place.remove()
     assert not place.folder.exists()
     assert place.jobs() == []

@@ -17,8 +17,8 @@ from rayloop.core.config import load
 
 FAKE = {
     "sbatch": """echo "$@" >> $HERE/submitted; n=$(wc -l < $HERE/submitted); echo $n >> $HERE/active; echo "$n;cluster" """,
-    "squeue": """[ -s $HERE/active ] && sed 's/.*/& & & name RUNNING 0:01 node/' $HERE/active; exit 0""",
-    "scancel": """echo "$@" > $HERE/cancelled; : > $HERE/active""",
+    "squeue": """[ -s $HERE/active ] && sed 's/.*/& & RUNNING & name RUNNING 0:01 node/' $HERE/active; exit 0""",
+    "scancel": """echo "$@" >> $HERE/cancelled; [ "$1" = --batch ] && sed -i "/$3/d" $HERE/active || : > $HERE/active""",
 }
 
 
@@ -81,8 +81,11 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place.publish(Head("127.0.0.1:1", "http://127.0.0.1:2", None, "node", "1", 0, 0.0))
     assert slurm(fake, "status") == 1
     assert "head: stale, 127.0.0.1:1 accepts no connection" in capsys.readouterr().out
+    place.register("9", program=True)
+    with (fake / "active").open("a") as file:
+        file.write("9\n")
     assert slurm(fake, "down") == 0
-    assert (fake / "cancelled").read_text() == "1 2\n"
+    assert (fake / "cancelled").read_text().splitlines() == ["--batch --signal=INT 9", "1 2"], "who may save comes first"
     assert not place.folder.exists()
     assert slurm(fake, "down") == 0, "nothing is there, and that is what was asked for"
 

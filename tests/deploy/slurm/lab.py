@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.heads import free_ports
+
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "util-linux")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare")
 NODES = {"cpu1": 0, "gpu1": 2, "gpu2": 2}
@@ -31,7 +33,7 @@ KILL_WAIT = 30
 CONFIGURATION = """\
 ClusterName=lab
 SlurmctldHost={host}({network}.254)
-SlurmctldPort=16817
+SlurmctldPort={port}
 SlurmdPort=16818
 SlurmUser=root
 SlurmdUser=root
@@ -168,7 +170,8 @@ def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o400)
     key.write_bytes(os.urandom(128))
-    lines = [CONFIGURATION.format(host=socket.gethostname(), network=network, folder=folder, kill_wait=KILL_WAIT)]
+    known = {"host": socket.gethostname(), "port": free_ports(1)[0], "network": network, "folder": folder}
+    lines = [CONFIGURATION.format(**known, kill_wait=KILL_WAIT)]
     for name, gpus in NODES.items():
         (folder / f"spool-{name}").mkdir()
         gres = f"Gres=gpu:{gpus} " if gpus else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +24,8 @@ from tests.support.runs import ROOT, eventually, settings
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 NAME = "lab"
 STORE = "--object-store-memory=100000000"
+SLOW = {"reset": {f"train-{number}": "hang" for number in range(24)}, "hang": 1.0}
+"""An environment whose episodes take a second."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Site:
         return self.lab.slurm("sbatch", "--parsable", f"--output={output}", *map(str, arguments), cwd=ROOT)
 
     def state(self, job: str) -> str:
-        """The job's state and, with ``Restarts=``, how often Slurm has started it again."""
+        """What Slurm says about a job."""
         return self.lab.slurm("scontrol", "-o", "show", "job", job)
 
     def head(self, count: int) -> Head:
@@ -85,22 +86,28 @@ class Site:
         return path
 
     def steps(self, name: str) -> list[int]:
-        return [json.loads(line)["step"] for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        file = self.folder / name / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def minutes(self, job: str) -> int:
+        """How long a job has run, rounded up."""
+        *hours, minutes, _ = map(int, self.lab.slurm("squeue", "-h", "-j", job, "-o", "%M").split(":"))
+        assert hours == [], "too slow"
+        return minutes + 1
+
+    def limit(self, job: str, minutes: int) -> None:
+        self.lab.slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def text(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out")))
 
-    def nothing_left_behind(self, temporary: set[str]) -> None:
+    def nothing_left_behind(self) -> None:
         """No process and no shared memory on the nodes, no temporary folder, no rendezvous."""
         eventually(lambda: not self.lab.processes(), f"processes end: {self.lab.processes()}", 15)
         for name, shared in self.lab.shared_memory().items():
             assert shared == [], name
-        assert set(os.listdir(tempfile.gettempdir())) & folders() <= temporary
+        assert os.listdir(self.lab.environment["TMPDIR"]) == []
         assert not self.place.folder.exists()
-
-
-def folders() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("rayloop-")}
 
 
 def alive(head: Head) -> list[dict[str, Any]]:
@@ -110,66 +117,54 @@ def alive(head: Head) -> list[dict[str, Any]]:
         return []
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, digits_model: Path) -> Iterator[Site]:
+@pytest.fixture
+def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
     if problem := why_not():
         pytest.skip(problem)
-    folder = tmp_path_factory.mktemp("site")
     node = [STORE]
     content = {
-        "cluster": NAME, "rendezvous": str(folder / "rendezvous"), "logs": str(folder / "logs"),
+        "cluster": NAME, "rendezvous": str(tmp_path / "rendezvous"), "logs": str(tmp_path / "logs"),
         "head": {"partition": "cpu", "cpus": 1, "node": node},
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
-        "train": {"partition": "cpu", "cpus": 1},
     }  # fmt: skip
-    (folder / "site.yaml").write_text(yaml.safe_dump(content))
-    with lab() as started:
-        yield Site(started, folder, digits_model)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
+    with lab() as started, tempfile.TemporaryDirectory(prefix="rl") as temporary:
+        started.environment["TMPDIR"] = temporary
+        yield Site(started, tmp_path, digits_model)
 
 
-def test_separate_jobs_find_each_other_train_and_end(site: Site) -> None:
-    before = folders()
-    submitted = site.cluster("up", site.config("separate"))
-    train = submitted.partition("train: job ")[2].split()[0]
+def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) -> None:
+    site.cluster("up")
+    environment = f"--export=ALL,RAYLOOP_RENDEZVOUS={site.place.folder.parent},RAYLOOP_PYTHON={sys.executable}"
+    config = site.config("limited", steps=40, environment__episode__environment__with=SLOW)
+    asked = ("--partition=cpu", "--cpus-per-task=1", "--time=20", "--signal=B:USR1@60", environment)
+    job = site.sbatch(*asked, SCRIPTS / "train.sbatch", NAME, config)
+
     head = site.head(4)  # head, two workers and the driver's, which has no CPU to offer
     offers = [node["resources_total"] for node in alive(head)]
     assert [(offer["CPU"], offer["GPU"]) for offer in offers if "CPU" in offer] == [(2, 2)] * 2
     assert Path(str(head.token)).stat().st_mode & 0o777 == 0o600
     with pytest.raises(HTTPError, match="401"):
         urlopen(f"{head.dashboard}/api/v0/nodes", timeout=10)
-    assert "ALIVE" in site.cluster("status")
+    assert site.cluster("status").count("ALIVE") == 4
 
-    site.completed(train, 120)
-    assert site.steps("separate") == [1, 2, 3]
-
-    limited = site.config("limited", steps=30, environment__episode__environment__with=slow(site))
-    job = site.sbatch("--partition=cpu", "--cpus-per-task=1", "--time=1", "--signal=B:USR1@10",
-                      f"--export=ALL,RAYLOOP_RENDEZVOUS={site.folder}/rendezvous,RAYLOOP_PYTHON={sys.executable}",
-                      SCRIPTS / "train.sbatch", NAME, limited)  # fmt: skip
-    record = site.completed(job, 200)
-    assert "Restarts=0" not in record, record
-    assert site.steps("limited") == list(range(1, 31)), "every step once, none lost"
+    site.wait(lambda: site.steps("limited"), "a step", 60)
+    site.limit(job, minutes=site.minutes(job) + 1)  # Slurm looks every 30 s, and then the limit is near
+    site.wait(lambda: "Restarts=1" in site.state(job), "the time limit's signal, and a requeue", 75)
+    site.limit(job, minutes=20)
+    site.completed(job, 120)
+    assert site.steps("limited") == list(range(1, 41)), "every step once, none lost"
 
     site.cluster("down")
-    site.nothing_left_behind(before)
-
-
-def slow(site: Site) -> dict[str, Any]:
-    tasks = [json.loads(line)["id"] for line in (site.folder / "train.jsonl").read_text().splitlines()]
-    return {"reset": dict.fromkeys(tasks, "hang"), "hang": 1.0}
+    site.nothing_left_behind()
 
 
 def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
-    before = folders()
     submitted = site.cluster("up", "--together", site.config("together", steps=1000))
     job = submitted.partition("cluster: job ")[2].split()[0]
-    site.wait(lambda: (site.folder / "together" / "metrics.jsonl").exists(), "a step", 90)
+    site.wait(lambda: site.steps("together"), "a step", 90)
     assert len(alive(site.head(3))) == 3
     assert "JobState=RUNNING" in site.state(job)
     site.cluster("down")
-    site.nothing_left_behind(before)
-
-
-def test_scripts_are_sound() -> None:
-    for script in SCRIPTS.glob("*.sbatch"):
-        subprocess.run(["bash", "-n", script], check=True)
+    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(), "it was saved before it was cancelled"
+    site.nothing_left_behind()

@@ -1,0 +1,144 @@
+"""Nodes as processes, without Slurm: they find each other, leave with the head, join the next one, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.rendezvous import Head, Rendezvous
+from cluster.slurm import nodes
+from tests.support.runs import ROOT, TAG, eventually, tagged
+
+STORE = "--object-store-memory=80000000"
+PROGRAM = """
+import ray, sys
+ray.init(log_to_driver=False)
+where = ray.remote(num_cpus=1)(lambda: ray.get_runtime_context().get_node_id())
+assert ray.get(where.remote(), timeout=60) is not None
+sys.exit(3)
+"""
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@dataclass
+class Nodes:
+    """A cluster on this machine, node by node."""
+
+    folder: Path
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def place(self) -> Rendezvous:
+        return Rendezvous(self.folder, "here")
+
+    def start(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "cluster", "node", role, "--cluster=here", f"--rendezvous={self.folder}", STORE]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SLURM"))}
+        environment |= {TAG: self.tag, "TMPDIR": str(self.temporary)}
+        environment |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy"), "http://127.0.0.1:9")  # nobody is there
+        with (self.folder / f"{role}-{len(self.started)}.log").open("wb") as log:
+            process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        self.started.append(process)
+        return process
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "t"
+
+    def until(self, condition: Any, what: str, seconds: float = 60) -> Any:
+        try:
+            return eventually(condition, what, seconds, 0.2)
+        except AssertionError as error:
+            logs = "\n".join(f"== {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("*.log")))
+            raise AssertionError(f"{error}\n{logs}") from None
+
+    def head(self, former: Head | None = None) -> Head:
+        def published() -> Head | None:
+            found = self.place.head()
+            return None if found == former else found
+
+        head: Head = self.until(published, "a head")
+        return head
+
+    def alive(self, head: Head) -> int:
+        try:
+            return sum(node["state"] == "ALIVE" for node in nodes(head))
+        except OSError:
+            return 0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="n") as folder:
+        made = Nodes(Path(folder))
+        made.temporary.mkdir()
+        try:
+            yield made
+        finally:
+            for process in made.started:
+                process.kill()
+                process.wait()
+            for left in tagged(made.tag):
+                left.kill()
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
+@pytest.mark.slow_faults
+@pytest.mark.timeout(240)
+def test_nodes_join_leave_and_join_the_next_head(cluster: Nodes) -> None:
+    first = cluster.start("head")
+    stays = cluster.start("worker", "--num-cpus=1")
+    program = cluster.start("worker", "--num-cpus=0", "--", sys.executable, "-c", PROGRAM)
+    head = cluster.head()
+    cluster.until(lambda: ended(program), "the program's end")
+    assert program.returncode == 3, "the exit code of the program is the node's"
+    cluster.until(lambda: cluster.alive(head) == 2, "the program's node leaves")
+
+    first.kill()  # without a farewell: what it published stays, and is stale
+    cluster.until(lambda: len(tagged(cluster.tag)) == 1, "the worker leaves", 30)
+    assert not ended(stays)
+    assert head.stale() is not None
+
+    second = cluster.start("head", "--insecure")
+    following = cluster.head(head)
+    assert following.token is None
+    cluster.until(lambda: cluster.alive(following) == 2, "the worker joins the next head")
+
+    second.send_signal(signal.SIGTERM)
+    stays.send_signal(signal.SIGTERM)
+    assert second.wait(30) == stays.wait(30) == 0
+    assert cluster.place.head() is None
+    cluster.until(lambda: not tagged(cluster.tag), "every process ends", 10)
+    assert [path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()] == []
+
+
+def test_a_program_is_asked_to_save_and_the_cluster_is_done(cluster: Nodes) -> None:
+    with_program = cluster.start("head", "--", sys.executable, "-c", SAVES)
+    worker = cluster.start("worker", "--num-cpus=1")
+    head = cluster.head()
+    cluster.until(lambda: cluster.alive(head) == 2, "the worker joins")
+    cluster.until(lambda: "ready" in (cluster.folder / "head-0.log").read_text(), "the program begins")
+    worker.send_signal(signal.SIGUSR1)  # the time limit is near: it is needed while the program saves
+    with_program.send_signal(signal.SIGUSR1)
+    assert with_program.wait(30) == 75
+    assert worker.wait(30) == 0, "the cluster is done: there is nobody to wait for"
+    cluster.until(lambda: not tagged(cluster.tag), "every process ends", 10)
