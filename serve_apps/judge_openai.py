@@ -23,7 +23,7 @@ _VALUE = re.compile(r'"verdict"\s*:\s*"')
 class OpenAIModel:
     """``judge.backend.ChatModel`` and ``serve_apps.judge_service.Chat``. Nothing is retried here: clients do that."""
 
-    def __init__(self, settings: OpenAIBackendSettings) -> None:
+    def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = settings.model
         self.settings: Mapping[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": settings.max_tokens}
         self._logprobs = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
@@ -34,6 +34,7 @@ class OpenAIModel:
             timeout=httpx.Timeout(settings.timeout, connect=settings.connect),
             limits=httpx.Limits(max_connections=settings.concurrency),
             trust_env=False,
+            transport=transport,
         )
         self._slots = asyncio.Semaphore(settings.concurrency)
 

@@ -1,0 +1,290 @@
+"""The judge's service without Ray: key, sizes, limits, deadlines, readiness, the model's server, settings and panels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+import judge.metrics
+from cluster.cli import parsed
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
+from judge.backend import Backend
+from judge.grader import Grader, RuleBackend
+from judge.rubric import load_rubrics
+from rayloop.core.config import load
+from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
+from serve_apps.judge import app, make_key
+from serve_apps.judge_http import web
+from serve_apps.judge_openai import OpenAIModel, correct_probability
+from serve_apps.judge_service import JudgeService, Metrics
+from serve_apps.judge_settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
+from tests.support.judges import ModelStub
+
+RUBRICS = load_rubrics()
+KEY = {"Authorization": "Bearer k"}
+ITEM = {"question": "q", "reference": "a red rose", "answer": "a crimson rose"}
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}]}
+
+
+class Slow(RuleBackend):
+    """Rules that take their time, and may be broken."""
+
+    def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
+        super().__init__(RUBRICS)
+        self.seconds, self.error = seconds, error
+
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return await super().judge(items)
+
+
+@asynccontextmanager
+async def asked(backend: Backend, key: str = "k", chat: Any = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service in this process, whose canary was asked once."""
+    service = JudgeService(JudgeSettings.model_validate(settings), backend, RUBRICS, chat, "r")
+    transport = httpx.ASGITransport(web(service, key), raise_app_exceptions=False)
+    async with service.running(), httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+        await asyncio.sleep(0.05)
+        yield client
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_only_healthz_needs_no_key() -> None:
+    async def test() -> None:
+        headers = (({}, 401), ({"Authorization": "Basic k"}, 401), ({"Authorization": "Bearer kk"}, 403), (KEY, 200))
+        async with asked(RuleBackend(RUBRICS)) as http:
+            assert (await http.get("/healthz")).status_code == 200
+            for header, status in headers:
+                for path in ("/readyz", "/version", "/metrics"):
+                    assert (await http.get(path, headers=header)).status_code == status
+        async with asked(RuleBackend(RUBRICS), key="") as http:
+            assert (await http.get("/readyz")).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"question": "q", "reference": "\\ud800", "answer": NaN}', 422),
+        (b"[" * 2000, 400),
+        (b'\xff\xfe{"question"', 400),
+        (b"", 422),
+        (b'{"items": []}', 422),
+        (b'{"question": "q", "reference": "r", "answer": "' + b"a" * 5000 + b'"}', 413),
+    ],
+)
+def test_no_body_makes_it_fail(content: bytes, status: int) -> None:
+    async def test() -> None:
+        async with asked(RuleBackend(RUBRICS), limits={"bytes": 4096}) as http:
+            answer = await http.post("/v1/judge", headers=KEY | {"content-type": "application/json"}, content=content)
+            assert (answer.status_code, list(answer.json())) == (status, ["error"])
+
+    run(test)
+
+
+def test_images_lie_below_the_roots_or_are_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        (tmp_path / "out").symlink_to("/etc")
+        async with asked(RuleBackend(RUBRICS), image_roots=[str(tmp_path)]) as http:
+            for image, status in (
+                (tmp_path / "a.png", 200), (tmp_path / ".." / "a.png", 422), (tmp_path / "out" / "passwd", 422),
+                ("a.png", 422), ("https://x/a.png", 422), (f"file://{tmp_path}/a.png", 422),
+            ):  # fmt: skip
+                answer = await http.post("/v1/judge", headers=KEY, json=ITEM | {"images": [str(image)]})
+                assert answer.status_code == status, image
+
+    run(test)
+
+
+def test_more_than_it_holds_is_a_503_that_says_when_to_come_back() -> None:
+    async def test() -> None:
+        async with asked(Slow(0.5), limits={"held": 4}) as http:
+            four, three = ({"items": [ITEM] * count} for count in (4, 3))
+            first = asyncio.create_task(http.post("/v1/judge", headers=KEY, json=four))
+            await asyncio.sleep(0.1)
+            second = await http.post("/v1/judge", headers=KEY, json=three)
+            assert (second.status_code, second.headers["retry-after"]) == (503, "1")
+            ready = await http.get("/readyz", headers=KEY)
+            assert (ready.status_code, "queue" in ready.json()["failing"]) == (503, True)
+            assert (await first).status_code == 200
+            assert (await http.post("/v1/judge", headers=KEY, json=three)).status_code == 200
+            metrics = (await http.get("/metrics", headers=KEY)).text
+            assert 'judge_requests_total{outcome="Overloaded",replica="r",route="judge"} 1.0' in metrics
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "failing"),
+    [
+        (Slow(5.0), "timeout", {"model", "canary"}),
+        (Slow(error=InfrastructureFailure("the engine is gone")), "unavailable", {"model", "canary"}),
+        (Slow(error=DeadlineExceeded("too slow")), "timeout", {"canary"}),
+    ],
+)
+def test_a_backend_that_fails_is_a_503_and_not_ready(backend: Slow, code: str, failing: set[str]) -> None:
+    async def test() -> None:
+        async with asked(backend, limits={"seconds": 0.2}) as http:
+            answer = await http.post("/v1/judge", headers=KEY, json=ITEM)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+            ready = await http.get("/readyz", headers=KEY)
+            assert (ready.status_code, set(ready.json()["failing"])) == (503, failing)
+            assert (await http.get("/healthz")).status_code == 200
+
+    run(test)
+
+
+def test_a_wrong_canary_is_not_ready() -> None:
+    class Generous(RuleBackend):
+        async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
+            return await super().judge([item.model_copy(update={"answer": item.reference}) for item in items])
+
+    async def test() -> None:
+        async with asked(Generous(RUBRICS)) as http:
+            assert "was judged correct" in (await http.get("/readyz", headers=KEY)).json()["failing"]["canary"]
+        async with asked(Generous(RUBRICS), canary={"right": False}) as http:
+            assert (await http.get("/readyz", headers=KEY)).status_code == 200
+
+    run(test)
+
+
+@asynccontextmanager
+async def with_model(stub: ModelStub, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A service whose model's server is the stub's application, in this process."""
+    model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(stub.app))
+    async with asked(Grader(model, "openai", RUBRICS), chat=model, **settings) as http:
+        stub.bodies.clear()
+        yield http
+
+
+def test_the_model_is_asked_what_rules_cannot_decide() -> None:
+    async def test() -> None:
+        async with with_model(stub := ModelStub()) as http:
+            both = await http.post("/v1/judge", headers=KEY, json={"items": [ITEM, ITEM | {"answer": "A red rose."}]})
+            first, second = both.json()["results"]
+            assert (first["verdict"], first["decided_by"], first["backend"]) == ("incorrect", "model", "openai")
+            assert (second["verdict"], second["decided_by"]) == ("correct", "rules")
+            (body,) = stub.bodies
+            assert body["response_format"]["json_schema"]["strict"] is True
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [500, 429, 401])
+def test_a_model_server_that_fails_is_unscored(status: int) -> None:
+    async def test() -> None:
+        async with with_model(stub := ModelStub()) as http:
+            stub.status = status
+            (result,) = (await http.post("/v1/judge", headers=KEY, json=ITEM)).json()["results"]
+            assert (result["outcome"], result["kind"]) == ("unscored", "unavailable")
+            said = await http.post("/v1/chat/completions", headers=KEY, json=CHAT)
+            assert said.status_code == (429 if status == 429 else 503)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (CHAT | {"max_tokens": 10**6}, 200),
+        ({"messages": []}, 422),
+        (CHAT | {"stream": True}, 422),
+        (CHAT | {"guided_regex": ".*"}, 422),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 422),
+    ],
+)
+def test_what_of_a_chat_is_passed_on(body: dict[str, Any], status: int) -> None:
+    async def test() -> None:
+        async with with_model(stub := ModelStub(), limits={"chat_tokens": 100}) as http:
+            assert (await http.post("/v1/chat/completions", headers=KEY, json=body)).status_code == status
+            passed = [(one["max_tokens"], one["model"]) for one in stub.bodies]
+            assert passed == ([(100, "stub")] if status == 200 else [])
+
+    run(test)
+
+
+def test_rules_have_nothing_to_chat_with() -> None:
+    async def test() -> None:
+        async with asked(RuleBackend(RUBRICS)) as http:
+            said = await http.post("/v1/chat/completions", headers=KEY, json=CHAT)
+            assert (said.status_code, said.json()["error"]["code"]) == (404, "no_model")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "words", [('{"', "reason", '":"', 'x","', "verdict", '":"', "TOP", '"}'), ('{"reason":"x","verdict":', ' "TOP', '"}')]
+)
+def test_the_probability_is_that_of_the_verdicts_first_token(words: Sequence[str]) -> None:
+    def token(text: str) -> dict[str, Any]:
+        chances = (("correct", 0.6), ("in", 0.2), ("inc", 0.1), ("maybe", 0.1))
+        top = [{"token": text.replace("TOP", word), "logprob": math.log(p)} for word, p in chances]
+        return {"token": text.replace("TOP", "correct"), "top_logprobs": top if "TOP" in text else []}
+
+    assert correct_probability([token(word) for word in words]) == pytest.approx(0.6 / 0.9)
+    assert correct_probability([token("no verdict")]) is None
+
+
+def test_the_shipped_files_are_ray_serves_and_ours() -> None:
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        load(path, [], ServeFile)
+        (application,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
+        deployment = app(application.args | {"key_file": None})._bound_deployment
+        assert deployment.name == "Judge"
+        assert 0 < deployment.max_ongoing_requests <= 256
+        assert 0 < deployment.max_queued_requests <= 512
+    production = load(CONFIGS / "judge_qwen2_5_72b.yaml", [], ServeFile).applications[0].args
+    assert (production.backend.kind, production.key_file) == ("vllm", "runs/judge.key")
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        app({"backend": {"kind": "rule", "model": "x"}})
+    with pytest.raises(ValidationError, match="min 3 is more than max 2"):
+        app({"replicas": {"min": 3, "max": 2}})
+
+
+def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "key"
+    make_key(path)
+    key = path.read_text()
+    make_key(path)
+    assert path.read_text() == key
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(key.strip()) >= 32
+
+
+def test_an_unguarded_judge_stays_on_loopback(tmp_path: Path) -> None:
+    config = tmp_path / "open.yaml"
+    config.write_text("http_options: {host: 0.0.0.0}\n")
+    arguments = parsed(["judge", "serve", str(config), "--insecure"])
+    with pytest.raises(ConfigError, match="without a key only loopback is served"):
+        arguments.command(arguments)
+
+
+def test_every_panel_draws_metrics_that_exist() -> None:
+    known = {metric.name for metric in Metrics("r").registry.collect()}
+    known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
+    assert judge.metrics.REQUESTS
+    panels = json.loads((Path(__file__).parents[2] / "deploy" / "grafana" / "judge.json").read_text())["panels"]
+    for panel in panels:
+        for target in panel["targets"]:
+            names = {re.sub("_(total|bucket)$", "", name) for name in re.findall(r"judge_\w+", target["expr"])}
+            assert names, panel["title"]
+            assert names <= known, panel["title"]
