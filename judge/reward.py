@@ -40,7 +40,7 @@ class JudgeReward:
     """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable`` when there is none.
 
     Components: ``correct`` and ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer
-    that made a judge in good health fail twice.
+    that made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than this process's first.
     """
 
     class Settings(_Settings):
@@ -102,7 +102,8 @@ class JudgeReward:
             patience = min(patience, self.settings.patience)
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
         if isinstance(result, JudgeVerdict):
-            return self._scored(result.score, by_model=float(result.decided_by == "model"))
+            changed = ("judge_changed",) if result.fingerprint != self.client.fingerprints[0] else ()
+            return self._scored(result.score, float(result.decided_by == "model"), changed)
         if result.kind is NoVerdict.INVALID and self.settings.on_invalid == "fail":
             return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
         if result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
@@ -118,9 +119,10 @@ class JudgeReward:
             if isinstance(result, JudgeVerdict) or result.kind is not NoVerdict.INVALID:
                 return result
         try:
-            await self.client.check()
-        except InfrastructureFailure as error:
-            reason = f"{result.reason}; the judge is not well: {error}"
+            async with asyncio.timeout_at(deadline):
+                await self.client.check()
+        except (InfrastructureFailure, TimeoutError) as error:
+            reason = f"{result.reason}; the judge is not well: {error or 'its canary took too long'}"
             return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
         return result
 
@@ -132,9 +134,9 @@ class JudgeReward:
             self._drift = self._drift or DriftWatch(self.client, self.settings.drift_tolerance, self.settings.patience)
             self._checking = asyncio.create_task(self._drift.check())
 
-    def _scored(self, value: float, by_model: float) -> Scored:
+    def _scored(self, value: float, by_model: float, flags: tuple[str, ...] = ()) -> Scored:
         self._excluded.append(False)
-        return Scored(value, {"correct": float(value >= 0.5), "by_model": by_model})
+        return Scored(value, {"correct": float(value >= 0.5), "by_model": by_model}, flags)
 
     def _exclude(self, result: JudgeUnscored) -> Unscored:
         self._excluded.append(True)

@@ -35,7 +35,7 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
-from tests.support.judge_stub import JudgeStub, results, serving, status
+from tests.support.judge_stub import JudgeStub, results, serving, slow, status
 
 TASK = Task("t1", (Message("user", ("Which colour?", ImageSource(path="a.png"))),), ground_truth="red", source="vstar")
 TRAJECTORY = Trajectory(TrajectoryId(1, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE)
@@ -76,6 +76,21 @@ def test_a_verdict_is_a_reward(stub: JudgeStub) -> None:
     assert stub.asked == ["red", "crimson"]
     (asked,) = stub.requests[0]
     assert (asked["question"], asked["reference"], asked["source"]) == ("Which colour?", "red", "vstar")
+
+
+def test_verdicts_of_another_judge_are_flagged(stub: JudgeStub) -> None:
+    async def run() -> list[tuple[str, ...]]:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST)))
+        found = []
+        for fingerprint, answer in (("stub-1", "rose"), ("stub-2", "ruby"), ("stub-1", "wine")):
+            stub.fingerprint = fingerprint
+            outcome = await source.score(TRAJECTORY, TASK, ScoreContext(1, [f"<answer>{answer}</answer>"]))
+            assert isinstance(outcome, Scored)
+            found.append(outcome.flags)
+        await source.client.close()
+        return found
+
+    assert asyncio.run(run()) == [(), ("judge_changed",), ()]
 
 
 def test_rules_decide_without_a_request(stub: JudgeStub) -> None:
@@ -156,6 +171,13 @@ def test_invalid_verdicts_of_a_sick_judge_are_not_the_policys(stub: JudgeStub) -
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
     assert "canaries" in outcome.reason
+
+
+def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) -> None:
+    stub.script = [results(score=7), results(score=7), slow(30)]
+    (outcome,) = rewards(stub.url, "crimson", on_unavailable="exclude", patience=0.5, window=10)
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 
 
 def actor(url: str, timeout: float) -> RewardActor:
