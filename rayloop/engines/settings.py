@@ -104,7 +104,8 @@ class OpenAiHttpEngineSettings(Settings):
     """What the server computes in: decides how far its log-probs may be from the trainer's (``publish.tolerance``)."""
     interface: Literal["chat", "tokens"] = "chat"
     """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
-    (Qwen's). tokens: token ids go out, token ids and log-probs come back, as vLLM's server does; text only."""
+    (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with vLLM's server, which needs ``--logprobs-mode
+    processed_logprobs``; text only."""
     update: tuple[ServerCall, ...] = ()
     """Calls, in order, that make the server load a published model folder and forget its caches. Empty: its weights are its
     own. The server must see the run folder."""

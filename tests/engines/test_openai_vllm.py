@@ -1,0 +1,110 @@
+"""The engine over HTTP against vLLM's own server on CPU: the same tokens and log-probs as ours, before and after new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from rayloop.core.types import FinishReason, Sampling, Version
+from rayloop.engines.models import hf_state, load_model
+from rayloop.engines.openai_http import OpenAiHttpEngine
+from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.weights import manifest
+from tests.engines.prompts import engine, full_logprobs, prompt, special
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"),
+]
+UPDATE = [
+    {"path": "/collective_rpc", "body": {"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}}},
+    {"path": "/reset_prefix_cache"},
+]
+START = 200.0
+"""Seconds that the server may take to start."""
+
+
+@pytest.fixture(scope="module")
+def url(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    options = {
+        "--model": tiny_text, "--served-model-name": "tiny", "--dtype": "float32", "--host": "127.0.0.1", "--port": port,
+        "--max-model-len": 512, "--logprobs-mode": "processed_logprobs",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [str(word) for pair in options.items() for word in pair]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with open(log, "wb") as file:
+        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=file, stderr=file)
+    try:
+        yield _started(f"http://127.0.0.1:{port}", server, log)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _started(url: str, server: subprocess.Popen[bytes], log: Path) -> str:
+    end = time.monotonic() + START
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).is_success:
+                return url
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-2000:])
+
+
+def test_tokens_logprobs_and_weights_are_ours(url: str, tiny_text: Path, tmp_path: Path) -> None:
+    model = ModelSettings(path=str(tiny_text))
+    settings = {"base_url": f"{url}/v1", "model": "tiny", "interface": "tokens", "update": UPDATE}
+    served = OpenAiHttpEngine(model, OpenAiHttpEngineSettings.model_validate(settings), tmp_path)
+    weights = {name: tensor.clone() for name, tensor in hf_state(load_model(model)).items()}
+    noise = torch.Generator().manual_seed(0)
+    changed = {n: t + 0.3 * t.std() * torch.randn(t.shape, generator=noise) for n, t in weights.items()}
+    ends = special(tiny_text, "<|im_end|>", "<|endoftext|>")  # those of generation_config.json, as in a run
+    asked = [dataclasses.replace(prompt(tiny_text, f"What is {i} + 9?"), seed=2**62 + i) for i in range(4)]
+    greedy = [Sampling(0.0, 24, 0, (), ends, (7, 9)), Sampling(0.0, 24, stop=("e", "a"), end_tokens=ends)]
+    sampled = Sampling(0.7, 48, 4, (), (*ends, *range(20, 40)), (7, 9))
+
+    async def play() -> None:
+        direct = await engine(tiny_text)
+        for version, tensors in ((Version(0, 1), weights), (Version(0, 2), changed)):
+            await served.load(manifest(version, tensors), tensors)
+            await direct.load(manifest(version, tensors), tensors)
+            for one in asked:
+                for sampling in greedy:
+                    theirs, ours = await served.generate(one, sampling), await direct.generate(one, sampling)
+                    assert dataclasses.replace(theirs, logprobs=()) == dataclasses.replace(ours, logprobs=())
+                    assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-4)
+        direct.close()
+        await served.load(manifest(Version(0, 3), weights), weights)
+        finished = set()
+        for one in asked:
+            completion = await served.generate(one, sampled)
+            expected = full_logprobs(tiny_text, one, completion.token_ids, sampled)
+            assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+            assert not {7, 9} & set(completion.token_ids)
+            assert not set(sampled.end_tokens) & set(completion.token_ids[:-1])
+            finished.add(completion.finish)
+            assert (completion.finish is FinishReason.END_TOKEN) == (completion.token_ids[-1] in sampled.end_tokens)
+        assert FinishReason.END_TOKEN in finished
+
+    asyncio.run(play())
