@@ -122,7 +122,7 @@ class JudgeReward:
             async with asyncio.timeout_at(deadline):
                 await self.client.check()
         except (InfrastructureFailure, TimeoutError) as error:
-            reason = f"{result.reason}; the judge is not well: {error or 'its canary took too long'}"
+            reason = f"{result.reason}; the judge is not well: {str(error) or 'its canary took too long'}"
             return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
         return result
 

@@ -6,15 +6,17 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from actors.reward import RewardActor
 from actors.settings import RewardSettings
 from judge.api import JudgeVerdict
-from judge.calibrate import DriftWatch, Gate, calibrate, calibration, drift_subset, failures, score
+from judge.calibrate import DriftWatch, Gate, by_source, calibrate, calibration, drift_subset, failures, score
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import RuleBackend
 from judge.reward import JudgeReward
@@ -255,6 +257,18 @@ def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
     assert 0.3 < found.false_negatives < 0.6
     assert failures(found, Gate())
     assert not failures(found, Gate(min_accuracy=0.8))
+    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
+    assert f"asks {len(items)} labelled answers" in page
+    for one in by_source(items, answers):
+        figures = (one.accuracy, one.kappa, one.false_positives, one.false_negatives, one.attack_rate)
+        assert f"| {one.name} | {one.count} | {' | '.join(f'{figure:.3f}' for figure in figures)} |" in page
+
+
+def test_the_page_shows_a_configuration_that_loads() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
+    shown = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])
+    settings = RewardSettings.model_validate(shown["reward"])
+    assert isinstance(settings.source.build(), JudgeReward)
 
 
 def test_kappa_is_agreement_beyond_chance() -> None:
