@@ -89,6 +89,8 @@ class DigitShare:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from cluster import bench_judge
+
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     one = actions.add_parser("step", help="steps through the real actors; the last line is JSON")
     _add_shape(one)
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     both.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
     both.add_argument("--peer-python", required=True, metavar="PYTHON", help="interpreter of an environment with TRL")
     both.set_defaults(command=_compare)
+    bench_judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
