@@ -74,6 +74,8 @@ class VllmEngine:
                 continue  # an image that vLLM had forgotten: it asks to be sent it again
         finally:
             self._running -= 1
+        if self._version is None:
+            raise WorkerLost("a load failed while the request was running")
         return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
 
     async def _sample(self, prompt: Any, parameters: Any) -> Any:
@@ -188,7 +190,7 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
         "disable_log_stats": True,
     }
     if vision:
-        arguments["mm_processor_kwargs"] = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
+        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}}
         arguments["limit_mm_per_prompt"] = {"video": 0}
     return arguments | settings.extra
 

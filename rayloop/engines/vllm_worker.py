@@ -8,7 +8,7 @@ import pickle
 import select
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -47,26 +47,44 @@ class VllmWorker:
         return ""
 
     def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Through vLLM's own reload, which names what it does not know, and only logs what it misses."""
-        model: nn.Module = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
-        known: set[str] = set()
-        load: Any = model.load_weights
+        """Through vLLM's own reload, which refuses what it does not know, and only logs what it misses."""
+        model: Any = self.model_runner.get_model()
+        wanted, known = {name for name, _ in model.named_parameters()}, set()
+        load = model.load_weights
 
         def noting(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
             known.update(load(weights))
             return known
 
-        model.load_weights = noting  # type: ignore[assignment]
         try:
+            _complain(manifest, _incomplete(model.packed_modules_mapping, tensors))
+            model.load_weights = noting
             self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
         except (KeyError, ValueError) as error:
-            raise PublicationError(f"version {manifest.version} is of another model than the engine's: {error}") from error
+            _complain(manifest, [str(error)])
         finally:
-            del model.load_weights
-        if missing := sorted(wanted - known):
-            raise PublicationError(f"version {manifest.version} is of another model than the engine's: missing {missing}")
+            vars(model).pop("load_weights", None)
+        _complain(manifest, [f"{name} is missing" for name in sorted(wanted - known)])
         _refresh_tied_head(model)
+
+
+def _complain(manifest: Manifest, faults: Sequence[str]) -> None:
+    if faults:
+        raise PublicationError(f"version {manifest.version} is of another model than the engine's: {', '.join(faults)}")
+
+
+def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
+    """What is missing of parameters that vLLM merges into one (``packed``): it would fill the gap with arbitrary memory."""
+    names = set(names)
+    wanted = {
+        name.replace(f".{part}.", f".{sibling}.")
+        for name in names
+        for parts in packed.values()
+        for part in parts
+        if f".{part}." in name
+        for sibling in parts
+    }
+    return [f"{name} is missing" for name in sorted(wanted - names)]
 
 
 def _refresh_tied_head(model: nn.Module) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rayloop.core.types import ImageRef, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.core.images import ImageGeometry, image_ref
+from rayloop.core.types import PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.models import hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.engines.transformers import TransformersEngine
@@ -23,15 +24,13 @@ PATCH, MERGE = 14, 2
 
 
 def image(width: int, height: int, seed: int = 0) -> PromptImage:
-    """A random PNG whose sides are multiples of 28 pixels, so that the processor does not resize it."""
+    """A random PNG. The processor does not resize it when its sides are multiples of 28 pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    data = file.getvalue()
-    grid = (1, height // PATCH, width // PATCH)
-    return PromptImage(
-        ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, grid[1] * grid[2] // MERGE**2), data
-    )
+    model = ModelSettings(path="")
+    geometry = ImageGeometry(PATCH, MERGE, model.min_pixels, model.max_pixels)
+    return PromptImage(image_ref(file.getvalue(), width, height, geometry), file.getvalue())
 
 
 def prompt(folder: Path, *parts: str | PromptImage, seed: int = 0) -> TokenPrompt:
@@ -60,6 +59,28 @@ async def engine(folder: Path, version: Version = Version(0, 0), **settings: obj
     weights = hf_state(load_model(model))
     await served.load(manifest(version, weights), weights)
     return served
+
+
+def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...] = ()) -> list[int]:
+    """transformers' own generate, one prompt at a time."""
+    settings = ModelSettings(path=str(folder))
+    model = load_model(settings)
+    vision = load_vision(settings, model.config)
+    ids = torch.tensor([request.token_ids])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if request.images and vision is not None:
+        inputs["pixel_values"] = torch.cat([vision.pixels(i.ref, i.data) for i in request.images])
+        inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in request.images])
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    out = model.generate(
+        **inputs,
+        max_new_tokens=n,
+        min_new_tokens=n,
+        do_sample=False,
+        eos_token_id=None,
+        suppress_tokens=list(banned) or None,
+    )
+    return out[0, ids.shape[1] :].tolist()
 
 
 def full_logprobs(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:

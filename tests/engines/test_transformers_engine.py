@@ -19,11 +19,11 @@ from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import GenerationEngine
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.decoding import Decoder, Row
-from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.engines.transformers import TransformersEngine
 from rayloop.engines.weights import manifest
-from tests.engines.prompts import engine, full_logprobs, image, prompt, special, vision_tokens
+from tests.engines.prompts import engine, full_logprobs, hf_greedy, image, prompt, special, vision_tokens
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
@@ -46,28 +46,6 @@ def many(folder: Path, **settings: object) -> Callable[..., list[Completion]]:
 
 def close(left: Completion, right: Completion) -> bool:
     return left.token_ids == right.token_ids and np.allclose(left.logprobs, right.logprobs, atol=1e-4)
-
-
-def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...]) -> list[int]:
-    """transformers' own generate, one prompt at a time."""
-    settings = ModelSettings(path=str(folder))
-    model = load_model(settings)
-    vision = load_vision(settings, model.config)
-    ids = torch.tensor([request.token_ids])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if request.images and vision is not None:
-        inputs["pixel_values"] = torch.cat([vision.pixels(i.ref, i.data) for i in request.images])
-        inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in request.images])
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    out = model.generate(
-        **inputs,
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        eos_token_id=None,
-        suppress_tokens=list(banned) or None,
-    )
-    return out[0, ids.shape[1] :].tolist()
 
 
 def test_greedy_text_equals_generate(tiny_text: Path) -> None:
