@@ -79,7 +79,7 @@ async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], 
         on_event("waiting_for_resources", seconds=timeout, lacks=short)
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
-        await within(timeout, group.ready(), "the placement group", counts=False)
+        await within(timeout, group.ready(), f"the placement of {len(wanted)} actors")
     except WorkerLost:
         remove_placement_group(group)
         if short := _short(wanted):
