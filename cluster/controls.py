@@ -91,9 +91,10 @@ Table = dict[str, dict[str, Interval]]
 
 
 def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
-    """Score -> task -> mean over the task's answers. Answers without a reward are left out."""
+    """Score -> task -> mean over the task's answers, in the order of the tasks' ids: a resampling then is the same whatever the
+    order in which answers came. Answers without a reward are left out."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for item in items:
+    for item in sorted(items, key=lambda item: item.key):
         for name, value in item.scores.items():
             values[name][item.task].append(value)
     return {name: {task: sum(v) / len(v) for task, v in by.items()} for name, by in values.items()}
