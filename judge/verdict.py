@@ -43,7 +43,8 @@ class _Score(_Reply):
 def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
     """The verdict of a whole reply. Raises InvalidVerdict for anything but the one object that was asked for."""
     try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        # strict=False: a grammar with a maxLength lets engines write control characters into the reason.
+        data = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
         if kind == "binary":
             binary = _Binary.model_validate(data)
             verdict = VerdictKind(binary.verdict)

@@ -21,7 +21,6 @@ from judge.discovery import read_key
 from judge.grader import Grader, RuleBackend
 from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.core.config import local_path
-from rayloop.core.failures import ConfigError
 from serve_apps.judge_http import web
 from serve_apps.judge_openai import OpenAIModel
 from serve_apps.judge_service import Chat, JudgeService
@@ -36,6 +35,10 @@ class Judge:
         replica = serve.get_replica_context().replica_id.unique_id
         self._service = JudgeService(settings, backend, rubrics, chat, replica)
         self._key = read_key(settings.key_file or "")
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica when it raises."""
+        self._service.alive()
 
     def __serve_build_asgi_app__(self) -> Any:
         return web(self._service, self._key)
@@ -52,14 +55,14 @@ def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubr
             model = OpenAIModel(settings.backend)
             return Grader(model, "openai", rubrics, cache), model, rubrics
         case VllmBackendSettings():
-            raise ConfigError(
-                "backend.kind: vllm is not there yet. Run `vllm serve` and name it with backend.kind: openai, as "
-                "serve_apps/configs/judge_openai.yaml does"
-            )
+            from serve_apps.judge_vllm import VllmModel  # imports vLLM and torch
+
+            own = VllmModel(settings.backend)
+            return Grader(own, "vllm", rubrics, cache), own, rubrics
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
+    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError."""
     settings = JudgeSettings.model_validate(args)
     if settings.key_file is not None:
         make_key(local_path(settings.key_file))
@@ -85,7 +88,7 @@ def app(args: dict[str, Any]) -> Application:
 def gpus(settings: JudgeSettings) -> int:
     """GPUs of one replica."""
     backend = settings.backend
-    return backend.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0
+    return backend.engine.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0
 
 
 def make_key(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,53 @@ TOP = 5
 _VALUE = re.compile(r'"verdict"\s*:\s*"')
 
 
-class OpenAIModel:
-    """``judge.backend.ChatModel`` and ``serve_apps.judge_service.Chat``. Nothing is retried here: clients do that."""
+class CompletionModel(ABC):
+    """``judge.backend.ChatModel`` and ``serve_apps.judge_service.Chat`` over chat completions.
+
+    ``extra`` are further keys of each verdict's request; ``about`` is what a verdict depends on besides the model's name.
+    """
+
+    def __init__(self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.name = name
+        sampling = {"temperature": 0, "seed": 0, "max_tokens": max_tokens}
+        self.settings: Mapping[str, Any] = {**sampling, **about}
+        self._keys = {**sampling, **extra}
+
+    @abstractmethod
+    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and JSON body of a chat completion. Raises DeadlineExceeded, InfrastructureFailure."""
+
+    @abstractmethod
+    def alive(self) -> None:
+        """Raises InfrastructureFailure when it cannot come back in this process."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+        """Raises like ``complete``. Nothing is retried here: clients do that."""
+        form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+        status, answer = await self.complete(
+            {"model": self.name, "messages": messages, "response_format": form, **self._keys}
+        )
+        if status != 200:
+            raise InfrastructureFailure(f"{self.name} answered {status}: {str(answer)[:200]}")
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            tokens = (choice.get("logprobs") or {}).get("content") or ()
+            return Reply(str(text), correct_probability(tokens))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error
+
+
+class OpenAIModel(CompletionModel):
+    """A server's. Its errors name its URL."""
 
     def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.name = settings.model
-        self.settings: Mapping[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": settings.max_tokens}
-        self._logprobs = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
+        super().__init__(
+            settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}, {}
+        )
         key = read_key(settings.key_file)
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
@@ -38,22 +79,7 @@ class OpenAIModel:
         )
         self._slots = asyncio.Semaphore(settings.concurrency)
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-        body = {"model": self.name, "messages": messages, "response_format": form, **self.settings, **self._logprobs}
-        status, answer = await self.complete(body)
-        if status != 200:
-            raise InfrastructureFailure(f"{self._client.base_url} answered {status}: {_message(answer)}")
-        try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""
-            tokens = (choice.get("logprobs") or {}).get("content") or ()
-            return Reply(str(text), correct_probability(tokens))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise InfrastructureFailure(f"{self._client.base_url}: no chat completion: {str(answer)[:200]}") from error
-
     async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and JSON body of POST chat/completions. Raises DeadlineExceeded, InfrastructureFailure."""
         async with self._slots:
             try:
                 answer = await self._client.post("chat/completions", json=body)
@@ -62,6 +88,9 @@ class OpenAIModel:
                 raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
             except (httpx.HTTPError, ValueError) as error:
                 raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+
+    def alive(self) -> None:
+        """A server elsewhere comes and goes without this process."""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -91,7 +120,3 @@ def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
                 sums[word] += math.exp(option["logprob"])
     total = sum(sums.values())
     return sums["correct"] / total if total > 0 else None
-
-
-def _message(answer: Any) -> str:
-    return str(answer)[:200]

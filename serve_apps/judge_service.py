@@ -50,6 +50,10 @@ class Chat(Protocol):
         """HTTP status and JSON body, both in OpenAI's form. Raises DeadlineExceeded, InfrastructureFailure."""
         ...
 
+    def alive(self) -> None:
+        """Raises InfrastructureFailure when it cannot come back in this process."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -141,6 +145,11 @@ class JudgeService:
         """A chat completion. Raises like ``judge``."""
         with self.metrics.request("chat"), self._holding(1):
             return await within(self.settings.limits.seconds, chat.complete(body))
+
+    def alive(self) -> None:
+        """Raises InfrastructureFailure when only a new process can help."""
+        if self.chat is not None:
+            self.chat.alive()
 
     async def failing(self) -> dict[str, str]:
         """Condition -> why it fails, among model, canary and queue; empty when the replica is ready. Asks no model."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from judge.api import MAX_ITEMS
 from rayloop.core.config import Settings
+from rayloop.engines.settings import VllmEngineSettings
 
 CONFIGS = Path(__file__).parent / "configs"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -42,28 +43,19 @@ class OpenAIBackendSettings(Settings):
 
 
 class VllmBackendSettings(Settings):
-    """A vLLM engine of our own in each replica, which holds ``tensor_parallel`` GPUs."""
+    """A vLLM engine of our own in each replica."""
 
     kind: Literal["vllm"] = "vllm"
     model: str
     """A folder in Hugging Face layout, or a model of the Hub."""
-    revision: str | None = None
-    """A commit of the Hub: pin it, or the judge changes when the model is uploaded again."""
-    tensor_parallel: int = Field(1, ge=1)
-    """GPUs per replica. On CPUs 1, and the replica asks for no GPU when ``gpus`` is false."""
     gpus: bool = True
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    quantization: str | None = None
-    """For example awq_marlin; None: what the model's own configuration says."""
-    max_model_len: int = Field(8192, ge=256)
-    """Tokens of prompt and reply: a rubric with its examples has 2,000 to 3,000."""
-    max_num_seqs: int = Field(256, ge=1)
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    prefix_caching: bool = True
-    """The rubric's instructions and examples are computed once."""
+    """Ask Ray for ``engine.tensor_parallel`` GPUs per replica; off on CPUs."""
+    engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
+    """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens. ``extra: {revision: ...}`` pins a model of the Hub."""
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply."""
     max_tokens: int = Field(256, ge=16)
+    """Of a verdict with its reason."""
 
 
 BackendSettings = Annotated[

@@ -1,0 +1,145 @@
+"""Chat completions by vLLM in this process, with the weights of the model's folder: the engine of a judge.
+
+Requests and answers have OpenAI's form. Text only. Prefixes that prompts share are computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rayloop.core.failures import WorkerLost
+from rayloop.engines.settings import VllmEngineSettings
+from rayloop.engines.vllm import _alive, _prepare
+from rayloop.engines.vllm_worker import VllmWorker
+
+
+class RequestRefused(ValueError):
+    """A request that the model cannot answer: too long, an unknown option, a schema that cannot be followed."""
+
+
+class VllmChat:
+    """Loads the model when it is made, which takes minutes for a large one."""
+
+    def __init__(self, model: str, settings: VllmEngineSettings) -> None:
+        _prepare(settings)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._name = model
+        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model, settings)))
+        self._limit: int = self._llm.model_config.max_model_len
+        self._serial = itertools.count()
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a chat request. Raises RequestRefused, and WorkerLost when vLLM's processes are gone."""
+        ids = await asyncio.to_thread(self._tokens, body["messages"])
+        if len(ids) >= self._limit:
+            raise RequestRefused(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
+        with _alive():
+            try:
+                parameters = _parameters(body, self._limit - len(ids))
+                async for answer in self._llm.generate({"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"):
+                    output = answer.outputs[0]
+            except ValueError as error:
+                raise RequestRefused(str(error)) from error
+        if output.finish_reason not in ("stop", "length"):
+            raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
+        return self._answer(ids, output)
+
+    def alive(self) -> None:
+        """Raises WorkerLost when vLLM's processes are gone."""
+        if self._llm.errored:
+            raise WorkerLost("vLLM's engine process has died")
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown(timeout=0)
+
+    def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        plain = [{"role": message["role"], "content": _text(message["content"])} for message in messages]
+        ids: Any = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    def _answer(self, ids: Sequence[int], output: Any) -> dict[str, Any]:
+        tokens = len(output.token_ids)
+        usage = {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": output.text},
+            "finish_reason": output.finish_reason,
+            "logprobs": {"content": _logprobs(output)} if output.logprobs else None,
+        }
+        return {"id": "chat", "object": "chat.completion", "created": 0, "model": self._name, "choices": [choice], "usage": usage}
+
+
+def _text(content: Any) -> str:
+    """Raises RequestRefused for anything but text."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise RequestRefused("this model reads text only")
+    return "\n".join(part["text"] for part in content)
+
+
+def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``."""
+    return {
+        "model": model,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "max_num_seqs": settings.max_sequences,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
+        "disable_log_stats": True,
+        # Blanks between the tokens of a JSON object would be spent from a verdict's max_tokens.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        **settings.extra,
+    }
+
+
+def _parameters(body: Mapping[str, Any], room: int) -> Any:
+    """vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt. Raises ValueError."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    form: Mapping[str, Any] = body.get("response_format") or {"type": "text"}
+    match form.get("type"):
+        case "text":
+            structure = None
+        case "json_object":
+            structure = StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            structure = StructuredOutputsParams(json=dict(form["json_schema"]["schema"]))
+        case other:
+            raise RequestRefused(f"response_format: {other!r} is none of text, json_object, json_schema")
+    return SamplingParams(
+        temperature=body.get("temperature", 1.0),
+        top_p=body.get("top_p", 1.0),
+        seed=body.get("seed"),
+        stop=body.get("stop"),
+        max_tokens=min(body.get("max_tokens", room), room),
+        logprobs=body.get("top_logprobs", 0) if body.get("logprobs") else None,
+        structured_outputs=structure,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _logprobs(output: Any) -> list[dict[str, Any]]:
+    """OpenAI's ``logprobs.content``: each token of the answer with its alternatives."""
+    found = []
+    for token, options in zip(output.token_ids, output.logprobs, strict=True):
+        top = [{"token": option.decoded_token or "", "logprob": option.logprob} for option in options.values()]
+        found.append({"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top})
+    return found

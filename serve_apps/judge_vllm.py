@@ -1,0 +1,39 @@
+"""A vLLM engine in the replica itself, behind the same interface as a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from rayloop.core.failures import DeadlineExceeded
+from rayloop.engines.vllm_chat import RequestRefused, VllmChat
+from serve_apps.judge_openai import TOP, CompletionModel
+from serve_apps.judge_settings import VllmBackendSettings
+
+
+class VllmModel(CompletionModel):
+    """Made in the replica, whose GPUs the engine takes."""
+
+    def __init__(self, settings: VllmBackendSettings) -> None:
+        about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
+        super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
+        self._engine = VllmChat(settings.model, settings.engine)
+        self._timeout = settings.timeout
+
+    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                return 200, await self._engine.complete(body)
+        except RequestRefused as error:
+            return 400, {"error": {"message": str(error), "type": "invalid_request_error", "code": "refused"}}
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s") from error
+
+    def alive(self) -> None:
+        self._engine.alive()
+
+    async def close(self) -> None:
+        self._engine.close()
