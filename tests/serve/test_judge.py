@@ -147,6 +147,36 @@ def test_no_request_makes_it_fail(judge: Served) -> None:
     assert {200, 422} <= set(statuses), statuses
 
 
+SAME_CLUSTER = """
+import asyncio
+from cluster.environment import private_cluster
+
+with private_cluster() as folder:
+    import ray
+
+    from actors.judge_address import RayDiscovery, publish
+    from judge.discovery import Address
+    from rayloop.core.failures import InfrastructureFailure
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    find = RayDiscovery(RayDiscovery.Settings())
+    actor = publish("judge", Address(url="http://here:1", key_file="k"))
+    print(asyncio.run(find()).url)
+    ray.kill(actor)
+    try:
+        asyncio.run(find())
+    except InfrastructureFailure as error:
+        print(error)
+    ray.shutdown()
+"""
+
+
+def test_runs_in_the_same_ray_cluster_find_it_without_a_file() -> None:
+    done = subprocess.run([sys.executable, "-c", SAME_CLUSTER], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines == ["http://here:1", "no judge named judge is served in this Ray cluster"], done.stderr
+
+
 async def ask(client: JudgeClient, items: Sequence[JudgeItem], patience: float) -> list[JudgeVerdict | JudgeUnscored]:
     return list(await asyncio.gather(*(client.judge(one, patience) for one in items)))
 
