@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from typing import Any
+
+import ray
 
 from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
@@ -17,7 +20,7 @@ def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str
         case "vllm":
             from rayloop.engines.vllm import VllmEngine
 
-            return VllmEngine(model, settings)
+            return VllmEngine(model, settings, scratch())
         case "sglang":
             from rayloop.engines.sglang import SglangEngine
 
@@ -29,6 +32,12 @@ def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str
     from rayloop.engines.transformers import TransformersEngine
 
     return TransformersEngine(model, settings)
+
+
+def scratch() -> str:
+    """A new folder within Ray's own, with which it goes: an actor that is killed cannot remove anything."""
+    node = ray._private.worker._global_node
+    return tempfile.mkdtemp(prefix="rollout-", dir=node.get_temp_dir_path() if node else None)
 
 
 class RolloutActor(Actor):

@@ -36,8 +36,9 @@ TESTED = SpecifierSet(">=0.32,<0.33")
 class VllmEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: VllmEngineSettings) -> None:
-        _prepare(settings)
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str) -> None:
+        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it."""
+        _prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -105,6 +106,7 @@ class VllmEngine:
         """
         self._version = None
         with _alive(), _memory() as (file, path):
+            await self._llm.collective_rpc("forget_names")
             await asyncio.to_thread(write, file, manifest, tensors)
             faults = await self._llm.collective_rpc("take_published", args=(path, pickle.dumps(manifest)))
             await self._llm.reset_encoder_cache()
@@ -158,11 +160,17 @@ class VllmEngine:
         return Image.fromarray(pixels.numpy())
 
 
-def _prepare(settings: VllmEngineSettings) -> None:
+def _prepare(settings: VllmEngineSettings, folder: str) -> None:
     """The environment that vLLM and its processes read. Raises ConfigError when vLLM is missing or of an untested version."""
     if settings.enforce_eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", OWNER: str(os.getpid())}
+    os.environ |= {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        OWNER: str(os.getpid()),
+    }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -188,6 +196,7 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
         "generation_config": "vllm",
         "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if vision:
         arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import re
 import select
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +23,8 @@ from rayloop.engines.weights import DTYPES, name_faults, raw, verify
 
 OWNER = "RAYLOOP_ENGINE_OWNER"
 """Environment variable with the process that all of vLLM's processes end with."""
+SHARED = re.compile(r"/dev/shm/psm_[^ /]+$", re.MULTILINE)
+"""Shared memory of Python's multiprocessing, in /proc/self/maps."""
 ALIGNMENT = 64
 """Bytes. Tensors begin at multiples of it within the memory that they travel through."""
 
@@ -29,6 +33,11 @@ class VllmWorker:
     """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine runs them."""
 
     model_runner: Any
+
+    def forget_names(self) -> None:
+        """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
+        for path in SHARED.findall(Path("/proc/self/maps").read_text()):
+            Path(path).unlink(missing_ok=True)
 
     def take_published(self, path: str, packed: bytes) -> str:
         """Verify and load the tensors that ``write`` left in the file. Returns what was wrong, or nothing.
