@@ -21,7 +21,7 @@ from cluster.slurm import SCRIPTS, nodes
 from tests.deploy.slurm.lab import Lab, lab, why_not
 from tests.support.runs import ROOT, eventually, settings
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 NAME = "lab"
 STORE = "--object-store-memory=100000000"
 SLOW = {"reset": {f"train-{number}": "hang" for number in range(24)}, "hang": 1.0}
@@ -56,8 +56,8 @@ class Site:
 
     def head(self, count: int) -> Head:
         """The published head, once so many nodes are in the dashboard."""
-        head: Head = self.wait(self.place.head, "a head", 60)
-        self.wait(lambda: len(alive(head)) >= count, f"{count} nodes", 60)
+        head: Head = self.wait(self.place.head, "a head", 120)
+        self.wait(lambda: len(alive(head)) >= count, f"{count} nodes", 120)
         return head
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
@@ -148,11 +148,11 @@ def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) 
         urlopen(f"{head.dashboard}/api/v0/nodes", timeout=10)
     assert site.cluster("status").count("ALIVE") == 4
 
-    site.wait(lambda: site.steps("limited"), "a step", 60)
+    site.wait(lambda: site.steps("limited"), "a step", 180)
     site.limit(job, minutes=site.minutes(job) + 1)  # Slurm looks every 30 s, and then the limit is near
-    site.wait(lambda: "Restarts=1" in site.state(job), "the time limit's signal, and a requeue", 75)
+    site.wait(lambda: "Restarts=1" in site.state(job), "the time limit's signal, and a requeue", 150)
     site.limit(job, minutes=20)
-    site.completed(job, 120)
+    site.completed(job, 240)
     assert site.steps("limited") == list(range(1, 41)), "every step once, none lost"
 
     site.cluster("down")
@@ -162,7 +162,7 @@ def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) 
 def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
     submitted = site.cluster("up", "--together", site.config("together", steps=1000))
     job = submitted.partition("cluster: job ")[2].split()[0]
-    site.wait(lambda: site.steps("together"), "a step", 90)
+    site.wait(lambda: site.steps("together"), "a step", 180)
     assert len(alive(site.head(3))) == 3
     assert "JobState=RUNNING" in site.state(job)
     site.cluster("down")
