@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,8 @@ from rayloop.engines.vllm_worker import OWNER, VllmWorker, write
 
 TESTED = SpecifierSet(">=0.32,<0.33")
 """Releases of vLLM that the contract tests have been run with."""
+LIVENESS = 1.0
+"""Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
 
 
 class VllmEngine:
@@ -71,7 +73,7 @@ class VllmEngine:
         given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
         self._running += 1
         try:
-            while (output := await self._sample(given, parameters)).finish_reason == "error":
+            while (output := await self._answer(self._sample(given, parameters))).finish_reason == "error":
                 continue  # an image that vLLM had forgotten: it asks to be sent it again
         finally:
             self._running -= 1
@@ -80,10 +82,23 @@ class VllmEngine:
         return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
 
     async def _sample(self, prompt: Any, parameters: Any) -> Any:
-        with _alive():
-            async for answer in self._llm.generate(prompt, parameters, str(next(self._serial))):
-                output = answer.outputs[0]
+        async for answer in self._llm.generate(prompt, parameters, str(next(self._serial))):
+            output = answer.outputs[0]
         return output
+
+    async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What a call to vLLM returns. Raises WorkerLost when vLLM fails or dies, which may leave its own calls unanswered."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=LIVENESS))[0]:
+                self.health()
+            return task.result()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
+        finally:
+            task.cancel()
 
     async def leave(self, cohort: str) -> None:
         """vLLM batches by itself: there are no cohorts to wait for."""
@@ -91,12 +106,10 @@ class VllmEngine:
     async def pause(self) -> None:
         """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well."""
         self._open.clear()
-        with _alive():
-            await self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute")
+        await self._answer(self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute"))
 
     async def resume(self) -> None:
-        with _alive():
-            await self._llm.resume_generation()
+        await self._answer(self._llm.resume_generation())
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -105,11 +118,12 @@ class VllmEngine:
         ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
         """
         self._version = None
-        with _alive(), _memory() as (file, path):
-            await self._llm.collective_rpc("forget_names")
+        with _memory() as (file, path):
+            await self._answer(self._llm.collective_rpc("forget_names"))
             await asyncio.to_thread(write, file, manifest, tensors)
-            faults = await self._llm.collective_rpc("take_published", args=(path, pickle.dumps(manifest)))
-            await self._llm.reset_encoder_cache()
+            arguments = (path, pickle.dumps(manifest))
+            faults = await self._answer(self._llm.collective_rpc("take_published", args=arguments))
+            await self._answer(self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
             raise PublicationError(fault)
         self._version = manifest.version
@@ -240,17 +254,6 @@ def _finish(output: Any) -> FinishReason:
         case "stop", _:
             return FinishReason.END_TOKEN
     raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
-
-
-@contextmanager
-def _alive() -> Iterator[None]:
-    """Raises WorkerLost when vLLM's processes are gone or it failed on a request."""
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    try:
-        yield
-    except (EngineDeadError, EngineGenerateError) as error:
-        raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
 
 
 @contextmanager

@@ -1,0 +1,112 @@
+"""Real runs on vLLM: text and images, against the same run with transformers, and with its processes killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.pictures import picture_rows
+from tests.support.runs import Run, eventually, ledger_closes, run, settings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
+
+VLLM = {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "enforce_eager": True, "max_model_len": 8192}
+START, END = 240.0, 400.0
+"""Seconds that a run may take to begin, and altogether: vLLM's processes import for half a minute on two busy cores."""
+
+
+def text(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    return settings(folder, model, rollout__engine=VLLM, publish={"self_test": True, "probes": 2}, **changes)
+
+
+def pictures(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    """Questions about pictures; before the first step the greedy answers to all of them are kept."""
+    data = str(picture_rows(folder, 8))
+    return settings(
+        folder, model, data={"train": data, "eval": data}, evaluation={"every": 3},
+        rollout__engine=VLLM, rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
+        environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
+        publish={"self_test": True, "probes": 3}, **changes,
+    )  # fmt: skip
+
+
+def finished(config: dict[str, Any]) -> Run:
+    with run(config) as made:
+        made.ends(0, deadline=END)
+    return made
+
+
+def healthy(made: Run, groups: set[str]) -> None:
+    """Three steps, and engine and trainer agreed all along."""
+    assert [record["step"] for record in made.metrics] == [1, 2, 3]
+    [parity] = made.named("parity")
+    assert parity["mean"] < 1e-4
+    tests = made.named("self_test")
+    assert {test["group"] for test in tests} == groups
+    assert all(test["follows"] < 1e-4 < 1e-3 < test["moved"] for test in tests), tests
+    assert all(record["actor/old_behaviour_mean"] < 1e-4 for record in made.metrics)
+    ledger_closes(made.named("finished")[0]["ledger"])
+
+
+def answers(made: Run) -> list[tuple[Any, ...]]:
+    """Before the first step: what was asked, shown and answered, and what it earned."""
+    lines = (made.folder / "evaluations/step_000000.jsonl").read_text().splitlines()
+    records = sorted((json.loads(line) for line in lines), key=lambda record: record["task"])
+    return [
+        (r["task"], r["prompt"], [i["sha256"] for i in r["images"]], r["turns"], r["length"], r["end_reason"], r["reward"])
+        for r in records
+    ]
+
+
+def test_three_steps_on_text(tmp_path: Path, digits_model: Path) -> None:
+    healthy(finished(text(tmp_path, digits_model)), {"embedding", "language"})
+
+
+def test_three_steps_on_images_whose_greedy_trajectories_are_those_of_transformers(
+    tmp_path: Path, picture_model: Path
+) -> None:
+    made = finished(pictures(tmp_path, picture_model))
+    healthy(made, {"embedding", "language", "merger", "vision"})
+    other = finished({**pictures(tmp_path, picture_model, rollout__engine={"threads": 1}), "name": "other", "steps": 1})
+    assert len(answers(made)) == 8
+    assert answers(made) == answers(other)
+
+
+def below(actor: psutil.Process) -> dict[str, psutil.Process]:
+    """vLLM's processes of a rollout actor by name."""
+    found = {}
+    for process in actor.children(recursive=True):
+        with suppress(psutil.Error):
+            found["".join(process.cmdline())] = process
+    return {name: process for name, process in found.items() if name.startswith("VLLM::")}
+
+
+def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_path: Path, digits_model: Path) -> None:
+    """First vLLM's engine process alone, then the actor. No health check runs: the calls that fail must notice."""
+    config = text(tmp_path, digits_model, steps=40, rollout__sampling={"max_tokens": 200, "min_tokens": 200})
+    config["publish"]["self_test"] = False
+    with run(config) as made:
+        for number in (1, 2):
+            step = made.metrics[-1]["step"] if made.metrics else 0
+            made.until(lambda: made.metrics and made.metrics[-1]["step"] > step, "a step", START)  # noqa: B023
+            actor = made.actors("RolloutActor")[-1]
+            processes = below(actor)
+            assert {"VLLM::EngineCore", "VLLM::Worker"} <= processes.keys()
+            (processes["VLLM::EngineCore"] if number == 1 else actor).kill()
+            made.until(lambda: len(made.named("worker_replaced", role="rollout")) == number, "a replacement", START)  # noqa: B023
+            eventually(lambda: not alive(actor, *processes.values()), "all of them are gone", 10)  # noqa: B023
+        made.until(lambda: made.metrics[-1]["step"] > step + 1, "another step", START)
+        made.process.send_signal(signal.SIGTERM)
+        made.ends(75, deadline=END)
+    assert len(made.named("worker_lost", role="rollout")) == 2
+    assert all(record["actor/old_behaviour_mean"] < 1e-4 for record in made.metrics), "each was on the current weights"
+
+
+def alive(*processes: psutil.Process) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

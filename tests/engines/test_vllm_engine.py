@@ -1,0 +1,69 @@
+"""What only vLLM's engine has: limits, processes that die, an installation that may not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
+from rayloop.core.types import Sampling, TokenPrompt
+from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from tests.engines.prompts import prompt
+from tests.engines.test_contract import GREEDY, Served
+
+
+def below() -> dict[str, psutil.Process]:
+    return {"".join(process.cmdline()): process for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_dead_process_fails_what_waits_for_it(victim: str, tiny_text: Path) -> None:
+    served = Served("vllm", tiny_text, max_model_len=512)
+    served.run(served.load(served.start))
+    processes = {name: process for name, process in below().items() if name.startswith("VLLM::")}
+
+    async def test() -> None:
+        with pytest.raises(OverLongPrompt):
+            await served.engine.generate(TokenPrompt(tuple(range(20, 276)) * 2), GREEDY)
+        waiting = asyncio.create_task(served.engine.generate(prompt(tiny_text, "What"), Sampling(max_tokens=400)))
+        loading = asyncio.create_task(served.load(served.start))
+        processes[victim].kill()
+        for call in (waiting, loading):
+            with pytest.raises(WorkerLost):
+                await call
+        with pytest.raises(WorkerLost):
+            served.engine.health()
+
+    served.run(test())
+    served.close()
+    _, left = psutil.wait_procs(list(processes.values()), 10)
+    assert not left
+
+
+@pytest.mark.parametrize("found", ["0.11.0", None])
+def test_an_installation_that_does_not_fit_is_one_line(
+    found: str | None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rayloop.engines.vllm import VllmEngine
+
+    module = types.ModuleType("vllm")
+    module.__version__ = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module if found else None)
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH", "TMPDIR", "RAYLOOP_ENGINE_OWNER"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match=found or "needs vLLM") as raised:
+        VllmEngine(ModelSettings(path=str(tiny_text)), VllmEngineSettings(), str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["dtype", "logprobs_mode", "override_generation_config"])
+def test_arguments_that_are_ours_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"extra: {key}"):
+        VllmEngineSettings(extra={key: "x"})
