@@ -174,10 +174,22 @@ def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
 
 
 def worker(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
-    """Join the head, and each head that comes after it, until a signal, the end of the program or of the cluster's work."""
-    former = None
+    """Join the head, and each head that comes after it, until a signal, the end of the program or of the cluster's work.
+
+    Ray gives a node 30 s to start, which a busy machine may need more than once. Raises NodeFailed after ATTEMPTS in a row, and
+    at once when there is a program, whose run continues from its checkpoint in another attempt of the job.
+    """
+    former, failures = None, 0
     while (joined := place.wait(a.wait, former, lambda: told.first is not None)) is not None:
-        why, code = _join(a, place, joined, told)
+        try:
+            why, code = _join(a, place, joined, told)
+        except NodeFailed as error:
+            failures += 1
+            if a.program or failures == ATTEMPTS:
+                raise
+            print(f"node: {error}\nnode: trying again, {failures} of {ATTEMPTS} attempts failed", flush=True)
+            continue
+        failures = 0
         if why in (End.TOLD, End.PROGRAM):
             return code
         print(f"node: left {joined.address}: {why.value}", flush=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster import rendezvous, scheduler
+from cluster import node, rendezvous, scheduler
 from cluster.ports import NoFreePorts, block, port_range
 from cluster.rendezvous import Head, NoHead, Rendezvous
 from rayloop.core.failures import ConfigError
@@ -165,3 +167,22 @@ def test_a_wrong_range_of_ports_is_refused(text: str) -> None:
 def test_a_range_without_room_for_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="a node needs 3 ports"), block(13_000, 13_004, ["a", "b"]):
         pass
+
+
+def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = argparse.Namespace(wait=1.0, program=[])
+    monkeypatch.setattr(Rendezvous, "wait", lambda *_: "a head")
+    ends: list[Any] = [node.NodeFailed("too slow"), node.NodeFailed("too slow"), (node.End.TOLD, 0)]
+
+    def join(*_: Any) -> Any:
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(node, "_join", join)
+    assert node.worker(arguments, Rendezvous(tmp_path, "mine"), node.Told()) == 0
+    ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
+    with pytest.raises(node.NodeFailed, match="too slow"):
+        node.worker(arguments, Rendezvous(tmp_path, "mine"), node.Told())
+    assert not ends
