@@ -42,6 +42,8 @@ HEAD_SERVICES = ("port", "dashboard-port", "ray-client-server-port")
 LOG = "ray-start.log"
 """What ``ray start`` prints, in the temporary folder."""
 POLL = 0.5
+ATTEMPTS = 5
+"""Times in a row that Ray may fail on a worker."""
 START = 120.0
 """Seconds within which Ray must accept connections."""
 SILENCE = 10.0
