@@ -25,7 +25,7 @@ from recipes.digits.data import rows
 ROOT = Path(__file__).parents[2]
 TAG = "RAYLOOP_TEST_RUN"
 """Environment variable that every process of a run inherits."""
-START, END = 90.0, 150.0
+START, END = 180.0, 300.0
 """Seconds that a run may take to begin, and altogether."""
 
 
