@@ -59,7 +59,7 @@ def command(*arguments: str, before: tuple[str, ...] = (), **environment: str) -
 @contextmanager
 def listener(port: int, *, name: str = sys.executable) -> Iterator[int]:
     """A process called ``name`` that listens on ``port``; its pid."""
-    program = f"import socket; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); [s.accept() for _ in iter(int, 1)]"
+    program = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(600)"
     with subprocess.Popen([name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
