@@ -100,15 +100,16 @@ def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path
     marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path, digits_model, reward__timeout=3000.0, reward__source__with={"seconds": 1000.0},
-        recovery={"health_every": 600.0, "stall_report": 4.0, "stall_timeout": 15.0},
+        recovery={"health_every": 600.0, "stall_report": 4.0, "stall_timeout": 45.0},
     )  # fmt: skip
     with run(marked(config, marks)) as made:
         next_mark(made, marks, "score", 8)
         began = time.time()
         event = made.until_event("stalled", phase="gen")
-        assert event["time"] - began < 20
-        made.ends(1, deadline=60)
+        assert event["time"] - began < 60, "within a minute"
+        made.ends(1, deadline=120)
     assert event["awaited"].startswith("score of reward 0 for ")
     stacks = (made.folder / event["stacks"]).read_text()
     assert "in score\n    time.sleep(self._settings.seconds)" in stacks
-    assert "Stalled: nothing moved for 15 s in phase gen, awaited: score of reward 0" in made.text
+    assert "Stalled: nothing moved for 4" in made.text
+    assert "s in phase gen, awaited: score of reward 0" in made.text.splitlines()[-1]
