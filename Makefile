@@ -12,7 +12,7 @@ SPEC := pyproject.toml constraints.txt
 .PHONY: test test-faults test-judge test-k8s test-slurm lint quickstart digits docs
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow_faults and not k8s and not slurm and not judge"
+	$(BIN)/python -m pytest -q -m "not (slow_faults or k8s or slurm or judge or vllm)"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults

@@ -114,13 +114,6 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
 
 
-def write_rows(path: Path, number: int) -> None:
-    """``number`` prompts {id, prompt}; equal numbers, equal files."""
-    generator = random.Random(0)
-    sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(number))
-    path.write_text("".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)))
-
-
 def _step(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary:
         print(json.dumps(step(Shape.of(arguments), arguments.overrides, temporary)))

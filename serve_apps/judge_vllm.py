@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Mapping
 from typing import Any
+
+import ray
 
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.engines.vllm_chat import RequestRefused, VllmChat
@@ -18,7 +21,7 @@ class VllmModel(CompletionModel):
     def __init__(self, settings: VllmBackendSettings) -> None:
         about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
         super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
-        self._engine = VllmChat(settings.model, settings.engine)
+        self._engine = VllmChat(settings.model, settings.engine, _scratch())
         self._timeout = settings.timeout
 
     async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
@@ -37,3 +40,8 @@ class VllmModel(CompletionModel):
 
     async def close(self) -> None:
         self._engine.close()
+
+
+def _scratch() -> str:
+    """A new folder within Ray's own, with which it goes: a replica that is killed cannot remove anything."""
+    return tempfile.mkdtemp(prefix="judge-", dir=ray._private.worker._global_node.get_temp_dir_path())

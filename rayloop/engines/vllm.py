@@ -9,30 +9,25 @@ import asyncio
 import itertools
 import os
 import pickle
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from packaging.specifiers import SpecifierSet
 from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import ConfigError, DataFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.failures import DataFailure, OverLongPrompt, PublicationError, WorkerLost
 from rayloop.core.images import decode
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.models import TensorCache, has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
-from rayloop.engines.vllm_worker import OWNER, VllmWorker, write
-
-TESTED = SpecifierSet(">=0.32,<0.33")
-"""Releases of vLLM that the contract tests have been run with."""
-LIVENESS = 1.0
-"""Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
+from rayloop.engines.vllm_process import alive, answered, common_arguments, prepare
+from rayloop.engines.vllm_worker import write
 
 
 class VllmEngine:
@@ -40,7 +35,7 @@ class VllmEngine:
 
     def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str) -> None:
         """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it."""
-        _prepare(settings, folder)
+        prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -73,7 +68,7 @@ class VllmEngine:
         given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
         self._running += 1
         try:
-            while (output := await self._answer(self._sample(given, parameters))).finish_reason == "error":
+            while (output := await answered(self._llm, self._sample(given, parameters))).finish_reason == "error":
                 continue  # an image that vLLM had forgotten: it asks to be sent it again
         finally:
             self._running -= 1
@@ -86,30 +81,18 @@ class VllmEngine:
             output = answer.outputs[0]
         return output
 
-    async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What a call to vLLM returns. Raises WorkerLost when vLLM fails or dies, which may leave its own calls unanswered."""
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait({task}, timeout=LIVENESS))[0]:
-                self.health()
-            return task.result()
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
-        finally:
-            task.cancel()
-
     async def leave(self, cohort: str) -> None:
         """vLLM batches by itself: there are no cohorts to wait for."""
 
     async def pause(self) -> None:
         """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well."""
         self._open.clear()
-        await self._answer(self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute"))
+        await answered(
+            self._llm, self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute")
+        )
 
     async def resume(self) -> None:
-        await self._answer(self._llm.resume_generation())
+        await answered(self._llm, self._llm.resume_generation())
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -119,19 +102,18 @@ class VllmEngine:
         """
         self._version = None
         with _memory() as (file, path):
-            await self._answer(self._llm.collective_rpc("forget_names"))
+            await answered(self._llm, self._llm.collective_rpc("forget_names"))
             await asyncio.to_thread(write, file, manifest, tensors)
             arguments = (path, pickle.dumps(manifest))
-            faults = await self._answer(self._llm.collective_rpc("take_published", args=arguments))
-            await self._answer(self._llm.reset_encoder_cache())
+            faults = await answered(self._llm, self._llm.collective_rpc("take_published", args=arguments))
+            await answered(self._llm, self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
             raise PublicationError(fault)
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""
-        if self._llm.errored:
-            raise WorkerLost("vLLM's engine process has died")
+        alive(self._llm)
         return EngineHealth(self._version, self._running, 0)
 
     def close(self) -> None:
@@ -174,46 +156,16 @@ class VllmEngine:
         return Image.fromarray(pixels.numpy())
 
 
-def _prepare(settings: VllmEngineSettings, folder: str) -> None:
-    """The environment that vLLM and its processes read. Raises ConfigError when vLLM is missing or of an untested version."""
-    if settings.enforce_eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ |= {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": folder,
-        "TMPDIR": folder,
-        OWNER: str(os.getpid()),
-    }
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    try:
-        from vllm import __version__ as found
-    except ImportError as error:
-        raise ConfigError(f"rollout.engine.kind: vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
-    if found not in TESTED:
-        raise ConfigError(f"rollout.engine.kind: vllm: vLLM {found} is installed, {TESTED} is tested. Install rayloop[gpu]")
-
-
 def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
-    arguments = {
-        "model": model.path,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "max_model_len": settings.max_model_len,
-        "gpu_memory_utilization": settings.memory_fraction,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "max_num_seqs": settings.max_sequences,
-        "enforce_eager": settings.enforce_eager,
+    arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
-        "disable_log_stats": True,
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if vision:
-        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}}
+        arguments["mm_processor_kwargs"] = {
+            "size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
+        }
         arguments["limit_mm_per_prompt"] = {"video": 0}
     return arguments | settings.extra
 

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from rayloop.core.failures import WorkerLost
 from rayloop.engines.settings import VllmEngineSettings
-from rayloop.engines.vllm import _alive, _prepare
-from rayloop.engines.vllm_worker import VllmWorker
+from rayloop.engines.vllm_process import alive, answered, common_arguments, prepare
 
 
 class RequestRefused(ValueError):
@@ -25,8 +24,9 @@ class RequestRefused(ValueError):
 class VllmChat:
     """Loads the model when it is made, which takes minutes for a large one."""
 
-    def __init__(self, model: str, settings: VllmEngineSettings) -> None:
-        _prepare(settings)
+    def __init__(self, model: str, settings: VllmEngineSettings, folder: str) -> None:
+        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it."""
+        prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -41,21 +41,22 @@ class VllmChat:
         ids = await asyncio.to_thread(self._tokens, body["messages"])
         if len(ids) >= self._limit:
             raise RequestRefused(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
-        with _alive():
-            try:
-                parameters = _parameters(body, self._limit - len(ids))
-                async for answer in self._llm.generate({"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"):
-                    output = answer.outputs[0]
-            except ValueError as error:
-                raise RequestRefused(str(error)) from error
+        try:
+            output = await answered(self._llm, self._sample(ids, _parameters(body, self._limit - len(ids))))
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
         return self._answer(ids, output)
 
+    async def _sample(self, ids: Sequence[int], parameters: Any) -> Any:
+        async for answer in self._llm.generate({"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"):
+            output = answer.outputs[0]
+        return output
+
     def alive(self) -> None:
         """Raises WorkerLost when vLLM's processes are gone."""
-        if self._llm.errored:
-            raise WorkerLost("vLLM's engine process has died")
+        alive(self._llm)
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -75,7 +76,14 @@ class VllmChat:
             "finish_reason": output.finish_reason,
             "logprobs": {"content": _logprobs(output)} if output.logprobs else None,
         }
-        return {"id": "chat", "object": "chat.completion", "created": 0, "model": self._name, "choices": [choice], "usage": usage}
+        return {
+            "id": "chat",
+            "object": "chat.completion",
+            "created": 0,
+            "model": self._name,
+            "choices": [choice],
+            "usage": usage,
+        }
 
 
 def _text(content: Any) -> str:
@@ -90,19 +98,7 @@ def _text(content: Any) -> str:
 def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``."""
     return {
-        "model": model,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "max_model_len": settings.max_model_len,
-        "gpu_memory_utilization": settings.memory_fraction,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "max_num_seqs": settings.max_sequences,
-        "enforce_eager": settings.enforce_eager,
-        "enable_prefix_caching": True,
-        "trust_remote_code": False,
-        "generation_config": "vllm",
-        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
-        "disable_log_stats": True,
+        **common_arguments(model, settings),
         # Blanks between the tokens of a JSON object would be spent from a verdict's max_tokens.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         **settings.extra,
@@ -141,5 +137,7 @@ def _logprobs(output: Any) -> list[dict[str, Any]]:
     found = []
     for token, options in zip(output.token_ids, output.logprobs, strict=True):
         top = [{"token": option.decoded_token or "", "logprob": option.logprob} for option in options.values()]
-        found.append({"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top})
+        found.append(
+            {"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top}
+        )
     return found

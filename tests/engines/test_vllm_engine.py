@@ -21,10 +21,15 @@ def below() -> dict[str, psutil.Process]:
     return {"".join(process.cmdline()): process for process in psutil.Process().children(recursive=True)}
 
 
+async def until_unhealthy(served: Served) -> None:
+    while served.engine.health():
+        await asyncio.sleep(0.1)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
-def test_a_dead_process_fails_what_waits_for_it(victim: str, tiny_text: Path) -> None:
+def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
+    """The death of the engine process is in tests/cluster/test_vllm_runs.py."""
     served = Served("vllm", tiny_text, max_model_len=512)
     served.run(served.load(served.start))
     processes = {name: process for name, process in below().items() if name.startswith("VLLM::")}
@@ -34,12 +39,12 @@ def test_a_dead_process_fails_what_waits_for_it(victim: str, tiny_text: Path) ->
             await served.engine.generate(TokenPrompt(tuple(range(20, 276)) * 2), GREEDY)
         waiting = asyncio.create_task(served.engine.generate(prompt(tiny_text, "What"), Sampling(max_tokens=400)))
         loading = asyncio.create_task(served.load(served.start))
-        processes[victim].kill()
+        processes["VLLM::Worker"].kill()
         for call in (waiting, loading):
             with pytest.raises(WorkerLost):
                 await call
         with pytest.raises(WorkerLost):
-            served.engine.health()
+            await until_unhealthy(served)
 
     served.run(test())
     served.close()

@@ -16,7 +16,7 @@ import yaml
 from actors.reward import RewardActor
 from actors.settings import RewardSettings
 from judge.api import JudgeVerdict
-from judge.calibrate import DriftWatch, Gate, by_source, calibrate, calibration, drift_subset, failures, score
+from judge.calibrate import DriftWatch, Gate, calibrate, calibration, drift_subset, failures, score
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import RuleBackend
 from judge.reward import JudgeReward
@@ -258,10 +258,10 @@ def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
     assert failures(found, Gate())
     assert not failures(found, Gate(min_accuracy=0.8))
     page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
-    assert f"asks {len(items)} labelled answers" in page
-    for one in by_source(items, answers):
-        figures = (one.accuracy, one.kappa, one.false_positives, one.false_negatives, one.attack_rate)
-        assert f"| {one.name} | {one.count} | {' | '.join(f'{figure:.3f}' for figure in figures)} |" in page
+    attacks = sum(one.attack for one in items)
+    assert f"{len(items)} labelled answers, {attacks} of them attacks" in page
+    assert f"accuracy {found.accuracy:.3f}, kappa {found.kappa:.3f}, no attack succeeds" in page
+    assert f"{found.false_negatives:.0%}".replace("%", " %") in page
 
 
 def test_the_page_shows_a_configuration_that_loads() -> None:

@@ -1,0 +1,88 @@
+"""What every use of vLLM needs: its environment, the arguments of any engine, and calls that notice when its processes die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from rayloop.core.failures import ConfigError, WorkerLost
+from rayloop.engines.settings import VllmEngineSettings
+from rayloop.engines.vllm_worker import OWNER, VllmWorker
+
+TESTED = SpecifierSet(">=0.28,<0.33")
+"""Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
+same calls and arguments by its source, and has not been run."""
+LIVENESS = 1.0
+"""Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
+
+
+def prepare(settings: VllmEngineSettings, folder: str) -> None:
+    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``.
+
+    Raises ConfigError when vLLM is missing or of an untested version.
+    """
+    if settings.enforce_eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ |= {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        OWNER: str(os.getpid()),
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import __version__ as found
+    except ImportError as error:
+        raise ConfigError(f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
+    if found not in TESTED:
+        raise ConfigError(f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install rayloop[gpu]")
+
+
+def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``, before ``settings.extra``."""
+    return {
+        "model": model,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "max_num_seqs": settings.max_sequences,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
+        "disable_log_stats": True,
+    }
+
+
+async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
+    """What a call to vLLM returns. Raises WorkerLost when vLLM fails or dies, which may leave its own calls unanswered."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=LIVENESS))[0]:
+            alive(llm)
+        return task.result()
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # a bare one comes from vLLM's engine process
+            raise
+        raise WorkerLost(f"vLLM failed: {error}") from error
+    finally:
+        task.cancel()
+
+
+def alive(llm: Any) -> None:
+    """Raises WorkerLost when vLLM's processes are gone."""
+    if llm.errored:
+        raise WorkerLost("vLLM's engine process has died")
