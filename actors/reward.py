@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.base import Actor
 from actors.settings import RewardSettings
-from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure, RewardLost
+from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, InfrastructureFailure, RewardLost
 from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.runfolder import RolloutRecord, rollout_record
@@ -43,7 +43,7 @@ class RewardActor(Actor):
 
         A grader that raises is asked once more. When the same input makes it raise again, the policy's text broke it:
         the failing value, flagged ``grader_error``. Failures of network, disk or memory leave the trajectory unscored.
-        Raises only RewardLost, with which a source ends the run.
+        Raises only RewardLost and ConfigError, with which a source ends the run.
         """
         self._scoring += 1
         try:
@@ -67,7 +67,7 @@ class RewardActor(Actor):
                 return Unscored(UnscoredKind.TIMEOUT, f"{self._settings.source.use}: {error}")
             except DataFailure as error:
                 return Unscored(UnscoredKind.BAD_DATA, str(error))
-            except RewardLost:
+            except (RewardLost, ConfigError):
                 raise
             except Exception as error:
                 logger.warning("the grader failed on trajectory %s of %s", trajectory.id, task.id, exc_info=error)

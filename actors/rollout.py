@@ -20,7 +20,8 @@ def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str
         case "vllm":
             from rayloop.engines.vllm import VllmEngine
 
-            return VllmEngine(model, settings, scratch())
+            name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+            return VllmEngine(model, settings, scratch(), name)
         case "sglang":
             from rayloop.engines.sglang import SglangEngine
 

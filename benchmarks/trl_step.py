@@ -75,7 +75,7 @@ def trainer(shape: argparse.Namespace, output: str) -> Timed:
         beta=0.0,
         temperature=1.0,
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=shape.dtype == "bfloat16",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
@@ -124,6 +124,7 @@ def main() -> None:
     for name in ("prompts", "group", "completion", "steps", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="master weights stay float32")
     shape = parser.parse_args()
     ends = Ends()
     with tempfile.TemporaryDirectory() as output:

@@ -175,11 +175,13 @@ class Driver(Actor):
         await self.production.run(self.player, self.finish, lambda: (self.step, self.version))
 
     async def supervise(self) -> None:
-        """Notice actors that died while nobody was calling them."""
+        """Notice actors that died while nobody was calling them, and engines that have too much to do."""
         while True:
             await asyncio.sleep(self.config.recovery.health_every)
             for pool in self.services.pools:
-                await pool.check()
+                health = await pool.check()
+                if pool is self.services.rollout:
+                    self.player.admission.observe(health)
 
     @timed("gen")
     async def collect(self) -> tuple[Group, ...]:
@@ -237,7 +239,7 @@ class Driver(Actor):
         sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts])
         self.reporter.step(
-            self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.reissued
+            self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.metrics()
         )
         self.timings.clear()
 

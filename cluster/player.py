@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from actors.lease import Lease
+from cluster.admission import Admission
 from cluster.config import RunConfig
 from cluster.pool import brief, cause, is_lost
 from cluster.services import Services
@@ -45,8 +46,12 @@ class Player:
     ) -> None:
         self.config, self.services = config, services
         self.reissued = 0
+        self.admission = Admission()
         self._driver, self._event, self._bad_data = driver, on_event, on_bad_data
         self._engines: dict[str, int] = {}
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
     async def play(self, request: PlayRequest, step: int) -> Member:
         """Play and score. ``step`` is the step that the trajectory is meant for."""
@@ -61,7 +66,8 @@ class Player:
         failed = PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played"))
         for attempt in range(self.config.environment.attempts):
             self.reissued += attempt > 0
-            result = await self._play_once(dataclasses.replace(request, attempt=attempt))
+            async with self.admission.room():
+                result = await self._play_once(dataclasses.replace(request, attempt=attempt))
             if not isinstance(result, PlayFailed):
                 return result
             failed = result

@@ -182,30 +182,33 @@ class Pool:
                 self.release(lease.worker)
         raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
 
-    async def everywhere(self, method: str, *args: Any, deadline: float) -> None:
+    async def everywhere(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
 
-        Returns, or raises the first failure, when all have answered.
+        Returns the answers, or raises the first failure, when all have ended.
         """
 
-        async def one(worker: Worker) -> None:
+        async def one(worker: Worker) -> Any:
             try:
                 answer, what = getattr(worker.handle, method).remote(*args), f"{method} of {self.role} {worker.slot}"
-                await within(deadline, answer, what, worker.handle, counts=method != "health")
+                return await within(deadline, answer, what, worker.handle, counts=method != "health")
             except Exception as error:
                 if not is_lost(error):
                     raise
                 self.lost(worker.serial, error)
 
         ends = await asyncio.gather(*map(one, list(self.workers.values())), return_exceptions=True)
-        for failure in filter(None, ends):
-            raise failure
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [end for end in ends if end is not None]
 
-    async def check(self) -> None:
-        """Ask every worker whether it lives; replaces those that do not answer. Raises the failure of a replacement."""
-        await self.everywhere("health", deadline=self.settings.health_timeout)
+    async def check(self) -> list[Any]:
+        """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
+        answers = await self.everywhere("health", deadline=self.settings.health_timeout)
         if self._failure is not None:
             raise self._failure
+        return answers
 
     def stop(self) -> None:
         """End all workers and replacements under way."""

@@ -69,7 +69,7 @@ class Reporter:
 
     def step(
         self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
-        ledger: Mapping[str, int], timings: Mapping[str, float], reissued: int,
+        ledger: Mapping[str, int], timings: Mapping[str, float], playing: Mapping[str, float],
     ) -> dict[str, float]:  # fmt: skip
         """Write one record to metrics.jsonl, hand it to the other loggers, and forget what was collected for it."""
         self._step = step
@@ -83,7 +83,7 @@ class Reporter:
             "timing_s/step": seconds,
             "perf/trajectories_per_second": sum(len(g.members) for g in production.finished) / max(seconds, 1e-9),
             "rollout/acceptance": production.acceptance.value,
-            "rollout/reissued": float(reissued),
+            **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
         self.folder.metrics.append({**record, "step": step})

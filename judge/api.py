@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 MAX_ITEMS = 256
 """The most items that a request may hold by its schema. A server may set a lower limit."""
+MAX_IMAGES = 8
+"""Of one item."""
 
 
 class Wire(BaseModel):
@@ -29,7 +31,7 @@ class JudgeItem(Wire):
     """The name of a file in judge/rubrics."""
     source: str = Field("", max_length=128)
     """The data source: chooses the rubric's examples."""
-    images: tuple[Annotated[str, Field(max_length=1024)], ...] = Field((), max_length=8)
+    images: tuple[Annotated[str, Field(max_length=1024)], ...] = Field((), max_length=MAX_IMAGES)
     """Image files below the server's configured roots, for rubrics that look at them. Never fetched from a URL."""
     fresh: bool = False
     """Ask the model itself: neither rules nor caches answer (canaries, drift checks)."""
@@ -90,8 +92,9 @@ class JudgeUnscored(Wire):
     backend: BackendLabel | None = None
 
 
-JudgeResult = Annotated[JudgeVerdict | JudgeUnscored, Field(discriminator="outcome")]
-RESULT: TypeAdapter[JudgeVerdict | JudgeUnscored] = TypeAdapter(JudgeResult)
+Result = JudgeVerdict | JudgeUnscored
+JudgeResult = Annotated[Result, Field(discriminator="outcome")]
+RESULT: TypeAdapter[Result] = TypeAdapter(JudgeResult)
 """Validates one result of a response by itself, so that a bad one does not spoil the others."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict
+from judge.api import BackendLabel, JudgeItem, Result
 
 
 class Backend(Protocol):
@@ -18,8 +18,8 @@ class Backend(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
-        """One result for each item, in order. Never raises for what an item contains; may be called concurrently.
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
+        """One result for each item, in order; their rubrics exist. Never raises for what else an item contains.
 
         Raises ``rayloop.core.failures.InfrastructureFailure`` when nothing can be judged now.
         """
@@ -47,6 +47,7 @@ class ChatModel(Protocol):
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
         """Answer chat messages (OpenAI's form), the output constrained to the JSON schema.
 
-        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long.
+        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long, and DataFailure when
+        it refuses these messages (too long for it, an image that it cannot read).
         """
         ...

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
 from judge.metrics import BREAKER
-from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.failures import RayloopError
+
+logger = logging.getLogger(__name__)
 
 
 class State(IntEnum):
@@ -20,7 +23,7 @@ class State(IntEnum):
 class Breaker:
     """Opens after ``failures`` in a row; then ``probe`` is awaited every ``interval`` seconds until it does not raise.
 
-    ``probe`` raises InfrastructureFailure when the other side is not well; ``on_failure`` is told.
+    ``probe`` raises RayloopError when the other side is not well; ``on_failure`` is told.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class Breaker:
     def succeeded(self) -> None:
         self._row = 0
 
-    def failed(self) -> None:
+    def failed(self, error: Exception) -> None:
         self._row += 1
         if self._row >= self.failures and self.state is State.CLOSED:
+            logger.warning("the judge is asked nothing more until its canary is judged right: %s", error)
             self._closed.clear()
             self._enter(State.OPEN)
             self._probing = asyncio.create_task(self._until_well())
@@ -60,7 +64,7 @@ class Breaker:
             self._enter(State.HALF_OPEN)
             try:
                 await self._probe()
-            except InfrastructureFailure as error:
+            except RayloopError as error:
                 self._on_failure(error)
                 self._enter(State.OPEN)
             else:
@@ -68,6 +72,7 @@ class Breaker:
         self._row = 0
         self._enter(State.CLOSED)
         self._closed.set()
+        logger.warning("the judge is well again")
 
     def _enter(self, state: State) -> None:
         self.state = state

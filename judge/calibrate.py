@@ -7,19 +7,17 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 from pydantic import Field
 
-from judge.api import JudgeUnscored, JudgeVerdict, VerdictKind
+from judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from judge.client import JudgeClient
-from judge.labelled import Labelled, read_labelled
+from judge.labelled import Labelled, calibration
 from judge.metrics import DRIFT
 from rayloop.core.config import Settings
 
 logger = logging.getLogger(__name__)
 
-Answer = JudgeVerdict | JudgeUnscored
 ATTACKS = ("empty", "opener", "injection", "gaming")
 
 
@@ -66,11 +64,6 @@ HEADER = (
 )
 
 
-def calibration() -> list[Labelled]:
-    """The whole set (judge/calibration.jsonl), written for this project."""
-    return read_labelled(resources.files("judge").joinpath("calibration.jsonl").read_text(), "calibration.jsonl")
-
-
 def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled]:
     """The first ``per_group`` items of each data source with each label, and of each kind of attack: a quick check."""
     taken: dict[tuple[str, str], int] = {}
@@ -83,13 +76,13 @@ def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled
     return chosen
 
 
-async def measure(client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False) -> list[Answer]:
+async def measure(client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False) -> list[Result]:
     """What the judge says to each item, within ``patience`` seconds. ``fresh``: neither rules nor caches answer."""
     asked = [one.item.model_copy(update={"fresh": fresh}) for one in items]
     return list(await asyncio.gather(*(client.judge(item, patience) for item in asked)))
 
 
-def score(name: str, items: Sequence[Labelled], answers: Sequence[Answer]) -> Score:
+def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Score:
     """Compare labels and verdicts. Kappa is Cohen's (1960): (observed - expected) / (1 - expected) agreement."""
     pairs = [
         (one, answer.verdict) for one, answer in zip(items, answers, strict=True) if isinstance(answer, JudgeVerdict)
@@ -108,7 +101,7 @@ def score(name: str, items: Sequence[Labelled], answers: Sequence[Answer]) -> Sc
     )  # fmt: skip
 
 
-def by_source(items: Sequence[Labelled], answers: Sequence[Answer]) -> list[Score]:
+def by_source(items: Sequence[Labelled], answers: Sequence[Result]) -> list[Score]:
     """One score for each data source, and one for all."""
     pairs = list(zip(items, answers, strict=True))
     found = []
@@ -157,22 +150,23 @@ class DriftWatch:
     def __init__(self, client: JudgeClient, tolerance: float, patience: float) -> None:
         self.client, self.tolerance, self.patience = client, tolerance, patience
         self.items = drift_subset(calibration())
-        self.first: list[VerdictKind | None] | None = None
+        self.first: dict[str, VerdictKind] = {}
 
     async def check(self) -> float | None:
-        """The share of verdicts that differ from the first time, None at the first time. Warns beyond the tolerance."""
+        """The share of verdicts that differ from an item's first; None when none was judged before. Warns beyond the tolerance."""
         answers = await measure(self.client, self.items, self.patience, fresh=True)
-        now = [answer.verdict if isinstance(answer, JudgeVerdict) else None for answer in answers]
-        if self.first is None:
-            self.first = now
+        pairs = zip(self.items, answers, strict=True)
+        now = {one.id: answer.verdict for one, answer in pairs if isinstance(answer, JudgeVerdict)}
+        differ = [verdict != self.first[key] for key, verdict in now.items() if key in self.first]
+        self.first = now | self.first
+        if not differ:
             return None
-        pairs = [(a, b) for a, b in zip(self.first, now, strict=True) if a is not None and b is not None]
-        changed = _share([a != b for a, b in pairs])
+        changed = _share(differ)
         DRIFT.set(changed)
         if changed > self.tolerance:
             logger.warning(
                 "the judge at %s drifts: %.0f %% of %d verdicts differ from those at the start (%s)",
-                self.client.transport.url, 100 * changed, len(pairs), self.client.fingerprint,
+                self.client.transport.url, 100 * changed, len(differ), self.client.fingerprint,
             )  # fmt: skip
         return changed
 

@@ -12,17 +12,16 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 
 from pydantic import Field, ValidationError
 
-from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict
+from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.breaker import Breaker, State
 from judge.cache import VerdictCache, cache_key
 from judge.discovery import Find
-from judge.labelled import Labelled, read_labelled
+from judge.labelled import canary
 from judge.metrics import CACHE_HITS, CANARY, CHANGES, RETRIES, VERDICTS, WAITING
-from judge.transport import Limits, Refused, Result, Transient, Transport
+from judge.transport import Limits, Refused, Transient, Transport
 from rayloop.core.config import local_path
 from rayloop.core.failures import InfrastructureFailure
 
@@ -79,9 +78,10 @@ class JudgeClient:
 
     async def judge(self, item: JudgeItem, patience: float) -> Result:
         """The verdict, or after ``patience`` seconds why there is none. Raises ConfigError for an unusable key file only."""
+        deadline = asyncio.get_running_loop().time() + patience
         await self._introduce(patience)
         if item.fresh:
-            return await self._wait(self._ask(item), patience)
+            return await self._wait(self._ask(item), deadline)
         if (known := self.cache.get(cache_key(item, self.fingerprint))) is not None:
             CACHE_HITS.labels("known").inc()
             return known
@@ -89,10 +89,10 @@ class JudgeClient:
         question = self._questions.get(key)
         if question is not None:
             CACHE_HITS.labels("in_flight").inc()
-            return await self._wait(question, patience)
+            return await self._wait(question, deadline)
         question = self._questions[key] = self._ask(item)
         question.future.add_done_callback(lambda _: self._questions.pop(key, None))
-        return await self._wait(question, patience)
+        return await self._wait(question, deadline)
 
     async def check(self) -> None:
         """Ask the canary: a few items whose verdicts are known. Raises InfrastructureFailure unless all are right."""
@@ -152,11 +152,12 @@ class JudgeClient:
             self._senders.add(asyncio.create_task(self._send_all()))
         return question
 
-    async def _wait(self, question: _Question, patience: float) -> Result:
+    async def _wait(self, question: _Question, deadline: float) -> Result:
         question.waiters += 1
         WAITING.set(len(self._questions))
         try:
-            done, _ = await asyncio.wait({question.future}, timeout=patience)
+            left = max(deadline - asyncio.get_running_loop().time(), 0.0)
+            done, _ = await asyncio.wait({question.future}, timeout=left)
             return question.future.result() if done else self._none()
         finally:
             question.waiters -= 1
@@ -210,7 +211,7 @@ class JudgeClient:
             self._note(failure)
             RETRIES.labels(failure.reason).inc()
             if len(again) == len(batch):
-                self.breaker.failed()
+                self.breaker.failed(failure)
             pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
             await asyncio.sleep(max(failure.retry_after, pause * random.uniform(0.5, 1.0)))
             tries += 1
@@ -272,11 +273,6 @@ class JudgeClient:
 
     def _note(self, error: Exception) -> None:
         self.last_error = error
-
-
-def canary() -> list[Labelled]:
-    """Items whose verdicts a judge that is well knows: right and wrong ones (judge/canary.jsonl)."""
-    return read_labelled(resources.files("judge").joinpath("canary.jsonl").read_text())
 
 
 def _open(questions: Sequence[_Question]) -> list[_Question]:

@@ -15,14 +15,13 @@ from judge.api import (
     JudgeUnscored,
     JudgeVerdict,
     NoVerdict,
+    Result,
     VerdictKind,
 )
 from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
 from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
-
-Result = JudgeVerdict | JudgeUnscored
 
 
 def fingerprint(label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None) -> str:
@@ -51,10 +50,7 @@ class RuleBackend:
         return ()
 
     def _one(self, item: JudgeItem) -> Result:
-        rubric = self.rubrics.get(item.rubric)
-        if rubric is None:
-            return unknown_rubric(item, self.rubrics, self.fingerprint, self.label)
-        decision = decide(rubric, item)
+        decision = decide(self.rubrics[item.rubric], item)
         if decision.correct is None:
             decision = rules.Decision(False, "none", "no rule decides this; a model would have to")
         return as_verdict(decision, self.fingerprint, self.label)
@@ -81,9 +77,7 @@ class Grader:
         return ()
 
     async def _one(self, item: JudgeItem) -> Result:
-        rubric = self.rubrics.get(item.rubric)
-        if rubric is None:
-            return unknown_rubric(item, self.rubrics, self.fingerprint, self.label)
+        rubric = self.rubrics[item.rubric]
         if item.fresh:
             return await self._ask(rubric, item)
         decision = decide(rubric, item)
@@ -142,7 +136,3 @@ def as_verdict(decision: rules.Decision, fingerprint: str, label: BackendLabel) 
         fingerprint=fingerprint, backend=label, decided_by="rules",
     )  # fmt: skip
 
-
-def unknown_rubric(item: JudgeItem, rubrics: Mapping[str, Rubric], fingerprint: str, label: BackendLabel) -> JudgeUnscored:
-    reason = f"unknown rubric {item.rubric!r}; there are {', '.join(sorted(rubrics))}"
-    return JudgeUnscored(kind=NoVerdict.INVALID, reason=reason, fingerprint=fingerprint, backend=label)

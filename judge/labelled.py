@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
 from pydantic import ValidationError
 
@@ -24,6 +25,20 @@ class Labelled(Wire):
     def family(self) -> str:
         """The group of data sources, which begins the id."""
         return self.id.rpartition("-")[0]
+
+
+def calibration() -> list[Labelled]:
+    """The whole set (judge/calibration.jsonl), written for this project."""
+    return _shipped("calibration.jsonl")
+
+
+def canary() -> list[Labelled]:
+    """A few items, right and wrong ones, whose verdict nobody doubts, and which are put to the model itself."""
+    return _shipped("canary.jsonl")
+
+
+def _shipped(name: str) -> list[Labelled]:
+    return read_labelled(resources.files("judge").joinpath(name).read_text(), name)
 
 
 def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:

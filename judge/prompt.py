@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import mimetypes
 import re
 import secrets
 import unicodedata
@@ -15,7 +14,7 @@ from typing import Any
 from judge.api import JudgeItem
 from judge.rubric import Example, Rubric
 from judge.verdict import SCORES
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import InfrastructureFailure
 
 _SPECIAL = re.compile(
     r"<[|｜][^<>]{0,64}?[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>
@@ -24,6 +23,8 @@ _SPECIAL = re.compile(
     re.IGNORECASE,
 )
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
+IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+"""File suffix -> kind of the images that a model is shown."""
 
 
 def sanitise(text: str, limit: int) -> str:
@@ -52,7 +53,7 @@ def schema(rubric: Rubric) -> dict[str, Any]:
 def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
     """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given.
 
-    Raises DataFailure for an image that cannot be read. Whether it may be is the server's to check.
+    Raises InfrastructureFailure for an image that cannot be read. Whether it is one, and may be, the server has checked.
     """
     form = '{"reason": "...", "verdict": "correct"}' if rubric.kind == "binary" else '{"reason": "...", "score": 0.5}'
     task = f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"
@@ -83,11 +84,8 @@ def _reply(example: Example) -> str:
 
 def _image(path: str) -> Mapping[str, Any]:
     """The file itself, so that nobody fetches anything."""
-    kind = mimetypes.guess_type(path)[0] or ""
     try:
         data = base64.b64encode(Path(path).read_bytes()).decode()
     except OSError as error:
-        raise DataFailure(path, f"the image cannot be read: {error.strerror}") from error
-    if kind not in ("image/png", "image/jpeg", "image/webp"):
-        raise DataFailure(path, "no PNG, JPEG or WebP file by its name")
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        raise InfrastructureFailure(f"{path}: the image cannot be read: {error.strerror}") from error
+    return {"type": "image_url", "image_url": {"url": f"data:image/{IMAGES[Path(path).suffix.lower()]};base64,{data}"}}

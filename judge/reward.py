@@ -13,17 +13,18 @@ from pydantic import Field
 
 from judge import rules
 from judge.answers import How, extract
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.api import MAX_IMAGES, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from judge.calibrate import DriftWatch
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import decide
 from judge.metrics import EXCLUDED
 from judge.prompt import sanitise
-from judge.rubric import load_rubrics
+from judge.rubric import FOLDER, load_rubrics
 from rayloop.core.config import Settings as _Settings
+from rayloop.core.config import local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RewardLost
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import ImageSource, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,18 @@ class JudgeReward:
     class Settings(_Settings):
         judge: ClientSettings = ClientSettings()
         rubric: str = "equivalence"
-        """The name of a file in judge/rubrics."""
+        """The name of a file in ``rubrics``. One with ``sees_images`` is sent the paths of the task's images."""
+        rubrics: str = ""
+        """A folder in place of judge/rubrics; the judge's own setting of this name must hold the same files."""
         answer: How = "tagged_box"
         """Where the answer is: a box in an answer block, the block, a box, the last line, or the whole text."""
         rules_first: bool = True
         """Let rules decide here what they can (exact, option, number, set): the judge is asked only the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
-        """No verdict: wait until ``reward.timeout`` and then end the run; or after ``patience`` exclude it, or end the run."""
+        """No verdict: wait for nine tenths of ``reward.timeout`` and then end the run; or after ``patience`` exclude the
+        trajectory, or end the run."""
         patience: float = Field(60.0, gt=0)
-        """Seconds that ``exclude`` and ``stop`` wait for a verdict."""
+        """Seconds that ``exclude`` and ``stop`` wait for a verdict; at most nine tenths of ``reward.timeout``."""
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
         """Of the last ``window`` trajectories; when more are excluded the run ends."""
         window: int = Field(256, ge=1)
@@ -69,9 +73,10 @@ class JudgeReward:
 
     def __init__(self, settings: JudgeReward.Settings) -> None:
         self.settings = settings
-        rubrics = load_rubrics()
+        folder = local_path(settings.rubrics) if settings.rubrics else FOLDER
+        rubrics = load_rubrics(folder)
         if settings.rubric not in rubrics:
-            raise ConfigError(f"rubric: {settings.rubric!r} is not in judge/rubrics, which holds {', '.join(rubrics)}")
+            raise ConfigError(f"rubric: {settings.rubric!r} is not in {folder}, which holds {', '.join(rubrics)}")
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
         self.client = JudgeClient(settings.judge)
@@ -82,17 +87,25 @@ class JudgeReward:
         self._checking: asyncio.Task[float | None] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises RewardLost when the policy is to end the run, DataFailure for a task without question or reference."""
+        """Raises RewardLost when the policy is to end the run, ConfigError for an unusable key file, DataFailure for a task
+        without question or reference, or whose images are no files.
+        """
         answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
         if answer is None:
             return Scored(0.0, {"correct": 0.0}, ("unparsable",))
-        return await self.grade(question(task), reference(task), answer, task.source, context.timeout)
+        shown = images(task) if self._rubric.sees_images else ()
+        return await self.grade(question(task), reference(task), answer, task.source, context.timeout, shown)
 
-    async def grade(self, question: str, reference: str, answer: str, source: str, timeout: float) -> Outcome:
-        """The outcome of one answer, within ``timeout`` seconds. For rewards that are made of a verdict and more."""
+    async def grade(
+        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...] = ()
+    ) -> Outcome:
+        """The outcome of one answer, within ``timeout`` seconds. For rewards that are made of a verdict and more.
+
+        ``images``: absolute paths, for a rubric that sees them. Raises RewardLost, ConfigError.
+        """
         item = JudgeItem(
-            question=question[:32_768], reference=reference[:8_192], answer=sanitise(answer, 32_768),
-            rubric=self._rubric.name, source=source[:128],
+            question=sanitise(question, 32_768), reference=sanitise(reference, 8_192), answer=sanitise(answer, 32_768),
+            rubric=self._rubric.name, source=source[:128], images=images,
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
             return self._scored(float(bool(known.correct)), by_model=0.0)
@@ -111,7 +124,7 @@ class JudgeReward:
         policy = self.settings.on_unavailable
         raise RewardLost(f"the judge gave no verdict (on_unavailable: {policy}, {patience:.0f} s): {result.reason}")
 
-    async def _ask(self, item: JudgeItem, deadline: float) -> JudgeVerdict | JudgeUnscored:
+    async def _ask(self, item: JudgeItem, deadline: float) -> Result:
         """Twice when the reply is no verdict. That is the answer's doing only while the canary is judged right."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
@@ -169,6 +182,16 @@ def reference(task: Task) -> str:
     """The right answer as text. Raises DataFailure when the task has none."""
     truth = task.ground_truth
     text = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
-    if not text.strip():
+    if not sanitise(text, 8_192):
         raise DataFailure(task.id, "the task has no ground truth, so the judge has no reference")
     return text.strip()
+
+
+def images(task: Task) -> tuple[str, ...]:
+    """Absolute paths of the task's images. Raises DataFailure when there are too many, or one has no file."""
+    found = [part.path for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+    paths = tuple(str(local_path(path)) for path in found if path is not None)
+    if len(paths) < len(found) or len(found) > MAX_IMAGES:
+        what = f"{len(found)} images, {len(paths)} of them with a path"
+        raise DataFailure(task.id, f"{what}: a rubric that sees them is sent paths, of at most {MAX_IMAGES}")
+    return paths

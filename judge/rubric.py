@@ -33,7 +33,8 @@ class Example(Settings):
 class Rubric(Settings):
     """``binary``: correct or incorrect; ``scored``: one of SCORES."""
 
-    name: str
+    name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
+    """That of the file."""
     version: int = Field(ge=1)
     """Raise it with every change of meaning."""
     kind: Literal["binary", "scored"]

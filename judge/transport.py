@@ -12,16 +12,17 @@ from typing import Any
 import httpx
 from pydantic import Field, ValidationError
 
-from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
 from judge.discovery import Address, Find, read_key
 from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
 from rayloop.core.config import Component
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.failures import InfrastructureFailure
 
-Result = JudgeVerdict | JudgeUnscored
 LONGEST_WAIT = 60.0
 """Seconds of ``Retry-After`` that are believed."""
+PASSING = (404, 408, 425, 429)
+"""Statuses below 500 that pass. 404 is what Ray Serve answers while the application is not there yet."""
 
 
 class Limits(_Settings):
@@ -53,7 +54,7 @@ class Refused(InfrastructureFailure):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, f"refused_{status}"
 
 
 class Transport:
@@ -78,12 +79,9 @@ class Transport:
             try:
                 body = await self._request("POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json())
                 results = _results(body, len(items), self.url)
-            except Transient as error:
+            except (Transient, Refused) as error:
                 REQUESTS.labels(error.reason).inc()
-                self._address = None  # it may have moved
-                raise
-            except Refused as error:
-                REQUESTS.labels(f"refused_{error.status}").inc()
+                self._address = None  # it may have moved, or have another key
                 raise
         REQUESTS.labels("ok").inc()
         LATENCY.observe(time.perf_counter() - began)
@@ -110,7 +108,7 @@ class Transport:
         if response.is_success:
             return response.content
         message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:200]}"
-        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+        if response.status_code in PASSING or response.status_code >= 500:
             raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
         raise Refused(response.status_code, message)
 

@@ -21,6 +21,7 @@ from judge.discovery import read_key
 from judge.grader import Grader, RuleBackend
 from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.core.config import local_path
+from rayloop.core.failures import ConfigError
 from serve_apps.judge_http import web
 from serve_apps.judge_openai import OpenAIModel
 from serve_apps.judge_service import Chat, JudgeService
@@ -45,7 +46,7 @@ class Judge:
 
 
 def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubric]]:
-    """The backend that ``settings`` names, its model, if it has one, and the rubrics."""
+    """The backend that ``settings`` names, its model, if it has one, and the rubrics. Raises ConfigError."""
     rubrics = load_rubrics(local_path(settings.rubrics) if settings.rubrics else FOLDER)
     cache = VerdictCache(settings.cache.size, local_path(settings.cache.path) if settings.cache.path else None)
     match settings.backend:
@@ -55,6 +56,11 @@ def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubr
             model = OpenAIModel(settings.backend)
             return Grader(model, "openai", rubrics, cache), model, rubrics
         case VllmBackendSettings():
+            if seeing := [name for name, rubric in rubrics.items() if rubric.sees_images]:
+                raise ConfigError(
+                    f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text only. Serve a model that sees "
+                    "with `vllm serve` and judge through the backend openai, or set sees_images: false"
+                )
             from serve_apps.judge_vllm import VllmModel  # imports vLLM and torch
 
             own = VllmModel(settings.backend)

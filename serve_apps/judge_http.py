@@ -83,7 +83,7 @@ class ChatRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = Field(None, max_length=16)
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -13,7 +13,7 @@ import httpx
 
 from judge.backend import Reply
 from judge.discovery import read_key
-from rayloop.core.failures import DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from serve_apps.judge_settings import OpenAIBackendSettings
 
 TOP = 5
@@ -45,11 +45,13 @@ class CompletionModel(ABC):
     async def close(self) -> None: ...
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """Raises like ``complete``. Nothing is retried here: clients do that."""
+        """Raises like ``complete``, and DataFailure for a request that is refused. Nothing is retried here: clients do that."""
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         status, answer = await self.complete(
             {"model": self.name, "messages": messages, "response_format": form, **self._keys}
         )
+        if status in (400, 413, 422):
+            raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
         if status != 200:
             raise InfrastructureFailure(f"{self.name} answered {status}: {str(answer)[:200]}")
         try:

@@ -12,16 +12,14 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-import judge
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.backend import Backend
-from judge.labelled import read_labelled
+from judge.labelled import canary
+from judge.prompt import IMAGES
 from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from serve_apps.judge_settings import JudgeSettings
 
-CANARY = Path(judge.__file__).parent / "canary.jsonl"
-"""Items whose verdict nobody doubts, and which are put to the model itself."""
 T = TypeVar("T")
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -90,7 +88,7 @@ class Metrics:
             self._requests.labels(self._replica, route, outcome).inc()
             self._latency.labels(self._replica, route).observe(time.monotonic() - began)
 
-    def results(self, results: Sequence[JudgeVerdict | JudgeUnscored]) -> None:
+    def results(self, results: Sequence[Result]) -> None:
         for result in results:
             if isinstance(result, JudgeVerdict):
                 self._verdicts.labels(self._replica, result.verdict, result.decided_by).inc()
@@ -115,7 +113,7 @@ class JudgeService:
         )  # fmt: skip
         self.metrics = Metrics(replica)
         self._roots = [Path(root).resolve() for root in settings.image_roots]
-        self._known = read_labelled(CANARY.read_text(), str(CANARY))
+        self._known = canary()
         self._held = 0
         self._unloaded, self._canary = "the canary was not judged yet", "was not judged yet"
 
@@ -131,11 +129,10 @@ class JudgeService:
             if self.chat is not None:
                 await self.chat.close()
 
-    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
-        """Raises Overloaded, DeadlineExceeded, InfrastructureFailure; DataFailure for an image outside of the roots."""
+    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
+        """Raises Overloaded, DeadlineExceeded, InfrastructureFailure; DataFailure for a rubric or an image that is refused."""
         for item in items:
-            for image in item.images:
-                self._check(image)
+            self._check(item)
         with self.metrics.request("judge"), self._holding(len(items)):
             results = await within(self.settings.limits.seconds, self.backend.judge(items))
         self.metrics.results(results)
@@ -161,10 +158,23 @@ class JudgeService:
         }
         return {name: why for name, why in conditions.items() if why}
 
-    def _check(self, image: str) -> None:
-        path = Path(image)
-        if not path.is_absolute() or not any(path.resolve().is_relative_to(root) for root in self._roots):
-            raise DataFailure(image, "no absolute path below one of the judge's image_roots; URLs are never fetched")
+    def _check(self, item: JudgeItem) -> None:
+        if item.rubric not in self.version.rubrics:
+            raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self.version.rubrics)}")
+        for image in item.images:
+            self._check_image(Path(image))
+
+    def _check_image(self, path: Path) -> None:
+        """What lies outside of the roots is not touched."""
+        limit = self.settings.limits.image
+        try:
+            if not path.is_absolute() or not any(path.resolve().is_relative_to(root) for root in self._roots):
+                raise DataFailure(str(path), "no absolute path below one of the judge's image_roots; URLs are never fetched")
+            fits = path.suffix.lower() in IMAGES and path.is_file() and path.stat().st_size <= limit
+        except (OSError, ValueError) as error:
+            raise DataFailure(str(path), f"cannot be read: {error}") from error
+        if not fits:
+            raise DataFailure(str(path), f"no file of at most {limit} bytes named *{', *'.join(IMAGES)} where the judge runs")
 
     @contextmanager
     def _holding(self, items: int) -> Iterator[None]:

@@ -70,6 +70,8 @@ class LimitSettings(Settings):
     """Of one request."""
     bytes: int = Field(4 * 2**20, ge=1024)
     """Of one request's body."""
+    image: int = Field(20 * 2**20, ge=1024)
+    """Bytes of one image file."""
     seconds: float = Field(120.0, gt=0)
     """For one request; a client's own budget should be longer."""
     held: int = Field(512, ge=1)
@@ -127,7 +129,7 @@ class JudgeSettings(Settings):
     rubrics: str | None = None
     """A folder of rubrics in place of judge/rubrics."""
     image_roots: tuple[str, ...] = ()
-    """Folders below which an item's images must lie. Empty: no images."""
+    """Folders below which an item's images must lie. Empty: no images. A rubric with ``sees_images`` shows them to the model."""
     limits: LimitSettings = LimitSettings()
     replicas: ReplicaSettings = ReplicaSettings()
     canary: CanarySettings = CanarySettings()

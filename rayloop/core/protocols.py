@@ -21,11 +21,15 @@ from rayloop.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded."""
+    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded.
+
+    ``cache`` is the share of the engine's cache of keys and values that is in use; None when it has none to run out of.
+    """
 
     version: Version | None
     running: int
     waiting: int
+    cache: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +146,13 @@ class ScoreContext:
 
     step: int
     texts: Sequence[str]
-    timeout: float = 60.0
+    timeout: float = 600.0
 
 
 class RewardSource(Protocol):
     """Judges finished episodes. Raising means the grader failed, not the policy (see actors/reward.py for what follows).
 
-    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost ends the run.
+    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...

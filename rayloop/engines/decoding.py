@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
@@ -108,6 +109,34 @@ class Decoder:
         return features
 
 
+ROOM = 128
+"""Tokens by which a cache is longer than what is in it, when it is copied."""
+
+
+class _AppendedLayer(DynamicLayer):
+    """Keys and values [B, heads, T, d] lie in tensors with room for more; transformers' own layer copies all of them per token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._roomy: dict[str, Tensor] = {}
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, past: Tensor, new: Tensor) -> Tensor:
+        """``past`` and ``new`` [B, heads, n, d] as one tensor, a view whose room the next call uses."""
+        if not past.numel():
+            return new
+        start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
+        whole = self._roomy.get(name)
+        if whole is None or whole.data_ptr() != past.data_ptr() or end > whole.shape[-2]:
+            whole = self._roomy[name] = past.new_empty(*past.shape[:2], end + ROOM, past.shape[-1])
+            whole[:, :, :start] = past
+        whole[:, :, start:end] = new
+        return whole[:, :, :end]
+
+
 class _Batch:
     """The state of one batch. Finished sequences stay in it until half are finished; then it is compacted."""
 
@@ -158,6 +187,7 @@ class _Batch:
             mask[i, :padding] = False
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = DynamicCache(config=self._model.config)
+        self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
         self._length = 0
         self._positions = self._next_positions(position_ids).to(self._device)
         return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))

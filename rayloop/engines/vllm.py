@@ -26,15 +26,18 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.models import TensorCache, has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
-from rayloop.engines.vllm_process import alive, answered, common_arguments, prepare
+from rayloop.engines.vllm_process import Load, alive, answered, common_arguments, prepare, stat_loggers
 from rayloop.engines.vllm_worker import write
 
 
 class VllmEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str) -> None:
-        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it."""
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str, name: str | None = None) -> None:
+        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
+
+        With a ``name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it.
+        """
         prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,7 +48,9 @@ class VllmEngine:
         if self._vision:
             self._image_token: int = config.image_token_id
             self._patch: int = config.vision_config.patch_size
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model, settings, self._vision)))
+        self._load = Load()
+        arguments = {"served_model_name": name} | _arguments(model, settings, self._vision)
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, name))
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
         self._serial = itertools.count()
@@ -114,7 +119,10 @@ class VllmEngine:
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""
         alive(self._llm)
-        return EngineHealth(self._version, self._running, 0)
+        if not self._running:  # then vLLM says nothing new
+            return EngineHealth(self._version, 0, 0, 0.0)
+        waiting = min(self._load.waiting, self._running)
+        return EngineHealth(self._version, self._running - waiting, waiting, self._load.cache)
 
     def close(self) -> None:
         """End vLLM's processes."""

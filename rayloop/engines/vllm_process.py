@@ -82,6 +82,28 @@ async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
         task.cancel()
 
 
+class Load:
+    """What vLLM's scheduler said after its last step. One of vLLM's ``stat_loggers``, by its methods."""
+
+    def __init__(self) -> None:
+        self.waiting, self.cache = 0, 0.0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
+        if scheduler_stats is not None:
+            self.waiting, self.cache = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None: ...
+    def log(self) -> None: ...
+    def record_sleep_state(self, *state: Any) -> None: ...
+
+
+def stat_loggers(load: Load, name: str | None) -> list[Any]:
+    """``load``, and with a name all of vLLM's own metrics through Ray's, where the label ``model_name`` is that name."""
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [lambda config, index: load, *([RayPrometheusStatLogger] if name else [])]
+
+
 def alive(llm: Any) -> None:
     """Raises WorkerLost when vLLM's processes are gone."""
     if llm.errored:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from cluster.cli import main
 from tests.support.runs import ROOT
@@ -42,7 +45,7 @@ def test_the_line_of_a_measured_run(digits_model: Path) -> None:
 def test_the_comparison_divides_ours_by_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.bench._measured", _scripted)
+    monkeypatch.setattr("cluster.bench.step.measured", _scripted)
     assert main(["bench", "compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"]) == 0
     *rounds, summary, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -71,3 +74,43 @@ def test_a_program_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--model", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
+
+
+def bench(*options: str) -> dict[str, Any]:
+    """The last line that ``bench`` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster", "bench", *options], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_weights_are_published_over_every_transport() -> None:
+    line = bench("publish", "--mib", "8", "--tensors", "4", "--rounds", "1")
+    assert line["ratio"].keys() == {"object_store", "filesystem", "collective"}
+    for name, ratio in line["ratio"].items():
+        assert ratio == pytest.approx(line["seconds"][name] / line["seconds"]["plain"], rel=0.05)
+
+
+def test_the_driver_plays_among_simulated_actors() -> None:
+    line = bench("scale", "cost", "--in-flight", "1", "32", "--trajectories", "64")
+    alone, many = line["cost"]
+    assert alone["trajectories"] >= 64
+    assert many["trajectories"] >= 64
+    assert alone["filtered_share"] == 0 < many["filtered_share"] < 0.6
+    assert alone["cpu_ms_per_trajectory"] > 0 < many["cpu_ms_per_trajectory"]
+    assert 0 <= many["idle_share"] < 1
+
+
+def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) -> None:
+    line = bench("train", "--model", str(digits_model), "--sequences", "4", "--prompt", "8", "--answer", "8", "--rounds", "2")
+    assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["update_s"], rel=0.01)
+    assert line["mfu"] == pytest.approx(line["gflops"] / line["ceiling_gflops"], abs=0.001)
+    c = json.loads((digits_model / "config.json").read_text())
+    layer = sum(
+        math.prod(weight.shape)
+        for name, weight in load_file(digits_model / "model.safetensors").items()
+        if "proj" in name and name.endswith("weight")
+    )
+    forward = 2 * (layer * 64 + c["hidden_size"] * c["vocab_size"] * 32) + 2 * 16**2 * c["hidden_size"] * 4
+    assert line["gflops"] * line["update_s"] == pytest.approx(3 * forward / 1e9, rel=0.05)

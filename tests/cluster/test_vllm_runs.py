@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -64,7 +65,10 @@ def answers(made: Run) -> list[tuple[Any, ...]]:
 
 
 def test_three_steps_on_text(tmp_path: Path, digits_model: Path) -> None:
-    healthy(finished(text(tmp_path, digits_model)), {"embedding", "language"})
+    made = finished(text(tmp_path, digits_model, recovery={"health_every": 0.5}))
+    healthy(made, {"embedding", "language"})
+    assert all(0 <= record["rollout/cache"] < 0.9 for record in made.metrics)
+    assert all("rollout/in_flight_limit" not in record for record in made.metrics)
 
 
 def test_three_steps_on_pages_whose_greedy_answers_are_those_of_transformers(tmp_path: Path) -> None:
@@ -84,6 +88,15 @@ def below(actor: psutil.Process) -> dict[str, psutil.Process]:
     return {name: process for name, process in found.items() if name.startswith("VLLM::")}
 
 
+def vllm_metrics(made: Run) -> str:
+    """One of vLLM's gauges at the metrics port of the run's node."""
+    for file in made.temporary.rglob("metrics_export_port_*"):
+        with suppress(httpx.TransportError, ValueError):
+            page = httpx.get(f"http://127.0.0.1:{int(file.read_text())}/metrics", trust_env=False).text
+            return "".join(line for line in page.splitlines() if "num_requests_running" in line)
+    return ""
+
+
 def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_path: Path, digits_model: Path) -> None:
     """First vLLM's engine process alone, then the actor. No health check runs: the calls that fail must notice."""
     config = text(tmp_path, digits_model, steps=40, rollout__sampling={"max_tokens": 200, "min_tokens": 200})
@@ -94,6 +107,7 @@ def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_pa
             made.until(lambda: made.metrics and made.metrics[-1]["step"] > step, "a step", START)  # noqa: B023
             actor = made.actors("RolloutActor")[-1]
             processes = below(actor)
+            made.until(lambda: "rollout-0" in vllm_metrics(made), "vLLM's metrics at Ray's port", 60)
             assert {"VLLM::EngineCore", "VLLM::Worker"} <= processes.keys()
             (processes["VLLM::EngineCore"] if number == 1 else actor).kill()
             made.until(lambda: len(made.named("worker_replaced", role="rollout")) == number, "a replacement", START)  # noqa: B023

@@ -15,6 +15,7 @@ from tests.support.runs import Run, finished, pause, resume, run, settings
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.slow_faults
 def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = marked(settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks)

@@ -6,6 +6,7 @@ import asyncio
 import email.utils
 import json
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_verdict_arrives_as_it_was_given(stub: JudgeStub) -> None:
 
 
 PASSING: dict[str, Reply] = {
+    "404": status(404),  # Ray Serve before the application is there
     "429": status(429, retry_after="0"),
     "500": status(500),
     "502": status(502),
@@ -182,7 +184,7 @@ def test_a_dead_proxy_does_not_matter(stub: JudgeStub, monkeypatch: pytest.Monke
     assert isinstance(one(stub.url), JudgeVerdict)
 
 
-def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub) -> None:
+def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
     stub.always = status(503)
 
     async def use(client: JudgeClient) -> tuple[int, Result]:
@@ -201,6 +203,9 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub) -> None:
     sent, result = using(stub.url, use, breaker_failures=3)
     assert sent == 3
     assert isinstance(result, JudgeVerdict)
+    opened, closed = (record.getMessage() for record in caplog.records if record.name == "judge.breaker")
+    assert f"until its canary is judged right: {stub.url}/v1/judge: HTTP 503" in opened
+    assert closed == "the judge is well again"
 
 
 def test_a_judge_that_judges_its_canary_wrong_stays_out(stub: JudgeStub) -> None:
@@ -298,6 +303,14 @@ def test_verdicts_outlive_the_process(stub: JudgeStub, tmp_path: Path) -> None:
     assert len(stub.asked) == 1
 
 
+def test_learning_whose_verdicts_a_file_holds_takes_none_of_the_patience(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        result = one(f"http://127.0.0.1:{silent.getsockname()[1]}", patience=1.5, cache_file=str(tmp_path / "cache"))
+        assert time.monotonic() - began < 2.5
+    assert isinstance(result, JudgeUnscored)
+
+
 def test_a_broken_cache_file_costs_only_speed(stub: JudgeStub, tmp_path: Path) -> None:
     cache = tmp_path / "verdicts.sqlite"
     cache.write_bytes(b"this is no database" * 100)
@@ -314,6 +327,43 @@ def test_the_key_is_sent_and_must_be_private(stub: JudgeStub, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="chmod 600") as refused:
         one(stub.url, key_file=str(key))
     assert "secret-1" not in str(refused.value)
+
+
+def test_a_new_key_is_read_after_a_refusal(stub: JudgeStub, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+
+    async def use(client: JudgeClient) -> list[Result]:
+        found = []
+        for text in ("secret-1", "secret-2"):
+            key.write_text(text)
+            key.chmod(0o600)
+            found.append(await client.judge(item(), 5))
+        return found
+
+    stub.script = [status(403)]
+    refused, judged = using(stub.url, use, key_file=str(key))
+    assert isinstance(refused, JudgeUnscored)
+    assert isinstance(judged, JudgeVerdict)
+    assert [sent["authorization"] for sent in stub.headers] == ["Bearer secret-1", "Bearer secret-2"]
+
+
+def test_a_breaker_outlives_a_key_that_is_gone_for_a_while(stub: JudgeStub, tmp_path: Path) -> None:
+    key, away = tmp_path / "key", tmp_path / "away"
+    key.write_text("secret")
+    key.chmod(0o600)
+
+    async def use(client: JudgeClient) -> Result:
+        waiting = asyncio.create_task(client.judge(item(), 10))
+        while client.breaker.state is State.CLOSED:
+            await asyncio.sleep(0.01)
+        key.rename(away)
+        while not isinstance(client.last_error, ConfigError):
+            await asyncio.sleep(0.01)
+        away.rename(key)
+        return await waiting
+
+    stub.script = [status(503)]
+    assert isinstance(using(stub.url, use, key_file=str(key), breaker_failures=1), JudgeVerdict)
 
 
 def test_auto_finds_the_judge_where_it_moved(stub: JudgeStub, tmp_path: Path) -> None:

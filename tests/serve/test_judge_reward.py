@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import yaml
 
 from actors.reward import RewardActor
 from actors.settings import RewardSettings
-from judge.api import JudgeVerdict
-from judge.calibrate import DriftWatch, Gate, calibrate, calibration, drift_subset, failures, score
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import RuleBackend
+from judge.labelled import calibration
 from judge.reward import JudgeReward
-from judge.rubric import load_rubrics
+from judge.rubric import FOLDER, load_rubrics
 from rayloop.core.config import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
 from rayloop.core.protocols import ScoreContext
@@ -123,6 +124,28 @@ def test_a_task_without_reference_is_bad_data(stub: JudgeStub) -> None:
             rewards(stub.url, "crimson", task=task)
 
 
+def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp_path: Path) -> None:
+    for name, more in (("equivalence", ""), ("seeing", "sees_images: true")):
+        rubric = (FOLDER / "equivalence.yaml").read_text().replace("name: equivalence", f"name: {name}")
+        (tmp_path / f"{name}.yaml").write_text(f"{rubric}\n{more}\n")
+    for name in ("equivalence", "seeing"):
+        rewards(stub.url, "crimson", rubrics=str(tmp_path), rubric=name)
+    blind, seeing = (asked for (asked,) in stub.requests)
+    assert (blind["rubric"], blind["images"]) == ("equivalence", [])
+    assert (seeing["rubric"], seeing["images"]) == ("seeing", [str(Path.cwd() / "a.png")])
+    for pictures, what in (((ImageSource(data=b"png"),), "1 images, 0 of them"), ((ImageSource(path="a.png"),) * 9, "9 images")):
+        task = dataclasses.replace(TASK, messages=(Message("user", ("Which colour?", *pictures)),))
+        with pytest.raises(DataFailure, match=what):
+            rewards(stub.url, "crimson", task=task, rubrics=str(tmp_path), rubric="seeing")
+
+
+def test_a_row_with_odd_characters_is_judged(stub: JudgeStub) -> None:
+    task = dataclasses.replace(TASK, messages=(Message("user", ("Which \ud800colour?",)),), ground_truth="r\udfffed")
+    rewards(stub.url, "crimson", task=task)
+    ((asked,),) = stub.requests
+    assert (asked["question"], asked["reference"]) == ("Which colour?", "red")
+
+
 def test_an_unknown_rubric_is_refused() -> None:
     with pytest.raises(ConfigError, match="equivalence"):
         JudgeReward(JudgeReward.Settings(rubric="missing"))
@@ -141,6 +164,12 @@ def test_a_judge_that_is_gone_ends_the_run(policy: str) -> None:
     assert "http://127.0.0.1:9" in str(lost.value)
     assert "ConnectError" in str(lost.value)
     assert "\n" not in str(lost.value)
+
+
+def test_a_request_that_the_judge_refuses_ends_the_run_and_is_no_reward(stub: JudgeStub) -> None:
+    stub.always = status(422)
+    with pytest.raises(RewardLost, match=r"HTTP 422.*told to fail"):
+        rewards(stub.url, "crimson")
 
 
 def test_exclude_leaves_out_up_to_its_budget(stub: JudgeStub) -> None:
@@ -182,21 +211,33 @@ def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) 
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 
 
-def actor(url: str, timeout: float) -> RewardActor:
-    with_ = {"judge": {"url": url, **FAST}}
-    settings = RewardSettings(source=Component(use="judge.reward:JudgeReward", **{"with": with_}), timeout=timeout)
+def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
+    source = Component(use="judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
     made = RewardActor.__new__(RewardActor)
-    made._settings, made._tokenizer, made._source, made._scoring = settings, None, settings.source.build(), 0
-    return made
+    made._settings = RewardSettings(source=source, **settings)
+    made._tokenizer, made._source, made._scoring = None, made._settings.source.build(), 0
+    context = ScoreContext(1, ["<answer>crimson</answer>"], made._settings.timeout)
+    return asyncio.run(made._attempts(TRAJECTORY, TASK, context))
 
 
 def test_the_reward_actor_lets_a_lost_judge_end_the_run() -> None:
-    async def run(found: RewardActor, texts: Sequence[str], timeout: float) -> Outcome:
-        return await found._attempts(TRAJECTORY, TASK, ScoreContext(1, texts, timeout))
-
-    gone = actor("http://127.0.0.1:9", timeout=1.0)
     with pytest.raises(RewardLost, match=r"on_unavailable: wait, 1 s\): http://127\.0\.0\.1:9"):
-        asyncio.run(run(gone, ["<answer>crimson</answer>"], 1.0))
+        scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0)
+
+
+def test_a_key_that_cannot_be_read_ends_the_run_and_is_no_reward(stub: JudgeStub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key file .*missing cannot be read"):
+        scored_by_an_actor({"url": stub.url, "key_file": str(tmp_path / "missing")})
+    assert not stub.requests
+
+
+def test_a_judge_that_is_away_for_minutes_is_waited_for_without_any_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(client: JudgeClient, item: JudgeItem, patience: float) -> JudgeUnscored:
+        return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=f"after {patience:.0f} s")
+
+    monkeypatch.setattr(JudgeClient, "judge", away)
+    with pytest.raises(RewardLost, match="after 540 s"):
+        scored_by_an_actor({"url": "http://127.0.0.1:9"})
 
 
 def test_many_trajectories_ask_each_question_once(stub: JudgeStub) -> None:
@@ -331,3 +372,16 @@ def test_drift_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture) ->
     assert changed is not None
     assert changed > 0.5
     assert [record for record in caplog.records if "drifts" in record.getMessage()]
+
+
+def test_drift_is_measured_from_the_first_verdicts_even_if_the_judge_was_away_at_first(stub: JudgeStub) -> None:
+    async def run() -> list[float | None]:
+        client = JudgeClient(ClientSettings(url=stub.url, **FAST))
+        watch, found = DriftWatch(client, 0.1, 0.2), []
+        for always, patience in ((status(503), 0.2), (None, 10), (None, 10)):
+            stub.always, watch.patience = always, patience
+            found.append(await watch.check())
+        await client.close()
+        return found
+
+    assert asyncio.run(run()) == [None, None, 0]

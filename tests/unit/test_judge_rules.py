@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.answers import boxed, extract
-from judge.calibrate import calibration
 from judge.grader import decide as decide_item
+from judge.labelled import calibration
 from judge.quantities import first_number, quantity
 from judge.rubric import load_rubrics
 from judge.rules import decide, is_empty, mean_relative_accuracy, plain

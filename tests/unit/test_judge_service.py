@@ -23,10 +23,10 @@ from cluster.cli import parsed
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
 from judge.backend import Backend
 from judge.grader import Grader, RuleBackend
-from judge.rubric import load_rubrics
+from judge.rubric import FOLDER, load_rubrics
 from rayloop.core.config import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
-from serve_apps.judge import app, make_key
+from serve_apps.judge import app, built, make_key
 from serve_apps.judge_http import web
 from serve_apps.judge_openai import OpenAIModel, correct_probability
 from serve_apps.judge_service import JudgeService, Metrics
@@ -101,18 +101,41 @@ def test_no_body_makes_it_fail(content: bytes, status: int) -> None:
     run(test)
 
 
-def test_images_lie_below_the_roots_or_are_refused(tmp_path: Path) -> None:
+def test_images_are_files_below_the_roots_or_are_refused(tmp_path: Path) -> None:
     async def test() -> None:
-        (tmp_path / "out").symlink_to("/etc")
-        async with asked(RuleBackend(RUBRICS), image_roots=[str(tmp_path)]) as http:
+        outside, root = tmp_path / "a.png", tmp_path / "root"
+        root.mkdir()
+        (root / "out").symlink_to(tmp_path)
+        for path, size in ((outside, 9), (root / "a.png", 1024), (root / "large.png", 1025), (root / "secret", 9)):
+            path.write_bytes(b"x" * size)
+        async with asked(RuleBackend(RUBRICS), image_roots=[str(root)], limits={"image": 1024}) as http:
             for image, status in (
-                (tmp_path / "a.png", 200), (tmp_path / ".." / "a.png", 422), (tmp_path / "out" / "passwd", 422),
-                ("a.png", 422), ("https://x/a.png", 422), (f"file://{tmp_path}/a.png", 422),
+                (root / "a.png", 200), (root / ".." / "a.png", 422), (root / "out" / "a.png", 422), ("a.png", 422),
+                ("https://x/a.png", 422), (f"file://{root}/a.png", 422), (root / "missing.png", 422), (root / "large.png", 422),
+                (root / "secret", 422), (f"{root}/a\0.png", 422), (f"{root}/{'a' * 300}.png", 422),
             ):  # fmt: skip
                 answer = await http.post("/v1/judge", headers=KEY, json=ITEM | {"images": [str(image)]})
                 assert answer.status_code == status, image
 
     run(test)
+
+
+def test_an_unknown_rubric_is_refused_and_those_there_are_named() -> None:
+    async def test() -> None:
+        async with asked(RuleBackend(RUBRICS)) as http:
+            answer = await http.post("/v1/judge", headers=KEY, json=ITEM | {"rubric": "missing"})
+            assert answer.status_code == 422
+            assert "missing: no such rubric; there are equivalence, graded" in answer.json()["error"]["message"]
+
+    run(test)
+
+
+def test_the_vllm_backend_reads_text_only(tmp_path: Path) -> None:
+    rubric = (FOLDER / "equivalence.yaml").read_text()
+    (tmp_path / "equivalence.yaml").write_text(f"{rubric}\nsees_images: true\n")
+    settings = JudgeSettings.model_validate({"backend": {"kind": "vllm", "model": "m"}, "rubrics": str(tmp_path)})
+    with pytest.raises(ConfigError, match="equivalence shows images, and the backend vllm reads text only"):
+        built(settings)
 
 
 def test_more_than_it_holds_is_a_503_that_says_when_to_come_back() -> None:
@@ -189,15 +212,18 @@ def test_the_model_is_asked_what_rules_cannot_decide() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("status", [500, 429, 401])
-def test_a_model_server_that_fails_is_unscored(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind", "chat"),
+    [(500, "unavailable", 503), (429, "unavailable", 429), (401, "unavailable", 503), (400, "invalid", 400)],
+)
+def test_a_model_server_that_fails_is_unscored(status: int, kind: str, chat: int) -> None:
     async def test() -> None:
         async with with_model(stub := ModelStub()) as http:
             stub.status = status
             (result,) = (await http.post("/v1/judge", headers=KEY, json=ITEM)).json()["results"]
-            assert (result["outcome"], result["kind"]) == ("unscored", "unavailable")
+            assert (result["outcome"], result["kind"]) == ("unscored", kind)
             said = await http.post("/v1/chat/completions", headers=KEY, json=CHAT)
-            assert said.status_code == (429 if status == 429 else 503)
+            assert said.status_code == chat
 
     run(test)
 

@@ -23,7 +23,7 @@ import httpx
 import uvicorn
 import yaml
 
-from cluster.bench import BenchFailed, machine
+from cluster.bench.measure import BenchFailed, machine
 from judge.api import JudgeItem, JudgeRequest
 from judge.client import ClientSettings, JudgeClient
 from judge.grader import Grader
@@ -194,7 +194,7 @@ def _model(stub: str) -> OpenAIBackendSettings:
 @contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[str]:
     """The stub in a process of its own; yields its URL."""
-    command = [sys.executable, "-m", "cluster.bench_judge", str(arguments.model_seconds), str(arguments.model_slots)]
+    command = [sys.executable, "-m", "cluster.bench.judge", str(arguments.model_seconds), str(arguments.model_slots)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""``bench``: one GRPO step of any text model through the real actors, and the same step of a peer beside it.
+"""``bench step`` and ``bench compare``: a GRPO step of any text model through the real actors, and a peer's beside it.
 
 The task is a toy, so that only speed is measured: short sums as prompts, the share of digits as reward, and answers that
 all have the full length. Model, prompts, lengths, learning rate and threads are the same on both sides.
@@ -9,14 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import random
 import shlex
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,23 +20,23 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
-import psutil
 import yaml
 from safetensors import safe_open
 
+from cluster.bench.measure import PeakMemory, machine, measured
 from cluster.config import RunConfig
 from cluster.environment import private_cluster
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.config import load
-from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.core.failures import ConfigError
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
+from rayloop.engines.settings import Dtype
 
-PEER = Path(__file__).parent.parent / "benchmarks" / "trl_step.py"
+PEER = Path(__file__).parents[2] / "benchmarks" / "trl_step.py"
 """Runs in the environment that has TRL."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -48,12 +44,11 @@ TEMPLATE = (
 )
 """The prompt's text and nothing else, as TRL passes a prompt that is no conversation; base models have no template."""
 PARTS = ("step_s_median", "gen_s_median", "train_s_median")
-MEMORY_EVERY = 1.0
-"""Seconds between two looks at the memory of all processes."""
-
-
-class BenchFailed(RayloopError):
-    """One of the compared programs ended with an error."""
+ENGINES: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vllm": {"kind": "vllm", "kv_cache_bytes": 2**30, "enforce_eager": True, "max_model_len": 8192},
+}
+"""Settings of ``rollout.engine`` that are not in the shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +62,7 @@ class Shape:
     steps: int
     threads: int
     lr: float
+    dtype: str
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Shape:
@@ -88,23 +84,21 @@ class DigitShare:
         return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from cluster import bench_judge
-
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    one = actions.add_parser("step", help="steps through the real actors; the last line is JSON")
-    _add_shape(one)
-    one.add_argument("overrides", nargs="*", metavar="key=value", help="for example policy.engine.dtype=bfloat16")
-    one.set_defaults(command=_step)
-    both = actions.add_parser("compare", help="TRL and rayloop alternately; the last line is JSON")
-    _add_shape(both)
-    both.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
-    both.add_argument("--peer-python", required=True, metavar="PYTHON", help="interpreter of an environment with TRL")
-    both.set_defaults(command=_compare)
-    bench_judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
+def add_step(parser: argparse.ArgumentParser) -> None:
+    add_shape(parser)
+    parser.add_argument("--engine", choices=ENGINES, default="transformers", help="that generates")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example policy.engine.packing=false")
+    parser.set_defaults(command=_step)
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    add_shape(parser)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs")
+    parser.add_argument("--peer-python", required=True, metavar="PYTHON", help="interpreter of an environment with TRL")
+    parser.set_defaults(command=_compare)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a text model")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--group", type=int, default=8, help="answers per prompt")
@@ -112,30 +106,31 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=7, help="the first one warms up and is left out of the medians")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch in generation and in training")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="that both sides compute in")
 
 
 def _step(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary:
-        print(json.dumps(step(Shape.of(arguments), arguments.overrides, temporary)))
+        print(json.dumps(step(Shape.of(arguments), arguments.engine, arguments.overrides, temporary)))
     return 0
 
 
-def step(shape: Shape, overrides: Sequence[str], temporary: str) -> dict[str, Any]:
+def step(shape: Shape, engine: str, overrides: Sequence[str], temporary: str) -> dict[str, Any]:
     """Train ``shape.steps`` steps in a private cluster whose files are in ``temporary``; returns what was measured."""
     from cluster.train import train  # imports ray
 
     began = time.time()
     folder = Path(temporary) / "bench"
     folder.mkdir()
-    _write_rows(folder / "rows.jsonl", shape)
+    write_rows(folder / "rows.jsonl", shape)
     _plain_prompts(shape.model, folder / "model")
-    config = _config(shape, folder, overrides)
-    with _PeakMemory() as memory:
+    config = _config(shape, engine, folder, overrides)
+    with PeakMemory() as memory:
         train(config, None, temporary)
     return _result(shape, folder / config.name, began, memory)
 
 
-def _write_rows(path: Path, shape: Shape) -> None:
+def write_rows(path: Path, shape: Shape) -> None:
     """A prompt {id, prompt} for every group; equal shapes, equal files."""
     generator = random.Random(0)
     sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(shape.prompts * shape.steps))
@@ -153,9 +148,10 @@ def _plain_prompts(model: Path, target: Path) -> None:
     (target / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def _config(shape: Shape, folder: Path, overrides: Sequence[str]) -> RunConfig:
+def _config(shape: Shape, engine: str, folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The defaults, but for the shape, filters (none: every group is trained on) and the folder."""
     length, batch = shape.completion, shape.prompts * shape.group
+    own = {"threads": shape.threads, "max_batch": batch} if engine == "transformers" else {"max_sequences": batch}
     values = {
         "name": "run",
         "output": str(folder),
@@ -163,11 +159,11 @@ def _config(shape: Shape, folder: Path, overrides: Sequence[str]) -> RunConfig:
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "rows.jsonl")},
         "rollout": {
-            "engine": {"threads": shape.threads, "max_batch": batch},
+            "engine": {**ENGINES[engine], **own, "dtype": shape.dtype},
             "sampling": {"max_tokens": length, "min_tokens": length},
         },
-        "reward": {"source": {"use": "cluster.bench:DigitShare"}},
-        "policy": {"engine": {"threads": shape.threads}, "optimizer": {"lr": shape.lr}},
+        "reward": {"source": {"use": "cluster.bench.step:DigitShare"}},
+        "policy": {"engine": {"threads": shape.threads, "dtype": shape.dtype}, "optimizer": {"lr": shape.lr}},
         "algorithm": {"group_size": shape.group, "groups_per_step": shape.prompts, "filtering": {"filters": []}},
         "checkpoint": {"every": shape.steps},
     }
@@ -176,7 +172,7 @@ def _config(shape: Shape, folder: Path, overrides: Sequence[str]) -> RunConfig:
     return load(path, overrides, RunConfig)
 
 
-def _result(shape: Shape, run: Path, began: float, memory: _PeakMemory) -> dict[str, Any]:
+def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[str, Any]:
     """The fields of the peer's line, from the records of a finished run.
 
     A step lasts from one record of the run to the next: everything that is done for it is in that time. Generation is the
@@ -221,54 +217,12 @@ def _parameters(model: Path) -> int:
     return total
 
 
-class _PeakMemory:
-    """The most that this process and all its descendants held at once while the block ran, in MiB: RSS and PSS.
-
-    RSS counts what processes share (libraries, Ray's object store) once for each of them, PSS once in all.
-    """
-
-    def __init__(self) -> None:
-        self.rss = self.pss = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(MEMORY_EVERY):
-            rss, pss = tree_memory(psutil.Process())
-            self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
-
-
-def tree_memory(root: psutil.Process) -> tuple[float, float]:
-    """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as nothing."""
-    sums = {"Rss:": 0, "Pss:": 0}
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        for line in rollup.splitlines():
-            name, *values = line.split()
-            if name in sums:
-                sums[name] += int(values[0])
-    return sums["Rss:"] / 1024, sums["Pss:"] / 1024
-
-
 def _compare(arguments: argparse.Namespace) -> int:
     """Run the peer and ours in turn, ``rounds`` times, and print the ratios of their median times."""
     shape = Shape.of(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"
-        _write_rows(rows, shape)
+        write_rows(rows, shape)
         options = [item for name, value in asdict(shape).items() for item in (f"--{name}", str(value))]
         commands = {
             "peer": [arguments.peer_python, str(PEER), "--rows", str(rows), *options],
@@ -279,24 +233,13 @@ def _compare(arguments: argparse.Namespace) -> int:
             rounds.append({})
             for side, command in commands.items():
                 print(f"round {number}: {shlex.join(command)}", file=sys.stderr, flush=True)
-                rounds[-1][side] = _measured(command)
+                rounds[-1][side] = measured(command)
             print(f"round {number}: {_describe(rounds[-1])}", flush=True)
     whole = {side: {name: median(r[side][name] for r in rounds) for name in PARTS} for side in commands}
     ratios = {name: round(whole["ours"][name] / whole["peer"][name], 3) for name in PARTS}
     print(f"median of {len(rounds)}: {_describe(whole)}")
     print(json.dumps({"ratio": ratios, "machine": machine(), "rounds": rounds}))
     return 0
-
-
-def _measured(command: Sequence[str]) -> dict[str, Any]:
-    """The JSON object in the last line of a program's output. Raises BenchFailed."""
-    # Our command line sets the variable for actors that share cores; the peer gets its own default.
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
@@ -307,14 +250,3 @@ def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was (load average of the last minute)."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 1),
-    }

@@ -1,0 +1,92 @@
+"""What all measurements share: programs run in turn, the memory of process trees, and the machine beside the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from rayloop.core.failures import RayloopError
+
+MEMORY_EVERY = 1.0
+"""Seconds between two looks at the memory of all processes."""
+
+
+class BenchFailed(RayloopError):
+    """One of the compared programs ended with an error."""
+
+
+def measured(command: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in the last line of a program's output. Raises BenchFailed."""
+    # Our command line sets the variable for actors that share cores; the peer gets its own default.
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was (load average of the last minute)."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+class PeakMemory:
+    """The most that this process and all its descendants held at once while the block ran, in MiB: RSS and PSS.
+
+    RSS counts what processes share (libraries, Ray's object store) once for each of them, PSS once in all.
+    """
+
+    def __init__(self) -> None:
+        self.rss = self.pss = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(MEMORY_EVERY):
+            rss, pss = tree_memory(psutil.Process())
+            self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
+
+
+def tree_memory(root: psutil.Process) -> tuple[float, float]:
+    """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as nothing."""
+    sums = {"Rss:": 0, "Pss:": 0}
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for line in rollup.splitlines():
+            name, *values = line.split()
+            if name in sums:
+                sums[name] += int(values[0])
+    return sums["Rss:"] / 1024, sums["Pss:"] / 1024
