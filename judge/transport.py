@@ -38,7 +38,7 @@ class Limits(_Settings):
     read_timeout: float = Field(120.0, gt=0)
     """Without a byte of the answer. A batch on a busy judge waits in its queue."""
     request_timeout: float = Field(180.0, gt=0)
-    """For a whole request."""
+    """For a whole request, finding the judge included."""
 
 
 class Transient(InfrastructureFailure):
@@ -62,7 +62,7 @@ class Transport:
 
     def __init__(self, limits: Limits, find: Find | None = None) -> None:
         self.limits = limits
-        self.url = "" if limits.url == "auto" else limits.url.rstrip("/")
+        self.url = limits.url.rstrip("/")  # "auto" until it is found
         self._find: Find | None = (find or limits.discovery.build()) if limits.url == "auto" else None
         self._address: Address | None = None
         self._headers: Mapping[str, str] = {}
@@ -95,10 +95,10 @@ class Transport:
         await self._http.aclose()
 
     async def _request(self, method: str, path: str, content: str | None) -> bytes:
-        await self._locate()
-        headers = {"content-type": "application/json", **self._headers}
         try:
             async with asyncio.timeout(self.limits.request_timeout):
+                await self._locate()
+                headers = {"content-type": "application/json", **self._headers}
                 response = await self._http.request(method, self.url + path, content=content, headers=headers)
         except (httpx.TimeoutException, TimeoutError) as error:
             raise Transient("timeout", f"{self.url}: no answer in time ({type(error).__name__})") from error

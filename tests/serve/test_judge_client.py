@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from judge.breaker import State
-from judge.client import ClientSettings, JudgeClient, Result
+from judge.client import ClientSettings, JudgeClient
 from judge.discovery import Address, FileDiscovery, announce, withdraw
 from judge.transport import LONGEST_WAIT, retry_after
 from rayloop.core.failures import ConfigError, InfrastructureFailure
@@ -385,6 +385,25 @@ def test_auto_finds_the_judge_where_it_moved(stub: JudgeStub, tmp_path: Path) ->
     withdraw(entry, Address(url=stub.url))
     with pytest.raises(InfrastructureFailure, match="no judge has written"):
         asyncio.run(FileDiscovery(FileDiscovery.Settings(path=str(entry)))())
+
+
+def test_a_discovery_that_hangs_is_given_up_like_a_request(stub: JudgeStub) -> None:
+    asked = []
+
+    async def find() -> Address:
+        asked.append(1)
+        await asyncio.sleep(30 if len(asked) == 1 else 0)
+        return Address(url=stub.url)
+
+    async def run() -> Result:
+        client = JudgeClient(ClientSettings(**{**FAST, "request_timeout": 0.2}), find)
+        try:
+            return await client.judge(item(), 10)
+        finally:
+            await client.close()
+
+    assert isinstance(asyncio.run(run()), JudgeVerdict)
+    assert len(asked) == 2
 
 
 def test_nobody_there_names_the_address() -> None:
