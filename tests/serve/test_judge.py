@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import stat
 import subprocess
 import sys
@@ -221,8 +220,7 @@ async def _all_killed(judge: Served) -> None:
         asking = None
         until = time.monotonic() + 20
         while time.monotonic() < until:
-            for replica in judge.replicas():
-                replica.send_signal(signal.SIGKILL)
+            judge.kill()
             if asking is None:
                 asking = asyncio.create_task(ask(client, [item(n, n % 2 == 0) for n in range(40)], 120))
             states.add(client.breaker.state)

@@ -124,6 +124,12 @@ class Served:
                     found.append(process)
         return sorted(found, key=psutil.Process.create_time)
 
+    def kill(self) -> None:
+        """SIGKILL to all replicas that live now."""
+        for replica in self.replicas():
+            with suppress(psutil.NoSuchProcess):
+                replica.kill()
+
     def ready(self, replicas: int) -> list[psutil.Process]:
         """Wait until so many replicas live and the judge answers."""
 
