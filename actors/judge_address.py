@@ -8,7 +8,7 @@ import ray
 
 from judge.discovery import Address
 from rayloop.core.config import Settings as _Settings
-from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 
 NAMESPACE = "rayloop"
 
@@ -21,8 +21,17 @@ class JudgeAddress:
         return self._address
 
 
+def unclaimed(name: str) -> None:
+    """Raises ConfigError when somebody serves a judge of this name in this Ray cluster."""
+    try:
+        ray.get_actor(f"judge-{name}", namespace=NAMESPACE)
+    except ValueError:
+        return
+    raise ConfigError(f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end its `judge serve`")
+
+
 def publish(name: str, address: Address) -> Any:
-    """Start the actor; the address is withdrawn when its handle or this process goes. Raises ValueError when there is one."""
+    """Start the actor; the address is withdrawn when its handle or this process goes."""
     return ray.remote(JudgeAddress).options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0).remote(address)
 
 

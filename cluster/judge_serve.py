@@ -14,7 +14,7 @@ import ray
 from ray import serve as ray_serve
 from ray.serve.schema import ProxyStatus
 
-from actors.judge_address import publish
+from actors.judge_address import publish, unclaimed
 from cluster.session import session
 from judge.discovery import Address, announce, withdraw
 from rayloop.core.failures import InfrastructureFailure
@@ -31,12 +31,16 @@ class ServeFailed(InfrastructureFailure):
 
 
 def serve(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
-    """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT. Returns 0. Raises ServeFailed."""
+    """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT. Returns 0.
+
+    Raises ServeFailed, and ConfigError when a judge of this name is served there already.
+    """
     (application,) = file.applications
     replicas = application.args.replicas
     needed = {"CPU": replicas.max * replicas.cpus, "GPU": replicas.max * gpus(application.args)}
     host, port = file.http_options.host, file.http_options.port or free_port(file.http_options.host)
     with session(needed, address, temporary, logs(announced)), _interruptible():
+        unclaimed(application.name)
         try:
             ray_serve.start(proxy_location=file.proxy_location, http_options={"host": host, "port": port})
             _deploy(application)

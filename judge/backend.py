@@ -25,10 +25,6 @@ class Backend(Protocol):
         """
         ...
 
-    async def ready(self) -> Sequence[str]:
-        """What keeps it from judging now, in words; empty when it can. Asks the model nothing."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

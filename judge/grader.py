@@ -46,9 +46,6 @@ class RuleBackend:
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         return [self._one(item) for item in items]
 
-    async def ready(self) -> Sequence[str]:
-        return ()
-
     def _one(self, item: JudgeItem) -> Result:
         decision = decide(self.rubrics[item.rubric], item)
         if decision.correct is None:
@@ -72,9 +69,6 @@ class Grader:
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         return await asyncio.gather(*(self._one(item) for item in items))
-
-    async def ready(self) -> Sequence[str]:
-        return ()
 
     async def _one(self, item: JudgeItem) -> Result:
         rubric = self.rubrics[item.rubric]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from judge.api import JudgeBody, JudgeResponse, JudgeVersion, items_of
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from serve_apps.judge_service import JudgeService
+from serve_apps.judge_settings import LimitSettings
 
 OPEN = ("/healthz", "/openapi.json")
 """What is answered without a key: that the process lives, and what it could be asked."""
@@ -93,31 +95,43 @@ class ChatRequest(BaseModel):
 
 
 class Guard:
-    """In front of everything: the key, and the size of the body, which is read before the application is called."""
+    """In front of everything: the key, and the body's size and time, which is read before the application is called."""
 
-    def __init__(self, app: ASGIApp, key: str, limit: int) -> None:
-        self._app, self._key, self._limit = app, key.encode(), limit
+    def __init__(self, app: ASGIApp, key: str, limits: LimitSettings) -> None:
+        self._app, self._key, self._limits = app, key.encode(), limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if (refusal := self._refused(scope)) is not None:
             return await refusal(scope, receive, send)
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > self._limit:
-                refusal = problem(413, "too_large", f"the body has more than {self._limit} bytes")
-                return await refusal(scope, receive, send)
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                body = await self._body(receive)
+        except TimeoutError:
+            body = problem(408, "too_slow", f"the body was not there within {self._limits.seconds:g} s")
+        if isinstance(body, Response):
+            return await body(scope, receive, send)
+        if body is None:
+            return None
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, replay, send)
+
+    async def _body(self, receive: Receive) -> bytes | Response | None:
+        """The whole body, None when the client went away, or the answer to one that is too large."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > self._limits.bytes:
+                return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
+        return body
 
     def _refused(self, scope: Scope) -> Response | None:
         if not self._key or scope["path"] in OPEN:
@@ -144,7 +158,8 @@ def problem(status: int, code: str, message: str) -> Response:
 def _documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The body is no JSON.", 401: "No key was shown.", 403: "The key is wrong.", 413: "The body is too large.",
-        404: "The backend has no language model.", 422: "The body is not what is expected.", 429: "The model's server is full.",
+        404: "The backend has no language model.", 408: "The body came too slowly.", 422: "The body is not what is expected.",
+        429: "The model's server is full.",
         503: "Overloaded, too slow, or the model is gone: try again after Retry-After seconds.",
     }  # fmt: skip
     return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
@@ -159,7 +174,7 @@ def web(service: JudgeService, key: str) -> FastAPI:
             yield
 
     app = FastAPI(title="rayloop judge", version=service.version.version, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, key=key, limit=service.settings.limits.bytes)
+    app.add_middleware(Guard, key=key, limits=service.settings.limits)
     _add_errors(app)
     _add_states(app, service)
     _add_questions(app, service)
@@ -173,7 +188,7 @@ KEY = [Depends(HTTPBearer(auto_error=False))]
 def _add_questions(app: FastAPI, service: JudgeService) -> None:
     limits = service.settings.limits
 
-    @app.post("/v1/judge", responses=_documented(400, 401, 403, 413, 422, 503), dependencies=KEY)
+    @app.post("/v1/judge", responses=_documented(400, 401, 403, 408, 413, 422, 503), dependencies=KEY)
     async def judge(body: JudgeBody) -> JudgeResponse:
         items = items_of(body)
         if len(items) > limits.items:
@@ -181,7 +196,7 @@ def _add_questions(app: FastAPI, service: JudgeService) -> None:
         return JudgeResponse(results=tuple(await service.judge(items)))
 
     @app.post(
-        "/v1/chat/completions", responses=_documented(400, 401, 403, 404, 413, 422, 429, 503), dependencies=KEY,
+        "/v1/chat/completions", responses=_documented(400, 401, 403, 404, 408, 413, 422, 429, 503), dependencies=KEY,
         response_model=dict[str, Any],
     )  # fmt: skip
     async def chat(body: ChatRequest) -> Response:
@@ -206,7 +221,7 @@ def _add_states(app: FastAPI, service: JudgeService) -> None:
 
     @app.get("/readyz", responses=_documented(401, 403) | not_ready, response_model=Readiness, dependencies=KEY)
     async def readyz(response: Response) -> Readiness:
-        failing = await service.failing()
+        failing = service.failing()
         response.status_code = 503 if failing else 200
         return Readiness(ready=not failing, failing=failing)
 

@@ -148,11 +148,11 @@ class JudgeService:
         if self.chat is not None:
             self.chat.alive()
 
-    async def failing(self) -> dict[str, str]:
+    def failing(self) -> dict[str, str]:
         """Condition -> why it fails, among model, canary and queue; empty when the replica is ready. Asks no model."""
         limit = self.settings.limits.held
         conditions = {
-            "model": "; ".join(await self.backend.ready()) or self._unloaded,
+            "model": self._unloaded,
             "canary": self._canary,
             "queue": f"{self._held} items are held, the limit is {limit}" if self._held >= limit else "",
         }

@@ -73,7 +73,7 @@ class LimitSettings(Settings):
     image: int = Field(20 * 2**20, ge=1024)
     """Bytes of one image file."""
     seconds: float = Field(120.0, gt=0)
-    """For one request; a client's own budget should be longer."""
+    """For one request's body to come, and again for its answer; a client's own budget should be longer."""
     held: int = Field(512, ge=1)
     """Items that are being judged or wait."""
     ongoing: int = Field(128, ge=2)

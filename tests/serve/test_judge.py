@@ -153,14 +153,19 @@ from cluster.environment import private_cluster
 with private_cluster() as folder:
     import ray
 
-    from actors.judge_address import RayDiscovery, publish
+    from actors.judge_address import RayDiscovery, publish, unclaimed
     from judge.discovery import Address
-    from rayloop.core.failures import InfrastructureFailure
+    from rayloop.core.failures import ConfigError, InfrastructureFailure
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     find = RayDiscovery(RayDiscovery.Settings())
+    unclaimed("judge")
     actor = publish("judge", Address(url="http://here:1", key_file="k"))
     print(asyncio.run(find()).url)
+    try:
+        unclaimed("judge")
+    except ConfigError as error:
+        print(str(error).partition(".")[0])
     ray.kill(actor)
     try:
         asyncio.run(find())
@@ -173,7 +178,11 @@ with private_cluster() as folder:
 def test_runs_in_the_same_ray_cluster_find_it_without_a_file() -> None:
     done = subprocess.run([sys.executable, "-c", SAME_CLUSTER], cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line]
-    assert lines == ["http://here:1", "no judge named judge is served in this Ray cluster"], done.stderr
+    assert lines == [
+        "http://here:1",
+        "a judge named judge is served in this Ray cluster already",
+        "no judge named judge is served in this Ray cluster",
+    ], done.stderr
 
 
 async def ask(client: JudgeClient, items: Sequence[JudgeItem], patience: float) -> list[JudgeVerdict | JudgeUnscored]:

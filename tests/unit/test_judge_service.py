@@ -101,6 +101,19 @@ def test_no_body_makes_it_fail(content: bytes, status: int) -> None:
     run(test)
 
 
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"question": '
+        await asyncio.sleep(30)
+
+    async def test() -> None:
+        async with asked(RuleBackend(RUBRICS), limits={"seconds": 0.1}) as http:
+            answer = await http.post("/v1/judge", headers=KEY, content=slowly())
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "too_slow")
+
+    run(test)
+
+
 def test_images_are_files_below_the_roots_or_are_refused(tmp_path: Path) -> None:
     async def test() -> None:
         outside, root = tmp_path / "a.png", tmp_path / "root"
