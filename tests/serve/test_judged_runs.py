@@ -76,3 +76,9 @@ def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(
     made = finished(config, code=1)
     (line,) = [line for line in made.text.splitlines() if line.startswith("rayloop:")]
     assert "RewardLost: the judge gave no verdict (on_unavailable: stop, 5 s): http://127.0.0.1:9: ConnectError" in line
+
+
+def test_a_key_that_cannot_be_read_ends_the_run_as_a_configuration_error(digits_model: Path, tmp_path: Path) -> None:
+    made = finished(judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9", "key_file": "/nowhere/key"}), code=2)
+    (line,) = [line for line in made.text.splitlines() if line.startswith("rayloop:")]
+    assert "ConfigError: the judge's key file /nowhere/key cannot be read" in line
