@@ -6,7 +6,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from cluster.bench import judge, publish, rollout, scale, step, train
+    from cluster.bench import judge, memory, publish, rollout, scale, step, train
 
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     step.add_step(actions.add_parser("step", help="GRPO steps through the real actors"))
@@ -15,4 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
     train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
+    memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))

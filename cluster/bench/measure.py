@@ -26,13 +26,14 @@ class BenchFailed(RayloopError):
 
 
 def measured(command: Sequence[str]) -> dict[str, Any]:
-    """The JSON object in the last line of a program's output. Raises BenchFailed."""
+    """The last JSON object among the lines of a program's output. Raises BenchFailed."""
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    *_, last = (line for line in done.stdout.splitlines() if line.startswith("{"))  # vLLM logs to stdout even at its end
+    result: dict[str, Any] = json.loads(last)
     return result
 
 
@@ -75,6 +76,12 @@ class PeakMemory:
         while not self._ended.wait(MEMORY_EVERY):
             rss, pss = tree_memory(psutil.Process())
             self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
+
+
+def pss(pid: int) -> float:
+    """MiB. Raises OSError when the process has ended."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def tree_memory(root: psutil.Process) -> tuple[float, float]:

@@ -325,7 +325,6 @@ def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> N
     }
 
 
-@pytest.mark.slow_faults
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_without_a_logger_that_fails(tmp_path: Path, digits_model: Path) -> None:
     """TensorBoard has what metrics.jsonl has; when its folder cannot be opened, the run ends without it."""
