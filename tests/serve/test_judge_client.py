@@ -306,8 +306,8 @@ def test_verdicts_outlive_the_process(stub: JudgeStub, tmp_path: Path) -> None:
 def test_learning_whose_verdicts_a_file_holds_takes_none_of_the_patience(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
-        result = one(f"http://127.0.0.1:{silent.getsockname()[1]}", patience=1.5, cache_file=str(tmp_path / "cache"))
-        assert time.monotonic() - began < 2.5
+        result = one(f"http://127.0.0.1:{silent.getsockname()[1]}", patience=3.0, cache_file=str(tmp_path / "cache"))
+        assert time.monotonic() - began < 5.5
     assert isinstance(result, JudgeUnscored)
 
 
