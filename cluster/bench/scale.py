@@ -26,7 +26,9 @@ from cluster.environment import private_cluster
 LATENCIES = Path(__file__).parents[2] / "benchmarks" / "latencies.json"
 """Seconds per episode, mean 1, long-tailed: 4,096 draws of a log-normal distribution (sigma 0.8) cut at 6 times the mean."""
 IN_FLIGHT = (1, 8, 64, 256, 1024)
-WARM = 3
+BATCH = 512
+"""Trajectories of a step of ``async``, as many as all its engines decode at once."""
+WARM = 2
 """Steps that are left out at the beginning."""
 
 
@@ -52,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, nargs="*", default=IN_FLIGHT, help="cost: episodes in flight")
     parser.add_argument("--rate", type=float, default=40.0, help="cost: trajectories per second")
     parser.add_argument("--trajectories", type=int, default=1024, help="cost: that are measured, at least")
-    parser.add_argument("--latency", type=float, default=3.0, help="async: mean seconds of an episode")
+    parser.add_argument("--latency", type=float, default=6.0, help="async: mean seconds of an episode")
     parser.add_argument("--staleness", type=int, default=4, help="async: the bound")
-    parser.add_argument("--steps", type=int, default=16, help="async: that are measured")
+    parser.add_argument("--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones")
     parser.set_defaults(command=_scale)
 
 
@@ -84,15 +86,15 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
 
 
 def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:
-    """64 engines with a slot each, steps of 8 groups of 8, nothing filtered."""
+    """64 engines that decode 8 sequences each, steps of 64 groups of 8, nothing filtered."""
     found: dict[str, Any] = {}
-    for name, staleness in (("synchronous", 0), ("asynchronous", arguments.staleness)):
-        load = Load(64, 1, 8, 8, staleness, WARM + arguments.steps, arguments.latency, 0.1, 0.0)
+    for name, staleness, steps in (("synchronous", 0, arguments.steps), ("asynchronous", arguments.staleness, 2 * arguments.steps)):
+        load = Load(64, 8, 8, 64, staleness, WARM + steps, arguments.latency, 0.1, 0.0)
         found[name] = _run(load, latencies)
         print(json.dumps(found[name]), file=sys.stderr, flush=True)
     drawn = random.Random(0)
-    slowest = mean(max(drawn.choices(latencies, k=64)) for _ in range(10_000)) / mean(latencies) * arguments.latency
-    bounds = {"synchronous": 64 / (slowest + 0.1), "asynchronous": 64 / arguments.latency}
+    slowest = mean(max(drawn.choices(latencies, k=BATCH)) for _ in range(2_000)) / mean(latencies) * arguments.latency
+    bounds = {"synchronous": BATCH / (slowest + 0.1), "asynchronous": BATCH / arguments.latency}
     speeds = {name: found[name]["trained_per_s"] for name in bounds}
     gain, bound = speeds["asynchronous"] / speeds["synchronous"], bounds["asynchronous"] / bounds["synchronous"]
     return {
