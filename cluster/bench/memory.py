@@ -40,14 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _memory(arguments: argparse.Namespace) -> int:
     from cluster.config import RunConfig
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="rl") as temporary:  # sockets want short paths
         options = [*arguments.overrides, f"output={folder}", f"steps={arguments.steps}"]
         name = load(arguments.config, options, RunConfig).name
-        temporary = Path(folder) / "tmp"
-        temporary.mkdir()
         command = [sys.executable, "-m", "cluster", "train", str(arguments.config), *options]
-        with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "TMPDIR": str(temporary)}) as process:
-            seen, store = _watch(process, Path(folder) / name / "metrics.jsonl", temporary)
+        with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "TMPDIR": temporary}) as process:
+            seen, store = _watch(process, Path(folder) / name / "metrics.jsonl", Path(temporary))
         if process.returncode:
             raise BenchFailed(f"the run ended with {process.returncode}; see above")
     print(json.dumps({"config": str(arguments.config), "steps": arguments.steps, **_result(seen, store), "machine": machine()}))
