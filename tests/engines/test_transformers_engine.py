@@ -1,11 +1,11 @@
-"""The transformers engine: its tokens and log-probs are the model's, whatever is decoded beside them."""
+"""What only the transformers engine does: batches, shared prefill, cohorts. What every engine owes is in test_contract.py."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import shutil
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
-from rayloop.core.protocols import GenerationEngine
+from rayloop.core.failures import DataFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.decoding import Decoder, Row
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.settings import ModelSettings
 from rayloop.engines.transformers import TransformersEngine
 from rayloop.engines.weights import manifest
-from tests.engines.prompts import engine, full_logprobs, hf_greedy, image, prompt, special, vision_tokens
+from tests.engines.prompts import engine, full_logprobs, image, prompt, vision_tokens
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
@@ -46,49 +45,6 @@ def many(folder: Path, **settings: object) -> Callable[..., list[Completion]]:
 
 def close(left: Completion, right: Completion) -> bool:
     return left.token_ids == right.token_ids and np.allclose(left.logprobs, right.logprobs, atol=1e-4)
-
-
-def test_greedy_text_equals_generate(tiny_text: Path) -> None:
-    requests = [
-        prompt(tiny_text, text) for text in ("What is 3 + 9?", "Click", "The answer is 12. Click the red button")
-    ]
-    completions = many(tiny_text)(*((request, GREEDY) for request in requests))
-    for request, completion in zip(requests, completions, strict=True):
-        assert list(completion.token_ids) == hf_greedy(tiny_text, request, 12, ())
-        assert completion.finish is FinishReason.LENGTH
-        assert completion.version == Version(0, 0)
-
-
-def test_greedy_images_equal_generate(tiny_vlm: Path) -> None:
-    banned = vision_tokens(tiny_vlm)
-    requests = [
-        prompt(tiny_vlm, "See ", image(84, 56), " and click"),
-        prompt(tiny_vlm, "No image here, only a rather long text"),
-        prompt(tiny_vlm, image(56, 112, seed=1), "against", image(140, 84, seed=2), image(56, 56, seed=3), "?"),
-    ]
-    sampling = dataclasses.replace(GREEDY, banned_tokens=banned)
-    completions = many(tiny_vlm)(*((request, sampling) for request in requests))
-    for request, completion in zip(requests, completions, strict=True):
-        assert list(completion.token_ids) == hf_greedy(tiny_vlm, request, 12, banned)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_equal_a_full_forward(tiny_vlm: Path, temperature: float) -> None:
-    sampling = Sampling(
-        temperature,
-        max_tokens=10,
-        min_tokens=3,
-        end_tokens=special(tiny_vlm, "<|im_end|>"),
-        banned_tokens=vision_tokens(tiny_vlm),
-    )
-    requests = [
-        prompt(tiny_vlm, "See ", image(84, 56), " and click", seed=1),
-        prompt(tiny_vlm, "Only text", seed=2),
-        prompt(tiny_vlm, image(56, 112, seed=1), image(140, 84, seed=2), "?", seed=3),
-    ]
-    for request, done in zip(requests, many(tiny_vlm)(*((r, sampling) for r in requests)), strict=True):
-        expected = full_logprobs(tiny_vlm, request, done.token_ids, sampling)
-        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -> None:
@@ -184,18 +140,6 @@ def test_later_turns_reuse_the_image_until_the_weights_change(tiny_vlm: Path, mo
     served(tiny_vlm, test)
 
 
-def test_a_seed_fixes_the_tokens_and_turns_of_an_episode_differ(tiny_text: Path) -> None:
-    sampling = Sampling(max_tokens=16)
-    first = prompt(tiny_text, "What is", seed=5)
-    longer = dataclasses.replace(first, token_ids=first.token_ids + first.token_ids[-1:])
-    once, again, other, later = many(tiny_text)(
-        (first, sampling), (first, sampling), (dataclasses.replace(first, seed=6), sampling), (longer, sampling)
-    )
-    assert once == again
-    assert once.token_ids != other.token_ids
-    assert once.token_ids != later.token_ids
-
-
 def test_samples_follow_the_distribution(tiny_text: Path) -> None:
     """First tokens over many seeds against the model's probabilities: chi-square within 5 standard deviations."""
     sampling = Sampling(temperature=1.3, max_tokens=1)
@@ -214,32 +158,6 @@ def test_samples_follow_the_distribution(tiny_text: Path) -> None:
     degrees = len(observed) - 1
     assert degrees > 50
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
-
-
-def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalised(tiny_text: Path) -> None:
-    base = prompt(tiny_text, "The answer is")
-    free = many(tiny_text)(*((dataclasses.replace(base, seed=seed), Sampling(max_tokens=6)) for seed in range(8)))
-    banned = tuple({token for completion in free for token in completion.token_ids})
-    sampling = Sampling(max_tokens=6, banned_tokens=banned)
-    done = many(tiny_text)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(8)))
-    assert not {token for completion in done for token in completion.token_ids} & set(banned)
-    expected = full_logprobs(tiny_text, base, done[0].token_ids, sampling)
-    torch.testing.assert_close(torch.tensor(done[0].logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_end_tokens_end_a_turn_but_not_before_min_tokens(tiny_text: Path) -> None:
-    base = prompt(tiny_text, "The answer is")
-    every = tuple(range(280))
-    ends = Sampling(max_tokens=9, end_tokens=every)
-    later = dataclasses.replace(ends, min_tokens=4)
-    soon, held = many(tiny_text)((base, ends), (base, later))
-    assert soon.finish is held.finish is FinishReason.END_TOKEN
-    assert soon.token_ids[-1] in every
-    assert len(held.token_ids) > 4
-    assert not set(held.token_ids[:4]) & set(every)
-    for completion, sampling in ((soon, ends), (held, later)):
-        expected = full_logprobs(tiny_text, base, completion.token_ids, sampling)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(tiny_text: Path) -> None:
@@ -468,59 +386,6 @@ def test_load_replaces_the_weights_and_a_tied_head_follows(tiny_vlm: Path) -> No
         assert torch.equal(model.lm_head.weight, scaled["model.embed_tokens.weight"])
 
     served(tiny_vlm, test)
-
-
-def dropped(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-
-
-def unknown(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    return {**tensors, "stray.weight": torch.zeros(2)}
-
-
-def flipped(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    damaged = tensors["model.norm.weight"].clone()
-    damaged.view(torch.uint8)[0] ^= 1
-    return {**tensors, "model.norm.weight": damaged}
-
-
-@pytest.mark.parametrize(
-    ("damage", "sent_that_way"),
-    [(dropped, False), (unknown, False), (flipped, False), (dropped, True), (unknown, True)],
-)
-def test_a_failed_load_serves_nothing_until_a_good_one(
-    tiny_text: Path, damage: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], sent_that_way: bool
-) -> None:
-    """Damage on the way is found by the manifest; a publication of another model by the engine's own names."""
-    good = weights(tiny_text)
-    received = damage(good)
-    sent = manifest(Version(0, 1), received if sent_that_way else good)
-
-    async def test(engine: TransformersEngine) -> None:
-        await engine.pause()
-        waiting = asyncio.create_task(engine.generate(prompt(tiny_text, "What"), GREEDY))
-        with pytest.raises(PublicationError, match=r"model\.norm\.weight|stray\.weight"):
-            await engine.load(sent, received)
-        await engine.resume()
-        assert engine.health().version is None
-        with pytest.raises(WorkerLost, match="no weights"):
-            await waiting
-        with pytest.raises(WorkerLost, match="no weights"):
-            await engine.generate(prompt(tiny_text, "What"), GREEDY)
-        await engine.load(manifest(Version(0, 2), good), good)
-        assert (await engine.generate(prompt(tiny_text, "What"), GREEDY)).version == Version(0, 2)
-
-    served(tiny_text, test)
-
-
-def test_nothing_is_served_before_the_first_load(tiny_text: Path) -> None:
-    async def go() -> None:
-        fresh: GenerationEngine = TransformersEngine(ModelSettings(path=str(tiny_text)), TransformersEngineSettings())
-        assert fresh.health().version is None
-        with pytest.raises(WorkerLost, match="no weights"):
-            await fresh.generate(prompt(tiny_text, "What"), GREEDY)
-
-    asyncio.run(go())
 
 
 def test_a_crash_while_decoding_reaches_the_callers_and_the_next_batch_runs(
