@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,22 +79,16 @@ class PeakMemory:
             self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
 
 
-def pss(pid: int) -> float:
-    """MiB. Raises OSError when the process has ended."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+def rollup(pid: int) -> dict[str, float]:
+    """MiB by kind (``Rss``, ``Pss``, ...). Raises OSError when the process has ended."""
+    parts = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return {name.rstrip(":"): int(kib) / 1024 for name, kib, _ in parts}
 
 
 def tree_memory(root: psutil.Process) -> tuple[float, float]:
     """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as nothing."""
-    sums = {"Rss:": 0, "Pss:": 0}
+    found = []
     for process in [root, *root.children(recursive=True)]:
-        try:
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        for line in rollup.splitlines():
-            name, *values = line.split()
-            if name in sums:
-                sums[name] += int(values[0])
-    return sums["Rss:"] / 1024, sums["Pss:"] / 1024
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found.append(rollup(process.pid))
+    return sum(one.get("Rss", 0.0) for one in found), sum(one.get("Pss", 0.0) for one in found)

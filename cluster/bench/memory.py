@@ -22,7 +22,7 @@ from statistics import linear_regression, median
 import httpx
 import psutil
 
-from cluster.bench.measure import BenchFailed, machine, pss
+from cluster.bench.measure import BenchFailed, machine, rollup
 from rayloop.core.config import load
 from rayloop.core.jsonl import JsonLines
 
@@ -68,7 +68,7 @@ def _watch(
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error, OSError):
                 if (name := "".join(child.cmdline())).startswith("ray::") and "IDLE" not in name:
-                    seen[f"{name.removeprefix('ray::').partition('.')[0]} {child.pid}"][step] = pss(child.pid)
+                    seen[f"{name.removeprefix('ray::').partition('.')[0]} {child.pid}"][step] = rollup(child.pid)["Pss"]
         if (used := _stored(temporary)) is not None:
             store[step] = used
     return seen, store
