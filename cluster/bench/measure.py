@@ -7,8 +7,9 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,20 @@ class BenchFailed(RayloopError):
     """One of the compared programs ended with an error."""
 
 
+def alternately(
+    commands: Mapping[str, Sequence[str]], rounds: int, describe: Callable[[Mapping[str, Any]], str]
+) -> list[dict[str, dict[str, Any]]]:
+    """What each program measured {name: result}, round by round, one after the other; prints what it does and finds."""
+    found = []
+    for number in range(1, rounds + 1):
+        found.append({})
+        for name, command in commands.items():
+            print(f"round {number}: {shlex.join(command)}", file=sys.stderr, flush=True)
+            found[-1][name] = measured(command)
+        print(f"round {number}: {describe(found[-1])}", flush=True)
+    return found
+
+
 def measured(command: Sequence[str]) -> dict[str, Any]:
     """The last JSON object among the lines of a program's output. Raises BenchFailed."""
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
@@ -33,10 +48,11 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    *_, last = (line for line in done.stdout.splitlines() if line.startswith("{"))  # vLLM logs to stdout even at its end
+    *_, last = (
+        line for line in done.stdout.splitlines() if line.startswith("{")
+    )  # vLLM logs to stdout even at its end
     result: dict[str, Any] = json.loads(last)
     return result
-
 
 
 def machine() -> dict[str, Any]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from cluster.bench.measure import machine, measured
+from cluster.bench.measure import alternately, machine
 from cluster.bench.step import ENGINES, Shape, add_shape, write_rows
 
 PEER = Path(__file__).parents[2] / "benchmarks" / "vllm_generate.py"
@@ -35,18 +36,16 @@ def _rollout(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"
         write_rows(rows, shape)
-        bare = [sys.executable, str(PEER), "--rows", str(rows), "--engine", json.dumps(ENGINES["vllm"]), *options]
-        ours = [sys.executable, "-m", "cluster", "bench", "step", "--engine", "vllm", *options]
-        rounds = []
-        for number in range(1, arguments.rounds + 1):
-            found = {}
-            for side, command in (("bare", bare), ("ours", ours)):
-                print(f"round {number}: {shlex.join(command)}", file=sys.stderr, flush=True)
-                found[side] = measured(command)
-            rounds.append(found)
-            speeds = {side: line["gen_tok_per_s"] for side, line in found.items()}
-            print(f"round {number}: ours {speeds['ours']}, bare {speeds['bare']} tokens/s: {speeds['ours'] / speeds['bare']:.3f}")
+        rounds = alternately({
+            "bare": [sys.executable, str(PEER), "--rows", str(rows), "--engine", json.dumps(ENGINES["vllm"]), *options],
+            "ours": [sys.executable, "-m", "cluster", "bench", "step", "--engine", "vllm", *options],
+        }, arguments.rounds, _describe)  # fmt: skip
     whole = {side: median(one[side]["gen_tok_per_s"] for one in rounds) for side in ("ours", "bare")}
     ratio = round(whole["ours"] / whole["bare"], 3)
     print(json.dumps({"ratio": ratio, "tokens_per_s": whole, "machine": machine(), "rounds": rounds}))
     return 0
+
+
+def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
+    ours, bare = (sides[side]["gen_tok_per_s"] for side in ("ours", "bare"))
+    return f"ours {ours}, bare {bare} tokens/s: {ours / bare:.3f}"

@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any, get_args
 import yaml
 from safetensors import safe_open
 
-from cluster.bench.measure import PeakMemory, machine, measured
+from cluster.bench.measure import PeakMemory, alternately, machine
 from cluster.config import RunConfig
 from cluster.environment import private_cluster
 from rayloop.core.config import Settings as _Settings
@@ -228,13 +227,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             "peer": [arguments.peer_python, str(PEER), "--rows", str(rows), *options],
             "ours": [sys.executable, "-m", "cluster", "bench", "step", *options],
         }
-        rounds: list[dict[str, dict[str, Any]]] = []
-        for number in range(1, arguments.rounds + 1):
-            rounds.append({})
-            for side, command in commands.items():
-                print(f"round {number}: {shlex.join(command)}", file=sys.stderr, flush=True)
-                rounds[-1][side] = measured(command)
-            print(f"round {number}: {_describe(rounds[-1])}", flush=True)
+        rounds = alternately(commands, arguments.rounds, _describe)
     whole = {side: {name: median(r[side][name] for r in rounds) for name in PARTS} for side in commands}
     ratios = {name: round(whole["ours"][name] / whole["peer"][name], 3) for name in PARTS}
     print(f"median of {len(rounds)}: {_describe(whole)}")
@@ -248,5 +241,3 @@ def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
         f"{name.removesuffix('_s_median')} {ours[name]:.3f} / {peer[name]:.3f} s = {ours[name] / peer[name]:.3f}"
         for name in PARTS
     )
-
-
