@@ -38,9 +38,10 @@ def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModul
     """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root.
 
     Parameters stay float32; they are cast to ``settings.dtype`` when gathered, and gradients are reduced in float32.
+    What goes into a block is not cast: the vision tower computes its rotary embedding in float32, as reference and engine do.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[settings.dtype], reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(COMPUTE_DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # The root is the Scorer, not the model: its forward pass is what gathers the head.

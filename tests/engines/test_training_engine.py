@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,14 @@ from torch import Tensor
 
 from rayloop.core.failures import CheckpointError, ConfigError, Diverged
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import Version
+from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
+from rayloop.engines import models
 from rayloop.engines.optimizer import learning_rate
-from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
+from rayloop.engines.scorer import FrozenScorer
+from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
+from tests.engines.prompts import engine as generation
+from tests.engines.prompts import image, prompt, vision_tokens
 from tests.engines.training import VERSION, engine, mixed_items, trajectory
 
 SGD = OptimizerSettings(kind="sgd", lr=0.1)
@@ -172,6 +177,47 @@ def test_bfloat16_follows_float32(tiny_vlm: Path) -> None:
         assert trainer.train([items])["actor/grad_norm"] == pytest.approx(norm, rel=0.05)
     errors = np.concatenate([abs(a - b) for a, b in zip(exact, rounded, strict=True)])
     assert 1e-5 < errors.mean() < 0.05
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings()])
+def test_at_the_start_policy_and_reference_are_one_in_bfloat16(tiny_vlm: Path, lora: LoraSettings | None) -> None:
+    """Bit for bit, images too: any offset would be trained on as KL."""
+    played = [item.trajectory for item in mixed_items(tiny_vlm)]
+    settings = FsdpSettings(dtype="bfloat16", lora=lora)
+    with engine(tiny_vlm, settings) as trainer:
+        policy = trainer.logprobs(played)
+    reference = FrozenScorer(ModelSettings(path=str(tiny_vlm)), settings).logprobs(played)
+    assert [abs(a - b).max() for a, b in zip(policy, reference, strict=True)] == [0.0] * len(played)
+
+
+def test_policy_and_engine_are_one_in_bfloat16(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, images too, where nothing forces another order of sums: prompts alone, and one attention for both."""
+    monkeypatch.setattr(models, "_attention", lambda *_: "eager")
+    sampling = Sampling(max_tokens=1, banned_tokens=vision_tokens(tiny_vlm))
+    requests = [prompt(tiny_vlm, "See ", image(84, 56), "now"), prompt(tiny_vlm, image(112, 84, 1), image(56, 56, 2))]
+    answers = asyncio.run(_answers(tiny_vlm, [*requests, prompt(tiny_vlm, "no image")], sampling))
+    with engine(tiny_vlm, FsdpSettings(dtype="bfloat16", packing=False)) as trainer:
+        policy = trainer.logprobs(answers)
+    behaviour = [answer.turns[-1].logprobs for answer in answers]
+    assert [abs(a - b).max() for a, b in zip(policy, behaviour, strict=True)] == [0.0] * len(answers)
+
+
+async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Sampling) -> list[Trajectory]:
+    """Each request answered alone by the transformers engine in bfloat16, as a trajectory."""
+    served = await generation(folder, dtype="bfloat16")
+    answers = []
+    for number, request in enumerate(requests):
+        done = await served.generate(request, sampling)
+        asked = Turn("user", request.token_ids, tuple(shown.ref for shown in request.images))
+        answered = Turn("assistant", done.token_ids, (), done.logprobs, done.version)
+        data = {shown.ref.sha256: shown.data or b"" for shown in request.images}
+        answers.append(
+            Trajectory(
+                TrajectoryId(number, 0), 0, "task", number, (asked, answered), sampling, EndReason.DONE, image_bytes=data
+            )
+        )
+    served.close()
+    return answers
 
 
 def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
