@@ -10,8 +10,8 @@ import ray
 
 from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
-from rayloop.core.types import Completion, Sampling, TokenPrompt
-from rayloop.engines.settings import GenerationSettings, ModelSettings, TransportSettings
+from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
+from rayloop.engines.settings import Dtype, GenerationSettings, ModelSettings, TransportSettings
 
 
 def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str) -> GenerationEngine:
@@ -39,6 +39,14 @@ def scratch() -> str:
     """A new folder within Ray's own, with which it goes: an actor that is killed cannot remove anything."""
     node = ray._private.worker._global_node
     return tempfile.mkdtemp(prefix="rollout-", dir=node.get_temp_dir_path() if node else None)
+
+
+def start_weights(model: ModelSettings, dtype: Dtype) -> tuple[Manifest, Any]:
+    """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
+    from rayloop.engines.models import hf_state, load_model
+    from rayloop.engines.weights import DTYPES, ObjectStore
+
+    return ObjectStore().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
 
 
 class RolloutActor(Actor):

@@ -59,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
     add_cluster(train)
     train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     train.set_defaults(command=_train)
+    trial = commands.add_parser("try", help="one row as the model sees it, two answers, and what the reward says; in seconds")
+    trial.add_argument("config", type=Path, help="YAML file of a run")
+    trial.add_argument("overrides", nargs="*", metavar="key=value")
+    trial.add_argument("--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)")
+    trial.set_defaults(command=_try)
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
     sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
@@ -146,6 +151,14 @@ def _train(arguments: argparse.Namespace) -> int:
         from cluster.train import train  # imports ray
 
         return train(config, address, temporary)
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides)
+    preflight(config, trains=False)
+    from cluster.trial import try_row  # imports torch
+
+    return try_row(config, arguments.row)
 
 
 def _eval(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from actors.lease import Lease
+from actors.rollout import start_weights
 from cluster.config import RunConfig
 from cluster.controls import Item, summarise, table
 from cluster.evaluation import Play, blind, play, plays
@@ -26,7 +27,6 @@ from rayloop.core.dataset import Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.runfolder import RolloutDump
-from rayloop.core.types import Version
 from rayloop.engines.settings import ObjectStoreTransport, serves_its_own_weights
 
 CONCURRENCY = 10_000
@@ -108,11 +108,7 @@ class Evaluator:
 
     def _pack(self) -> tuple[Any, Any]:
         """The weights of ``model.path``, as a publication."""
-        from rayloop.engines.models import hf_state, load_model
-        from rayloop.engines.weights import DTYPES, ObjectStore
-
-        model = load_model(self.config.model, dtype=DTYPES[self.config.rollout.engine.dtype])
-        manifest, source = ObjectStore().pack(Version(0, 0), hf_state(model))
+        manifest, source = start_weights(self.config.model, self.config.rollout.engine.dtype)
         return manifest, ray.put(source)
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from cluster.services import Services
 from cluster.waits import within
 from rayloop.core.failures import WorkerLost
 from rayloop.core.runfolder import RolloutRecord
+from rayloop.core.seeds import derive
 from rayloop.core.types import (
     EndReason,
     Group,
@@ -27,10 +28,18 @@ from rayloop.core.types import (
     PlayRequest,
     Summary,
     Task,
+    TrajectoryId,
     Unscored,
     UnscoredKind,
     Version,
 )
+
+
+def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
+    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
+    sampling = config.rollout.sampling.sampling()
+    cohort = len(ids) if config.rollout.deterministic else None
+    return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
 
 
 class Player:

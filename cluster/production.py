@@ -13,17 +13,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config import RunConfig
-from cluster.player import Player
+from cluster.player import Player, requests
 from cluster.report import Reporter
 from rayloop.core.dataset import Dataset, TaskCursor
 from rayloop.core.failures import ConfigError, DataFailure, Preempted
 from rayloop.core.ledger import Ledger
-from rayloop.core.seeds import derive
 from rayloop.core.types import (
     Fate,
     Group,
     Member,
-    PlayRequest,
     Scored,
     State,
     Task,
@@ -165,16 +163,9 @@ class Production:
             done.done() or done.set_result(None)
 
     async def _play(self, issue: Issue, player: Player, step: int) -> Group:
-        task, size = self.dataset[issue.index], self.config.algorithm.group_size
-        sampling = self.config.rollout.sampling.sampling()
-        requests = [
-            PlayRequest(
-                task, id, 0, derive(self.config.seed, task.id, id.sample, issue.visit), sampling,
-                cohort=size if self.config.rollout.deterministic else None,
-            )
-            for id in self._ids(issue)
-        ]  # fmt: skip
-        members = await asyncio.gather(*(player.play(request, step) for request in requests))
+        task = self.dataset[issue.index]
+        asked = requests(self.config, task, self._ids(issue), issue.visit)
+        members = await asyncio.gather(*(player.play(request, step) for request in asked))
         return Group(issue.number, task, tuple(members))
 
     def _commit(self, group: Group) -> None:

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.images import ImageGeometry, image_ref, probe, tinted
 from rayloop.core.model import ModelSettings
-from rayloop.core.types import ImageSource, Message, PromptImage, Sampling, TokenIds
+from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
 from rayloop.envs.chat_template import load_chat_template, read_json
 
 _VISION = re.compile(r"vision|image|video")
@@ -99,6 +100,22 @@ class Renderer:
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def shown(self, token_ids: TokenIds) -> str:
+        """For people: the text with its special tokens; of a run of image tokens the first, and how many there are."""
+        texts = []
+        for is_image, run in groupby(token_ids, key=lambda token: token == self.image_token):
+            ids = list(run)
+            text = self._tokenizer.decode(ids[:1] if is_image else ids, skip_special_tokens=False)
+            texts.append(f"{text}×{len(ids)}" if is_image else text)
+        return "".join(texts)
+
+    def resized(self, image: ImageRef) -> tuple[int, int]:
+        """Width and height in pixels after the processor's resize. Raises ConfigError for a text-only model."""
+        if self._geometry is None:
+            raise ConfigError("the model takes text only")
+        _, rows, columns = image.grid
+        return columns * self._geometry.patch, rows * self._geometry.patch
 
     def sampling(self, base: Sampling) -> Sampling:
         """``base`` with this model's end tokens (unless it names some) and banned tokens."""

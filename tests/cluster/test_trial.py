@@ -1,0 +1,172 @@
+"""``python -m cluster try``: what a person sees of one row, of two answers and of the reward, without a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from cluster.cli import main
+from rayloop.core.config import Settings as _Settings
+from rayloop.core.protocols import Observation, ScoreContext, StepResult
+from rayloop.core.types import Message, Outcome, Scored, Task, Trajectory
+from tests.support.runs import settings
+
+PAGES = Path(__file__).parents[1] / "data" / "grounding"
+Try = Callable[..., tuple[int, str]]
+
+
+class Broken:
+    """A grader with a typo."""
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: Broken.Settings) -> None:
+        del settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        return Scored(task.extra["anwser"])
+
+
+class Unmade(Broken):
+    def __init__(self, settings: Broken.Settings) -> None:
+        raise KeyError("no such word list")
+
+
+class Echo:
+    """An environment of two turns."""
+
+    class Settings(_Settings):
+        fails: bool = False
+
+    def __init__(self, settings: Echo.Settings) -> None:
+        self._fails = settings.fails
+
+    def reset(self, task: Task) -> Observation:
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        if self._fails:
+            raise TypeError("a step that fails")
+        return StepResult(Observation((Message("user", ("go on",)),)))
+
+    def evaluate(self) -> float | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> Try:
+    def run(*options: str, **changes: Any) -> tuple[int, str]:
+        usual = {
+            "reward__source": {"use": "recipes.digits.reward:SortReward"},
+            "environment__episode": {"environment": {"use": "rayloop.envs.single_turn:SingleTurn"}},
+        }
+        changes = usual | changes
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(settings(tmp_path, digits_model, **changes)))
+        code = main(["try", str(path), *options])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    return run
+
+
+def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Path) -> None:
+    code, text = try_it()
+    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert code == 0, text
+    assert f"train.jsonl:1: task {row['id']}, one of 24 usable rows" in text
+    assert f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
+    assert f"truth: {sorted(row['digits'])}" in text
+    assert "answer 1: " in text
+    assert "answer 2: " in text
+    assert text.count("reward: 0; components: exact 0, format 0; flags: unparsable") == 2
+    assert "2 of 2 answers have a reward" in text
+    assert not ray.is_initialized()
+
+
+def test_the_answers_are_those_of_the_first_step(try_it: Try) -> None:
+    """They follow from the run's seed, like those of a group in training."""
+    once, again, other = (try_it(*options)[1].partition("answer 1")[2] for options in ((), (), ("seed=1",)))
+    assert once == again != other
+
+
+def test_an_image_is_shown_with_its_sizes_and_tokens(try_it: Try, grounding_model: Path) -> None:
+    reader = {"use": "recipes.arc_vision.data:GroundingRows"}
+    code, text = try_it(
+        model__path=str(grounding_model),
+        data={"train": str(PAGES / "train.jsonl"), "reader": reader},
+        reward__source={"use": "recipes.arc_vision.reward:IoUReward"},
+    )
+    assert code == 0, text
+    assert "<|vision_start|><|image_pad|>×48<|vision_end|>" in text
+    assert "image 1: 160x210 pixels, resized to 168x224; grid (t, h, w) (1, 16, 12), 48 tokens" in text
+
+
+def test_a_reward_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
+    code, text = try_it(reward__source={"use": f"{__name__}:Broken"})
+    assert code == 1, text
+    assert f"{__name__}:Broken raised:" in text
+    assert text.count('return Scored(task.extra["anwser"])') == 1, "once, though both answers met it"
+    assert "KeyError: 'anwser'" in text
+    assert "threads.py" not in text, "the traceback begins with the person's own code"
+    assert "0 of 2 answers have a reward" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward__source": {"use": f"{__name__}:Unmade"}}, "Unmade could not be made:"),
+        ({"reward__source": {"use": "math:pi"}}, "math:pi"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_told_before_the_model_is_loaded(
+    try_it: Try, changes: dict[str, Any], told: str
+) -> None:
+    code, text = try_it(**changes)
+    assert code in (1, 2), text
+    assert told in text
+    assert "loaded in" not in text
+
+
+def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
+    code, text = try_it(
+        environment__episode={"environment": {"use": f"{__name__}:Echo"}, "max_turns": 2},
+    )
+    assert code == 0, text
+    assert text.count("go on<|im_end|>") == 2
+    assert text.count("assistant: ") == 4
+    assert "ended as max_turns" in text
+
+
+def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
+    code, text = try_it(
+        environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2},
+    )
+    assert code == 1, text
+    assert "answer 1 could not be played" in text
+    assert text.count('raise TypeError("a step that fails")') == 1
+    assert "<|im_start|>user" in text, "what the model saw is shown nevertheless"
+
+
+def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    code, text = try_it("--row", "3", **mine)
+    assert (code, "truth: NONE" in text, "rows.jsonl:3: task" in text) == (0, True, True), text
+    assert "left out: " in text
+    assert 'truth: "1"' in try_it("--row", "1", **mine)[1]
+    code, text = try_it("--row", "2", **mine)
+    assert code == 2
+    assert "--row 2: " in text
+    assert "'prompt' is missing" in text
+    assert "there is no such row" in try_it("--row", "9", **mine)[1]
