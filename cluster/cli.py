@@ -16,7 +16,7 @@ from cluster import bench, doctor, judge_commands, node, slurm, submit
 from cluster.config import RunConfig
 from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
-from rayloop.core.config import check_components, dump, load
+from rayloop.core.config import Component, check_components, dump, load
 from rayloop.core.failures import ConfigError, RayloopError
 
 
@@ -127,10 +127,15 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     miniwob.add_argument("--browser", help="the Chromium to use (default: the system's)")
     miniwob.add_argument("--jobs", type=int, default=2, help="browsers at once")
     miniwob.set_defaults(command=_prepare_miniwob)
-    validate = actions.add_parser("validate", help="name the rows of a file that a run could not use")
-    validate.add_argument("file", type=Path)
-    validate.add_argument("--reader", default="rayloop.core.dataset:ChatRows", help="package.module:Class of the reader")
-    validate.add_argument("--max-image-pixels", type=int, default=50_000_000)
+    validate = actions.add_parser("validate", help="name the rows that a run could not use")
+    validate.add_argument("file", type=Path, help="YAML file of a run (its data, read as the run would), or JSONL or parquet")
+    validate.add_argument("overrides", nargs="*", metavar="key=value", help="with a run")
+    validate.add_argument(
+        "--reader", metavar="MODULE:CLASS", default="rayloop.core.dataset:ChatRows", help="with a data file (default: %(default)s)"
+    )
+    validate.add_argument(
+        "--max-image-pixels", type=int, metavar="N", default=50_000_000, help="with a data file: larger images are refused"
+    )
     validate.set_defaults(command=_validate)
 
 
@@ -221,6 +226,10 @@ def _prepare_miniwob(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from cluster.data import validate
+    from cluster.data import validate, validate_run
 
-    return validate(arguments.file, arguments.reader, arguments.max_image_pixels)
+    if arguments.file.suffix in (".yaml", ".yml"):
+        return validate_run(read(arguments.file, arguments.overrides))
+    if arguments.overrides:
+        raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
+    return validate(arguments.file, Component(use=arguments.reader), arguments.max_image_pixels)

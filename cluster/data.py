@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.config import RunConfig
 from rayloop.core.config import Component
 from rayloop.core.dataset import Dataset, Reader
 from rayloop.core.failures import DataFailure
@@ -38,7 +39,14 @@ def compared(out: Path, split: str) -> str:
     return f"{len(different)} differences from the shipped rows:\n  " + "\n  ".join(different[:SHOWN]) + more
 
 
-def validate(path: Path, reader: str, max_image_pixels: int) -> int:
+def validate_run(config: RunConfig) -> int:
+    """Check the rows of a run with its own reader: those to train on, and the held-out ones. Returns and raises as ``validate``."""
+    files = [path for path in (config.data.train, config.data.eval) if path is not None]
+    limit = config.environment.episode.max_image_pixels
+    return max([validate(Path(path), config.data.reader, limit) for path in files])
+
+
+def validate(path: Path, reader: Component, max_image_pixels: int) -> int:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
     Returns 0 when all rows are usable, else 1. Raises ConfigError when the file or the reader cannot be used at all.
@@ -50,12 +58,14 @@ def validate(path: Path, reader: str, max_image_pixels: int) -> int:
         problems += 1
         print(failure)
 
-    component: Reader = Component(use=reader).build()
-    dataset = Dataset(path, component, strict=False, quarantine=report)
+    built: Reader = reader.build()
+    dataset = Dataset(path, built, strict=False, quarantine=report)
     for task in dataset:
         for failure in _unusable_images(task, dataset.where(task), max_image_pixels):
             report(failure)
-    print(f"{path}: {len(dataset)} rows read by {reader}, {problems} problems")
+    if warning := dataset.warning():
+        print(f"warning: {warning}")
+    print(f"{path}: {len(dataset)} rows read by {reader.use}, {problems} problems")
     return 1 if problems else 0
 
 

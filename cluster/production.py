@@ -78,7 +78,10 @@ class Production:
     def read(path: str | None, config: RunConfig, reporter: Reporter) -> Dataset:
         """A dataset of the configuration; bad rows are quarantined, or raised when ``data.strict``."""
         assert path is not None
-        return Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
+        dataset = Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
+        if warning := dataset.warning():
+            reporter.event("no_truth", why=warning)
+        return dataset
 
     # Starting groups -----------------------------------------------------------------------------------------------
 
@@ -298,7 +301,7 @@ class Production:
         if task.id in self.quarantined:
             return
         self.quarantined.add(task.id)
-        self._bad = DataFailure(path or task.id, reason)
+        self._bad = DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason)
         self.reporter.bad_row(self._bad)
         self._notify()
 

@@ -151,7 +151,8 @@ def describe(record: dict[str, Any]) -> str:
         return f"[{record['step']}] controls: " + "\n".join(table({**record, "sources": {}}))
     shown = {k: v for k, v in record.items() if k not in ("event", "step") and not fnmatch(k, "val/*/reward/mean")}
     rest = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
-    return f"[{record.get('step', '')}] {record['event']}: {rest}"
+    when = f"[{record['step']}] " if "step" in record else ""
+    return f"{when}{record['event']}: {rest}"
 
 
 def _short(value: Any) -> str:

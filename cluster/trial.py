@@ -23,7 +23,7 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor, start_weights
 from cluster.config import RunConfig
 from cluster.player import requests
-from rayloop.core.dataset import Dataset
+from rayloop.core.dataset import TRUTHS, Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError, WorkerStartFailed
 from rayloop.core.runfolder import jsonable
 from rayloop.core.threads import in_thread
@@ -153,8 +153,9 @@ class _Trial:
     def _tell_truth(self, task: Task) -> None:
         if task.ground_truth is None:
             self.tell(
-                "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. The "
-                "default reader knows the columns named in docs/own_task.md, and the one that data.reader.with.truth names"
+                "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
+                f"ChatRows takes the column that data.reader.with.truth names, else one of {', '.join(TRUTHS)}. Kept of the row "
+                "besides: " + (", ".join(task.extra) or "nothing")
             )
             return
         text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)

@@ -5,19 +5,31 @@ A row that cannot become a task is quarantined with its file, line and reason, o
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
+from rayloop.core.schema import short
 from rayloop.core.seeds import derive
 from rayloop.core.types import ImageSource, Message, Task
 
 PLACEHOLDER = "<image>"
 """Where an image goes inside a text, in verl's and TRL's datasets."""
+
+
+TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "answers", "solution", "label", "target")
+"""Columns in which datasets keep the answer; the first that a row has counts."""
+_ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
+"""How PNG, JPEG and WebP begin in base64."""
+_LONGEST_PATH = 4096
+"""Characters; Linux has no longer ones."""
 
 
 class Reader(Protocol):
@@ -69,8 +81,18 @@ class Dataset:
         return iter(self._tasks)
 
     def where(self, task: Task) -> str:
-        """file:line of a task of this dataset."""
-        return self._lines[task.id]
+        """file:line of a task of this dataset; the id of one that is not."""
+        return self._lines.get(task.id, task.id)
+
+    def warning(self) -> str:
+        """What may be wrong though every row can be read, in words; empty when nothing is."""
+        if any(task.ground_truth is not None for task in self._tasks):
+            return ""
+        columns = ", ".join(self._tasks[0].extra) or "none"
+        return (
+            f"none of the {len(self)} rows of {self.path} has an answer, so a reward that compares with it cannot work. ChatRows "
+            f"looks for {', '.join(TRUTHS)}; the rows' other columns: {columns}. Name the right one with data.reader.with.truth"
+        )
 
 
 def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
@@ -81,7 +103,7 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
     try:
         return reader.task(row, where, root)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {error!r}") from error
+        raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {short(error, 200)}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -117,36 +139,55 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class ChatRows:
-    """Reads verl's columns: prompt, images, reward_model.ground_truth, data_source, extra_info.
+    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub.
 
-    ``prompt`` is a list of {role, content}, possibly as a JSON string; the k-th ``<image>`` of all contents is the k-th
-    entry of ``images`` (a path, {image: path}, {path: ...} or {bytes: ...}). The id is ``id``, else that of extra_info
-    (its id, or data_source/split/index), else file:line.
+    ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; the k-th ``<image>`` of all contents is the
+    k-th entry of ``images`` (see ``image_entry``). The id is ``id``, else that of ``extra_info`` (its id, or
+    data_source/split/index), else file:line. ``data_source`` splits the metrics. Every other column, and what is in
+    ``extra_info``, is in the task's ``extra``, for rewards and environments.
     """
 
     class Settings(_Settings):
         prompt: str = "prompt"
-        """Column of the messages."""
+        """Column of the messages. Set it when yours is called otherwise, for example ``question``."""
         images: str = "images"
         """Column of the images; may be absent or empty."""
+        truth: str | None = None
+        """Column of the answer (``a.b``: key ``b`` of column ``a``), which every row must then have. None: the first
+        that a row has of reward_model.ground_truth, ground_truth, answer, answers, solution, label, target; it may have none."""
 
     def __init__(self, settings: ChatRows.Settings) -> None:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        prompt = field(row, self._settings.prompt, where)
+        settings = self._settings
+        prompt = field(row, settings.prompt, where)
         if isinstance(prompt, str):
             prompt = json.loads(prompt) if prompt.lstrip().startswith("[") else [{"role": "user", "content": prompt}]
-        images = [image_entry(entry, where, root) for entry in row.get(self._settings.images) or ()]
-        reward_model = row.get("reward_model") or {}
-        extra = row.get("extra_info") or {}
+        images = [image_entry(entry, where, root) for entry in row.get(settings.images) or ()]
+        info = row.get("extra_info") or {}
+        known = (settings.prompt, settings.images, "reward_model", "extra_info", "data_source", "id")
         return Task(
-            _identity(row, extra, where),
+            _identity(row, info, where),
             place_images([(field(m, "role", where), field(m, "content", where)) for m in prompt], images, where),
-            reward_model.get("ground_truth", row.get("ground_truth")),
+            self._truth(row, where),
             str(row.get("data_source") or ""),
-            extra,
+            {**{name: value for name, value in row.items() if name not in known}, **info},
         )
+
+    def _truth(self, row: Mapping[str, Any], where: str) -> Any:
+        if self._settings.truth is not None:
+            return field({self._settings.truth: _at(row, self._settings.truth)}, self._settings.truth, where)
+        return next((value for name in TRUTHS if (value := _at(row, name)) is not None), None)
+
+
+def _at(row: Mapping[str, Any], name: str) -> Any:
+    """The value of column ``a``, or for ``a.b`` of key ``b`` in it; None where there is none."""
+    if name in row:
+        return row[name]
+    column, _, key = name.partition(".")
+    inner = row.get(column) or {}
+    return inner.get(key) if key else None
 
 
 def field(row: Mapping[str, Any], name: str, where: str) -> Any:
@@ -158,18 +199,39 @@ def field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), {image: path}, {path: ...} or {bytes: ...}.
+    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL or base64, as such, or in a mapping as
+    ``image``, ``path`` or ``bytes``.
 
-    Raises DataFailure for anything else.
+    Raises DataFailure for anything else, URLs included: nothing is downloaded.
     """
+    value: Any = entry
     if isinstance(entry, Mapping):
-        data = entry.get("bytes")
-        if isinstance(data, bytes):
-            return ImageSource(data=data)
-        entry = entry.get("image", entry.get("path"))
-    if not isinstance(entry, str) or not entry:
-        raise DataFailure(where, f"an image must be a path, {{image: path}} or {{bytes: ...}}, found {entry!r:.80}")
-    return ImageSource(path=str(root / entry.removeprefix("file://")))
+        value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
+        if isinstance(value, bytes):
+            return ImageSource(data=value)
+        if isinstance(value, str) and entry.get("bytes") is not None:
+            return ImageSource(data=_decoded(value, where))
+    if not isinstance(value, str) or not value:
+        expected = "a path, a data URL, {image: path}, {path: ...} or {bytes: ...}"
+        raise DataFailure(where, f"an image must be {expected}, found {short(entry)}")
+    if value.startswith("data:") or (value.startswith(_ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)):
+        return ImageSource(data=_decoded(value, where))
+    if re.match("https?://", value):
+        raise DataFailure(where, f"images are not downloaded: {short(value)}. Save it beside the data and give its path")
+    if len(value) > _LONGEST_PATH:
+        raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
+    return ImageSource(path=str(root / value.removeprefix("file://")))
+
+
+def _decoded(text: str, where: str) -> bytes:
+    """The bytes of base64 text, line breaks allowed, or of a data URL. Raises DataFailure."""
+    head, _, body = text.partition(",") if text.startswith("data:") else ("base64", "", text)
+    try:
+        if not head.endswith("base64"):
+            raise ValueError("a data URL must end in ;base64 before the comma")
+        return base64.b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataFailure(where, f"the image is no base64: {error}, in {short(text)}") from error
 
 
 def place_images(contents: Sequence[tuple[str, str]], images: Sequence[ImageSource], where: str) -> tuple[Message, ...]:
@@ -179,7 +241,8 @@ def place_images(contents: Sequence[tuple[str, str]], images: Sequence[ImageSour
     """
     for role, text in contents:
         if not (isinstance(role, str) and isinstance(text, str)):
-            raise DataFailure(where, f"a message's role and content must be texts, found {role!r} and {text!r}")
+            found = f"found {short(role)} and {short(text)}"
+            raise DataFailure(where, f"a message's role and content must be texts, {found}")
     if (places := sum(text.count(PLACEHOLDER) for _, text in contents)) != len(images):
         raise DataFailure(where, f"{places} {PLACEHOLDER} placeholders for {len(images)} images")
     remaining = iter(images)

@@ -142,7 +142,7 @@ def _child(value: Any, element: str | int) -> Any:
 
 
 def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[BaseModel]) -> str:
-    context, value = detail.get("ctx", {}), _short(detail["input"])
+    context, value = detail.get("ctx", {}), short(detail["input"])
     match detail["type"]:
         case "extra_forbidden":
             return _unknown_key(str(detail["loc"][-1]), holder or root, root)
@@ -171,6 +171,7 @@ def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> st
     return f"unknown key{moved}. Keys here: {', '.join(valid) or 'none'}"
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def short(value: Any, limit: int = 80) -> str:
+    """The value as a message quotes it: its beginning when it is long."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -262,7 +262,9 @@ def test_a_quarantined_task_is_reported_once_and_never_played_again(tmp_path: Pa
             await loop.step()
 
     loop.run(test)
-    assert [(failure.path, failure.reason) for failure in loop.reporter.bad] == [("/data/gone.png", "cannot be read")]
+    (failure,) = loop.reporter.bad
+    assert failure.path.endswith("train.jsonl:1"), "the row, which is what a person mends"
+    assert failure.reason == "/data/gone.png: cannot be read"
     assert sum(request.task.id == "train-0" for request in loop.played) == 4
     assert sum(request.task.id == "train-1" for request in loop.played) >= 8, "the other tasks were visited again"
     assert loop.ledger.counts()["excluded[bad_data]"] == 4
@@ -270,7 +272,7 @@ def test_a_quarantined_task_is_reported_once_and_never_played_again(tmp_path: Pa
 
 def test_strict_data_stops_at_the_bad_task(tmp_path: Path) -> None:
     loop = Loop(tmp_path, bad_first, data__strict=True)
-    with pytest.raises(DataFailure, match=r"/data/gone\.png: cannot be read"):
+    with pytest.raises(DataFailure, match=r"train\.jsonl:1: /data/gone\.png: cannot be read"):
         loop.run(loop.step)
 
 
@@ -314,7 +316,9 @@ def test_a_task_whose_environment_keeps_failing_is_quarantined(tmp_path: Path) -
             await loop.step()
 
     loop.run(test)
-    assert [str(failure) for failure in loop.reporter.bad] == ["train-0: its environment failed in 2 groups"]
+    (failure,) = loop.reporter.bad
+    assert failure.path.endswith("train.jsonl:1")
+    assert failure.reason == "its environment failed in 2 groups"
     assert loop.ledger.counts()["excluded[environment_failure]"] == 2
 
 

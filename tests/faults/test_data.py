@@ -81,12 +81,13 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     data = str(tmp_path / "train.jsonl")
     assert "JSON" in quarantine[f"{data}:4"]
     assert "bbox" in quarantine[f"{data}:6"]
-    assert "cannot be read" in quarantine[str(missing)]
-    assert "truncated or corrupt" in quarantine[str(corrupt)]
-    assert "900000000 pixels" in quarantine[bomb]
-    assert "the limit is 50000000 pixels" in quarantine[bomb]
-    assert "its environment failed" in quarantine["raises"]
-    assert "its environment failed" in quarantine["hangs"]
+    assert "cannot be read" in quarantine[f"{data}:2"]
+    assert "truncated or corrupt" in quarantine[f"{data}:8"]
+    assert "missing.png" in quarantine[f"{data}:2"]
+    assert "900000000 pixels" in quarantine[f"{data}:10"]
+    assert "the limit is 50000000 pixels" in quarantine[f"{data}:10"]
+    assert "its environment failed" in quarantine[f"{data}:16"]
+    assert "its environment failed" in quarantine[f"{data}:14"]
     assert len(quarantine) == 7, quarantine
 
     counts = made.named("finished")[0]["ledger"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -170,3 +171,98 @@ def test_a_checkpoint_of_other_tasks_is_refused(count: int, seed: int, shuffle: 
 def test_a_cursor_needs_a_task() -> None:
     with pytest.raises(ValueError, match="at least one"):
         TaskCursor(0, 0)
+
+
+ANSWERS = [
+    ({"ground_truth": "a", "answer": "b"}, "a"),
+    ({"reward_model": {"ground_truth": "a"}, "solution": "b"}, "a"),
+    ({"answer": "a", "label": "b"}, "a"),
+    ({"answers": ["a", "b"], "solution": "c"}, ["a", "b"]),
+    ({"solution": "a"}, "a"),
+    ({"label": 0, "target": "b"}, 0),
+    ({"target": "a"}, "a"),
+    ({"ground_truth": None, "answer": "a"}, "a"),
+    ({"reward_model": {"style": "rule"}, "answer": False}, False),
+    ({"correct": "a"}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "truth"), ANSWERS, ids=[str(sorted(fields)) for fields, _ in ANSWERS])
+def test_the_answer_is_found_under_its_usual_names(tmp_path: Path, fields: dict[str, Any], truth: Any) -> None:
+    dataset, _ = read(write(tmp_path / "t.jsonl", {"prompt": "hi", **fields}))
+    assert dataset[0].ground_truth == truth
+
+
+def test_the_answers_column_can_be_named(tmp_path: Path) -> None:
+    reader = ChatRows(ChatRows.Settings(truth="meta.correct"))
+    path = write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "b", "meta": {"correct": "a"}}, {"prompt": "hi", "answer": "b"})
+    bad: list[str] = []
+    dataset = Dataset(path, reader, False, lambda failure: bad.append(str(failure)))
+    assert [task.ground_truth for task in dataset] == ["a"]
+    assert bad == [f"{path}:2: the field 'meta.correct' is missing or empty"]
+
+
+def test_other_columns_are_kept(tmp_path: Path) -> None:
+    line = {**row(3), "difficulty": 5, "answer": "x", "index": "overridden by extra_info"}
+    dataset, _ = read(write(tmp_path / "t.jsonl", line))
+    assert dataset[0].extra == {"index": 3, "split": "train", "difficulty": 5, "answer": "x"}
+
+
+def test_a_dataset_without_any_answer_says_so(tmp_path: Path) -> None:
+    dataset, _ = read(write(tmp_path / "t.jsonl", {"prompt": "hi", "correct": "a"}, {"prompt": "ho", "correct": "b"}))
+    assert "none of the 2 rows of" in dataset.warning()
+    assert "columns: correct" in dataset.warning()
+    assert "data.reader.with.truth" in dataset.warning()
+    assert read(write(tmp_path / "u.jsonl", {"prompt": "hi"}, {"prompt": "ho", "answer": "b"}))[0].warning() == ""
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(200))
+ENCODED = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        f"data:image/png;base64,{ENCODED}",
+        {"image": f"data:image/png;base64,{ENCODED}"},
+        {"bytes": ENCODED},
+        {"bytes": f"data:image/png;base64,{ENCODED}", "path": None},
+        {"bytes": ENCODED[:80] + "\n" + ENCODED[80:]},
+        ENCODED,
+    ],
+    ids=["data url", "in image", "bytes", "data url in bytes", "wrapped", "bare"],
+)
+def test_an_image_may_be_base64(tmp_path: Path, entry: Any) -> None:
+    dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": "<image>", "images": [entry]}))
+    assert not bad
+    assert dataset[0].messages[0].parts == (ImageSource(data=PNG),)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("https://example.org/x.png", "images are not downloaded"),
+        ({"image": "http://example.org/x.png"}, "images are not downloaded"),
+        ("data:image/png;base64,@@@", "is no base64"),
+        ("data:image/png,plain", "is no base64"),
+        ({"bytes": "not base64!"}, "is no base64"),
+        ({"bytes": 5}, "found {'bytes': 5}"),
+        ({"url": "x" * 9000}, "found {'url': 'xxx"),
+        ("x" * 9000, "a path of 9000 characters"),
+    ],
+)
+def test_an_image_that_cannot_be_had_is_refused_in_few_words(tmp_path: Path, entry: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match="no usable row"):
+        Dataset(
+            write(tmp_path / "t.jsonl", {"prompt": "<image>", "images": [entry]}), READER, False,
+            (bad := []).append,
+        )  # fmt: skip
+    assert reason in bad[0].reason
+    assert len(bad[0].reason) < 300
+
+
+def test_messages_shorten_what_they_quote(tmp_path: Path) -> None:
+    lines = ({"prompt": [{"role": "user", "content": ["x" * 9000]}]}, {"prompt": [{"role": ["y" * 9000], "content": "x"}]})
+    with pytest.raises(ConfigError, match="no usable row"):
+        Dataset(write(tmp_path / "t.jsonl", *lines), READER, False, (bad := []).append)
+    assert all(len(failure.reason) < 400 for failure in bad)

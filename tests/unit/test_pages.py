@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.cli import main
 from cluster.data import compared
@@ -120,3 +121,26 @@ def test_pages_render_as_they_were_shipped(tmp_path: Path) -> None:
     if miniwob.browser_version(browser) == MANIFEST["made_with"]["chromium"]:
         miniwob.write_parquet(tmp_path / "val.parquet", "val", rendered)
         assert "pixels" not in compared(tmp_path, "val")
+
+
+def test_validate_reads_a_configuration_with_its_own_reader_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {
+        "name": "run", "steps": 1, "model": {"path": "nowhere"},
+        "data": {
+            "train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"),
+            "reader": {"use": "rayloop.core.dataset:ChatRows", "with": {"prompt": "question"}},
+        },
+        "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n')
+    assert main(["data", "validate", str(tmp_path / "run.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert "train.jsonl: 1 rows read by rayloop.core.dataset:ChatRows, 0 problems" in out
+    assert "eval.jsonl:2: the field 'question' is missing" in out
+    assert "warning: none of the 1 rows of" in out
+    assert main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"]) == 2
+    assert "train.jsonl:1: the field 'prompt' is missing" in capsys.readouterr().out
