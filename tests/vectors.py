@@ -5,7 +5,8 @@ original function; a table of rules (one module per recipe in tests/vector_rules
 options that express the original. Numbers agree within 1e-5 (relative above 1); any typed error meets a
 ``{"raises": ...}``.
 
-Prints every mismatch, every deliberate deviation with its reason, and every entry that no rule knows. Exit code: 0
+Prints every mismatch, every deliberate deviation with its reason, and every entry that no rule knows. What deviates by default
+must still agree with the settings that express the original, where there are any. Exit code: 0
 when nothing mismatched, 1 otherwise, 2 when a file cannot be read. ``--strict``: unknown entries fail too.
 """
 
@@ -26,7 +27,7 @@ if __name__ == "__main__":
 
 from rayloop.core.failures import RayloopError
 from tests.vector_rules import algorithm, arc_vision, judge
-from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
+from tests.vector_rules.entries import Deviation, Entry, Nothing, Rule, Unknown
 
 RULES: dict[str, Rule] = {**arc_vision.RULES, **judge.RULES, **algorithm.RULES}
 """The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
@@ -68,10 +69,12 @@ def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
         return Verdict(entry, isinstance(entry.expected, Mapping) and "raises" in entry.expected, got)
     except (TypeError, LookupError, AttributeError) as error:
         return Verdict(entry, False, f"the rule broke on these inputs: {type(error).__name__}: {error}")
-    if isinstance(got, Deviation):
-        same = matches(got.got, entry.expected)
-        return Verdict(entry, same, got.got, "" if same else got.why)
-    return Verdict(entry, matches(got, entry.expected), got)
+    if not isinstance(got, Deviation):
+        return Verdict(entry, matches(got, entry.expected), got)
+    if got.original is not Nothing.EXPRESSES_IT and not matches(got.original, entry.expected):
+        return Verdict(entry, False, got.original)
+    same = matches(got.got, entry.expected)
+    return Verdict(entry, same, got.got, "" if same else got.why)
 
 
 def matches(got: Any, expected: Any) -> bool:

@@ -16,7 +16,7 @@ from rayloop.grpo.settings import LossSettings
 RATIO_BOUND = 20.0
 """Log-ratios are clamped to ±20 before exp (verl does the same): far outside any clip range, finite in float32."""
 K3_BOUND = 10.0
-"""The k3 estimator clamps its log-ratio to ±10."""
+"""Log-ratios are clamped to ±10 where k3 only measures; ``LossSettings.kl_bound`` is the loss's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def policy_loss(
     anchor, weight, capped = _correction(old, behaviour, on_policy, settings)
     ratio = torch.exp((current - anchor).clamp(-RATIO_BOUND, RATIO_BOUND))
     loss, clips = _clipped(ratio, advantage, settings)
-    kl = None if reference is None else k3(current, reference.detach())
+    kl = None if reference is None else k3(current, reference.detach(), settings.kl_bound, settings.kl_cap)
     if settings.kl_coef > 0:
         if kl is None:
             raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
@@ -113,13 +113,14 @@ def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[
     return loss, (clipped & (advantage < 0), clipped & (advantage > 0), dual)
 
 
-def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND) -> Tensor:
+def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float | None = None) -> Tensor:
     """``exp(d) - d - 1`` [N] >= 0, ``d = reference - current`` clamped to ±bound: estimates KL(current || reference).
 
-    Tokens are samples of ``current`` (Schulman, "Approximating KL divergence", 2020).
+    Tokens are samples of ``current`` (Schulman, "Approximating KL divergence", 2020). No estimate is above ``cap``.
     """
     d = (reference - current).clamp(-bound, bound)
-    return torch.expm1(d) - d
+    estimate = torch.expm1(d) - d
+    return estimate if cap is None else estimate.clamp(max=cap)
 
 
 def token_weights(segment: Tensor, settings: LossSettings, denominator: Denominator) -> Tensor:

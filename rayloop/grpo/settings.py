@@ -114,7 +114,8 @@ class ReplaySettings(Settings):
     capacity: int = Field(8, gt=0)
     """Stored successes per task, oldest out first."""
     success_above: float = 0.1
-    """Trajectories with an environment result above this are stored."""
+    """Trajectories with an environment result above this are stored. The original compares in single precision, where 0.1
+    itself is above 0.1: set 0.0999999 to store it too."""
     max_std: float = 0.05
     """Inject only when the population std of the group's results is below this ..."""
     max_mean: float = 0.2
@@ -142,9 +143,16 @@ class LossSettings(Settings):
     """Bounds the loss of a negative advantage at dual_clip * |A|. None: off."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     norm_length: int | None = Field(None, gt=0)
-    """Required by seq-mean-token-sum-norm (Dr.GRPO): the constant that token sums are divided by."""
+    """Required by seq-mean-token-sum-norm (Dr.GRPO as verl has it): the constant that the sum over all tokens is divided by, and
+    all it is divided by, so the gradient grows with the trajectories of an update. For TRL's mean over trajectories set the
+    length times the trajectories of a full update; a smaller update (filtering) then still weighs less."""
     kl_coef: float = Field(0.0, ge=0)
     """beta of the k3 term against the reference. 0 skips the reference altogether."""
+    kl_bound: float = Field(10.0, gt=0)
+    """The k3 term's log-ratio is clamped to this many nats either way: at 10 below the reference a token costs 22,015."""
+    kl_cap: float | None = Field(None, gt=0)
+    """Upper bound of the k3 term per token; beyond it there is no gradient. Set it when single tokens own the clipped gradient
+    (``actor/kl`` jumps). verl's low_var_kl is ``kl_bound: 20, kl_cap: 10``. None: no bound of its own."""
     entropy_coef: float = Field(0.0, ge=0)
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
     """How the gap between the sampling engine and the trainer is corrected (section 2)."""

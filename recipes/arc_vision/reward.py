@@ -1,13 +1,16 @@
 """Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it.
 
 An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` in fractions of the image's width and height. Of several the last counts, and
-anything else is no box: pixels, other notations and corners in the wrong order are not guessed at.
+anything else is no box: pixels, other notations and corners in the wrong order are not guessed at, except in the variants
+that reproduce the originals (original.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,9 +18,12 @@ from rayloop.core.config import Settings as _Settings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Outcome, Scored, Task, Trajectory
 from recipes.arc_vision.data import Box, box
+from recipes.arc_vision.original import library_box, looks_like_box, trained_box, true_box
 
 _NUMBER = r"\s*(\d{1,4}(?:\.\d{1,9})?)\s*"
 _ANSWER = re.compile(r"<bbox>\s*\[" + ",".join([_NUMBER] * 4) + r"\]\s*</bbox>")
+_NO_AREA = 0.01
+"""Counts as the area of a true box without any, which only the originals' variants score."""
 
 
 class IoUReward:
@@ -34,7 +40,7 @@ class IoUReward:
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Raises DataFailure when the ground truth is no box."""
-        components = grounding(context.texts[-1], box(task.ground_truth, f"ground truth of task {task.id}"))
+        components = grounding(parse_box(context.texts[-1]), box(task.ground_truth, f"ground truth of task {task.id}"))
         return Scored(components["iou"], components, () if components["format"] else ("unparsable",))
 
 
@@ -52,6 +58,8 @@ class ToolShares(_Settings):
     small: float = 0.4
     edge: float = 0.2
     other: float = 0.1
+    most: float = 0.4
+    """r_tool after a call is at most this."""
 
 
 class Penalties(_Settings):
@@ -71,13 +79,19 @@ class Penalties(_Settings):
 class ArcVisionReward:
     """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
 
-    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``small`` and ``edge`` (the
-    true box, 0 or 1). Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
+    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``known_tools`` (those that name
+    a tool), ``penalties`` (how many applied), and of the true box ``small`` and ``edge`` (0 or 1) and ``area``.
+    Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
     """
 
     class Settings(_Settings):
         """The defaults are those that Arc Vision trained with."""
 
+        variant: Literal["strict", "original", "library"] = "strict"
+        """strict: the box of the last turn, in one notation. To reproduce published numbers: ``original`` reads and pays as Arc
+        Vision's training function does (with ``closer: [zoom]``, the only word it knows), ``library`` as the second function of
+        its repository, which has neither ``tool_only`` nor the penalties ``wrong`` and ``excessive``, but takes ``excessive``
+        from r_tool for each call beyond ``max_tools``."""
         weights: Weights = Weights()
         small_area: float = Field(0.05, ge=0, le=1)
         """A true box that covers less of the image than this is small: looking closer is worth a call."""
@@ -106,22 +120,26 @@ class ArcVisionReward:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure when the ground truth is no box."""
-        return arc_vision(context.texts, box(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
+        """Raises DataFailure when the ground truth is no box; the originals' variants take any four numbers."""
+        read = box if self._settings.variant == "strict" else true_box
+        return arc_vision(context.texts, read(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
 
 
 def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Settings) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0) of an episode's sampled turns.
 
-    Calls are counted over all turns; the answer is the last turn's.
+    Calls are counted over all turns; the answer is the last turn's, or anywhere in the episode for the originals' variants.
     """
-    tags = "|".join(map(re.escape, settings.call_tags))
-    calls = [call.lower() for text in texts for _, call in re.findall(rf"<({tags})>(.*?)</\1>", text, re.DOTALL)]
-    small = _area(truth) < settings.small_area
+    text = texts[-1] if settings.variant == "strict" else "\n".join(texts)
+    calls = [call.lower() for tag in settings.call_tags for turn in texts for call in _inside(tag, turn)]
+    known = sum(any(word in call for word in (*settings.closer, settings.waiting, "inspect")) for call in calls)
+    area = _area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
+    small = area < settings.small_area
     edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
-    found = grounding(texts[-1], truth)
-    about = found | {"tools": float(len(calls)), "small": float(small), "edge": float(edge)}
-    if calls and "<bbox>" not in texts[-1]:
+    found = grounding(READ[settings.variant](text), truth)
+    about = found | {"tools": float(len(calls)), "known_tools": float(known), "penalties": 0.0}
+    about |= {"small": float(small), "edge": float(edge), "area": area}
+    if calls and not _answered(text, settings.variant):
         paid = settings.tool_only if small or edge else 0.0
         return Scored(paid, about | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}, ("tool_only",))
     overlap = found["iou"]
@@ -129,15 +147,29 @@ def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Setti
     tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())
     weights = settings.weights
     value = weights.task * overlap + weights.tool * tool + weights.gate * gate
+    if settings.variant == "original" and not math.isfinite(value):
+        value = -1.0
     flags = (*penalties, *(() if found["format"] else ("unparsable",)))
-    return Scored(value, about | {"r_task": overlap, "r_tool": tool, "r_gate": gate}, flags)
+    terms = {"r_task": overlap, "r_tool": tool, "r_gate": gate, "penalties": float(len(penalties))}
+    return Scored(value, about | terms, flags)
+
+
+def _inside(tag: str, text: str) -> list[str]:
+    return re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+
+
+def _answered(text: str, variant: str) -> bool:
+    """Whether the text is more than calls. The library never asks."""
+    return "<bbox>" in text if variant == "strict" else variant == "library" or looks_like_box(text)
 
 
 def _tool_term(calls: int, overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings) -> float:
-    if calls:
-        shares = settings.shares
-        return overlap * (shares.small if small else shares.edge if edge else shares.other)
-    return settings.restraint if not small and overlap > settings.restraint_iou else 0.0
+    shares = settings.shares
+    if not calls:
+        return settings.restraint if not small and overlap > settings.restraint_iou else 0.0
+    earned = min(shares.most, overlap * (shares.small if small else shares.edge if edge else shares.other))
+    beyond = max(0, calls - settings.max_tools) if settings.variant == "library" else 0
+    return earned - settings.penalties.excessive * beyond
 
 
 def _penalties(
@@ -145,20 +177,20 @@ def _penalties(
 ) -> dict[str, float]:
     """The penalties that apply, by the flag that names them. ``calls`` are lower-case texts."""
     costs = settings.penalties
+    full = settings.variant != "library"
     waited = any(settings.waiting in call for call in calls)
     looked = any(word in call for call in calls for word in settings.closer)
     cases = (
         ("missed_tool", small and not calls and overlap < costs.missed_iou, costs.missed),
         ("unneeded_tools", not small and not edge and len(calls) > 1, costs.unneeded),
-        ("wrong_tool", small and waited and not looked, costs.wrong),
-        ("excessive_tools", len(calls) > settings.max_tools, costs.excessive),
+        ("wrong_tool", full and small and waited and not looked, costs.wrong),
+        ("excessive_tools", full and len(calls) > settings.max_tools, costs.excessive),
     )
     return {flag: cost for flag, applies, cost in cases if applies}
 
 
-def grounding(text: str, truth: Box) -> dict[str, float]:
-    """``iou``, ``click`` and ``format`` of the last box in ``text``; all 0 when there is no valid one."""
-    answer = parse_box(text)
+def grounding(answer: Box | None, truth: Box) -> dict[str, float]:
+    """``iou``, ``click`` and ``format`` of the answered box; all 0 when there is none."""
     if answer is None:
         return {"iou": 0.0, "click": 0.0, "format": 0.0}
     return {"iou": iou(answer, truth), "click": float(click_hits(answer, truth)), "format": 1.0}
@@ -178,7 +210,8 @@ def iou(a: Box, b: Box) -> float:
     width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
     height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
     shared = width * height
-    return shared / (_area(a) + _area(b) - shared)
+    union = _area(a) + _area(b) - shared
+    return shared / union if union > 0 else 0.0
 
 
 def click_hits(answer: Box, truth: Box) -> bool:
@@ -189,3 +222,7 @@ def click_hits(answer: Box, truth: Box) -> bool:
 
 def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
+
+
+READ: dict[str, Callable[[str], Box | None]] = {"strict": parse_box, "original": trained_box, "library": library_box}
+"""How each variant finds the answer's box."""

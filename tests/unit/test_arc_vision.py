@@ -17,7 +17,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Scored, Task, Trajectory, TrajectoryId
 from recipes.arc_vision.data import Box
-from recipes.arc_vision.reward import ArcVisionReward, IoUReward, arc_vision
+from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Weights, arc_vision
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = ArcVisionReward.Settings()
@@ -81,7 +81,10 @@ def test_the_formula(text: str, truth: Box, terms: tuple[float, ...], value: flo
 )
 def test_components_say_what_was_asked_and_answered(truth: Box, small: float, edge: float) -> None:
     components = arc_vision([CROP + ZOOM + said(truth)], truth, DEFAULTS).components
-    expected = {"iou": 1, "click": 1, "format": 1, "tools": 2, "small": small, "edge": edge}
+    area = (truth[2] - truth[0]) * (truth[3] - truth[1])
+    penalties = 0 if small or edge else 1
+    expected = {"iou": 1, "click": 1, "format": 1, "tools": 2, "known_tools": 2, "penalties": penalties, "area": area}
+    expected |= {"small": small, "edge": edge}
     assert {name: components[name] for name in expected} == pytest.approx(expected)
     assert set(components) == {*expected, "r_task", "r_tool", "r_gate"}
 
@@ -107,7 +110,8 @@ def test_only_the_configured_tags_are_calls() -> None:
         ({"weights": {"task": 1.0, "tool": 0.0, "gate": 0.0}}, ZOOM * 3 + half(LARGE), LARGE, 0.5),
         ({"small_area": 0.0}, ZOOM + said(SMALL), SMALL, 0.63),
         ({"edge_margin": 0.15}, ZOOM + said(LARGE), (0.14, 0.3, 0.7, 0.7), 0.6 * 4 / 5.6 + 0.3 * 0.2 * 4 / 5.6),
-        ({"shares": {"small": 1.0}}, ZOOM + said(SMALL), SMALL, 0.9),
+        ({"shares": {"small": 1.0, "most": 1.0}}, ZOOM + said(SMALL), SMALL, 0.9),
+        ({"shares": {"most": 0.2}}, ZOOM + said(SMALL), SMALL, 0.66),
         ({"restraint": 0.5}, said(LARGE), LARGE, 0.75),
         ({"restraint_iou": 0.4}, half(LARGE), LARGE, 0.33),
         ({"penalties": {"missed": 1.0}}, said(LARGE), SMALL, -0.1),
@@ -121,6 +125,32 @@ def test_every_number_is_a_setting(changes: dict[str, Any], text: str, truth: Bo
     default = arc_vision([text], truth, DEFAULTS).value
     assert arc_vision([text], truth, ArcVisionReward.Settings.model_validate(changes)).value == pytest.approx(value)
     assert default != pytest.approx(value)
+
+
+@pytest.mark.parametrize("variant", ["original", "library"])
+def test_a_variant_of_the_originals_takes_any_four_numbers_for_the_true_box(variant: str) -> None:
+    reward = ArcVisionReward(ArcVisionReward.Settings.model_validate({"variant": variant}))
+    for truth in ([0.5, 0.5, 0.5, 0.5], [576, 324, 1344, 756]):
+        assert isinstance(reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"])), Scored)
+    for truth in (None, [0.1, 0.2, 0.3], "abcd"):
+        with pytest.raises(DataFailure, match="four numbers"):
+            reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"]))
+
+
+def test_the_originals_read_the_whole_episode_and_never_pay_what_is_no_number() -> None:
+    original = ArcVisionReward.Settings(variant="original")
+    assert arc_vision([said(LARGE), CROP], LARGE, original).value == pytest.approx(0.63)
+    endless = original.model_copy(update={"weights": Weights(task=float("inf"))})
+    assert arc_vision(["nothing"], LARGE, endless).value == -1.0
+
+
+def test_the_library_takes_calls_beyond_two_from_the_tool_term() -> None:
+    """0.3 (0.4 - 0.4 (n - 2)) for a small box that is found; without an answer there is no branch of its own."""
+    library = ArcVisionReward.Settings(variant="library")
+    rewards = [arc_vision([ZOOM * n + said(SMALL)], SMALL, library).value for n in (1, 2, 3, 5)]
+    assert rewards == pytest.approx([0.72, 0.72, 0.6, 0.36])
+    assert arc_vision([WAIT * 3], SMALL, library).value == pytest.approx(-0.12)
+    assert arc_vision([WAIT + said(SMALL)], SMALL, library).value == pytest.approx(0.72)
 
 
 TRUTHS = st.sampled_from([SMALL, EDGE, LARGE])

@@ -118,6 +118,26 @@ def test_k3_by_hand_with_its_gradient_and_clamp() -> None:
     assert current.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), 0.0])
 
 
+def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
+    """At a log-ratio of 6 a token costs exp(6) - 7; verl's bounds make that 10, without gradient beyond them."""
+    reference = torch.tensor([-1.0, -1.0, -1.0, -30.0])
+
+    def terms(**bounds: float) -> tuple[list[float], list[float]]:
+        current = torch.tensor([-1.5, -7.0, -30.0, -1.0], requires_grad=True)
+        here = current.detach()
+        settings = LossSettings.model_validate({"kl_coef": 1.0, **bounds})
+        loss = policy_loss(current, here, here, torch.zeros(4), settings, reference=reference).loss
+        loss.sum().backward()
+        return loss.tolist(), current.grad.tolist()
+
+    costs, pulls = terms()
+    assert costs == pytest.approx([0.148721, math.exp(6) - 7, math.exp(10) - 11, math.exp(-10) + 9], rel=1e-5)
+    assert pulls == pytest.approx([1 - math.exp(0.5), 1 - math.exp(6), 0.0, 0.0])
+    costs, pulls = terms(kl_bound=20.0, kl_cap=10.0)
+    assert costs == pytest.approx([0.148721, 10, 10, 10], rel=1e-5)
+    assert pulls == pytest.approx([1 - math.exp(0.5), 0.0, 0.0, 0.0])
+
+
 def test_kl_shares_the_correction_weight_and_entropy_does_not() -> None:
     old, behaviour, reference = torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([-1.2])
     settings = LossSettings(kl_coef=0.5, entropy_coef=0.1)

@@ -40,8 +40,9 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    # Arc Vision: 5 + 1 boxes that are read strictly, 7 rewards of its simulated tools. PyVision-RL: see vector_rules/judge.py
-    deliberate = 13 + 12
+    # Arc Vision: 5 + 14 answers that are read strictly, 3 true boxes that are none, 7 rewards of its simulated tools.
+    # ARPO: a result of exactly 0.1. PyVision-RL: see vector_rules/judge.py
+    deliberate = (5 + 14 + 3 + 7) + 1 + 12
     summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
     assert summary in capsys.readouterr().out
 
@@ -52,11 +53,15 @@ def arc_vision_entry(response: str, score: float) -> dict[str, Any]:
 
 
 def test_a_deliberate_deviation_is_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, [arc_vision_entry("<bbox>[30, 30, 70, 70]</bbox>", 0.63)], "--strict") == 0
+    assert run(tmp_path, [arc_vision_entry("<bbox>[576, 324, 1344, 756]</bbox>", 0.63)], "--strict") == 0
     out = capsys.readouterr().out
     assert "DEVIATES arc_vision: arc_vision_custom_reward.score" in out
     assert "because  a box is a <bbox> tag with fractions in order" in out
     assert "0 agree, 0 mismatch, 0 unknown, 1 deviate on purpose" in out
+
+
+def test_a_deviation_is_none_when_the_settings_of_the_original_disagree(tmp_path: Path) -> None:
+    assert run(tmp_path, [arc_vision_entry("<bbox>[576, 324, 1344, 756]</bbox>", 0.62)]) == 1
 
 
 def test_a_reason_excuses_only_the_entries_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +75,7 @@ def test_a_reason_excuses_only_the_entries_it_is_about(tmp_path: Path, capsys: p
 def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every entry alone, each number moved by 1e-3, each string and each expected error replaced.
 
-    What our code answers otherwise on purpose then still does.
+    What our code answers otherwise on purpose, and no settings express, then still does.
     """
 
     def change(value: Any) -> Any:

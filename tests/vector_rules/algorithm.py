@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from rayloop.core.types import EndReason, Group, Scored, Task, TrajectoryId
 from rayloop.grpo.advantage import advantages, with_advantages
 from rayloop.grpo.filtering import apply_filters, select
-from rayloop.grpo.loss import Denominator, k3, policy_loss, token_weights
+from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.settings import (
     AdvantageSettings,
@@ -29,7 +28,7 @@ from rayloop.grpo.settings import (
     ToolImage,
 )
 from tests.unit.groups import make_group, make_member
-from tests.vector_rules.entries import Entry, Rule, Unknown
+from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
 
 NUMBER = r"(\d*\.?\d+(?:e-?\d+)?)"
 VERL_GROUP_SIZE = 4
@@ -191,20 +190,28 @@ def _stored_before(entry: Entry, file: Sequence[Entry]) -> list[str]:
     return implied if injected.startswith(own) or injected in implied else [injected, *implied]
 
 
-def replay_step(entry: Entry, file: Sequence[Entry]) -> dict[str, list[str]]:
-    """One visit of a task. Which stored sample is injected is random, so any sample that was stored is right."""
+SINGLE_PRECISION = "a result of exactly 0.1 is not above 0.1: the original rounds results to single precision first"
+
+
+def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
     entry.only("step", "evals")
     capacity = int(_number(r"buffer NUMBER", entry.reward, 8) or 8)
-    buffer = ReplayBuffer(ReplaySettings(enabled=True, capacity=capacity), seed=0)
+    settings = ReplaySettings(enabled=True, capacity=capacity)
+    original = settings.model_copy(update={"success_above": 0.0999999})
+    why = SINGLE_PRECISION if 0.1 in entry.need("evals") else ""
+    return Deviation(_replayed(entry, file, settings), why, _replayed(entry, file, original))
+
+
+def _replayed(entry: Entry, file: Sequence[Entry], settings: ReplaySettings) -> dict[str, list[str]]:
+    """One visit of a task. Which stored sample is injected is random, so any sample that was stored is right."""
+    buffer = ReplayBuffer(settings, seed=0)
     names: dict[TrajectoryId, str] = {}
     before = _stored_before(entry, file)
     for i, name in enumerate(before):
         stored = make_group(i, [1.0])
         names[stored.members[0].summary.id] = name
         buffer.store(stored)
-    # The original compares float32 results with its thresholds: there 0.1 > 0.1 holds.
-    evals = [float(np.float32(value)) for value in entry.need("evals")]
-    group = make_group(len(before), evals)
+    group = make_group(len(before), entry.need("evals"))
     names |= {member.summary.id: f"{entry.need('step')}_{i}" for i, member in enumerate(group.members)}
     batch = [names[member.summary.id] for member in buffer.inject(group, step=0).group.members]
     buffer.store(group)
@@ -270,11 +277,25 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     }
 
 
+LOW_VAR_KL = LossSettings(kl_coef=1.0, kl_bound=20.0, kl_cap=10.0)
+NOT_CAPPED = (
+    "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 and kl_bound: 20 are verl's bounds"
+)
+
+
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
-    """verl clamps the log-ratio to ±20 and the estimate to ±10, where the loss clamps the log-ratio to ±10."""
     entry.only("logp", "ref_logp")
     current, reference = (torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp"))
-    return k3(current, reference, bound=20.0).clamp(max=10.0).tolist()
+    default = _kl_term(current, reference, LossSettings(kl_coef=1.0))
+    original = _kl_term(current, reference, LOW_VAR_KL)
+    return Deviation(default.tolist(), NOT_CAPPED if not default.equal(original) else "", original.tolist())
+
+
+def _kl_term(current: torch.Tensor, reference: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """What the loss adds per token where the advantage is 0."""
+    shape, current, reference = current.shape, current.reshape(-1), reference.reshape(-1)
+    nothing = torch.zeros_like(current)
+    return policy_loss(current, current, current, nothing, settings, reference=reference).loss.reshape(shape)
 
 
 RULES: dict[str, Rule] = {

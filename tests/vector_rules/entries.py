@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 
@@ -33,12 +34,22 @@ class Entry:
             raise Unknown(f"inputs {extra} mean nothing here")
 
 
+class Nothing(Enum):
+    """No settings express the original."""
+
+    EXPRESSES_IT = "nothing expresses it"
+
+
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """What our code returns where it may differ from the original on purpose, and why. Agreement is still agreement."""
+    """What our code returns by default, which may differ from the original on purpose, and why. Agreement is agreement.
+
+    ``original`` is what it returns with the settings that express the original; if there are any, that must agree.
+    """
 
     got: Any
     why: str
+    original: Any = Nothing.EXPRESSES_IT
 
 
 Rule = Callable[[Entry, Sequence[Entry]], Any]

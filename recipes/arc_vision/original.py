@@ -1,0 +1,93 @@
+"""How Arc Vision's own two reward functions find a box in a text, for the variants of ``ArcVisionReward``.
+
+Stated from jbarnes850/verl at b2577e0: the function that it trained with, and the one in its library. Both guess; that is
+why neither is the default (README.md). Each search is linear in the text, which a policy wrote.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rayloop.core.failures import DataFailure
+from recipes.arc_vision.data import Box
+
+_LIST, _WHOLE = r"([\d.\s,-]+)", r"([\d\s,-]+)"
+_NOTATIONS = tuple(
+    re.compile(notation, re.IGNORECASE | re.MULTILINE)
+    for notation in (
+        rf"<bbox>\s*\[{_LIST}\]\s*</bbox>",
+        rf"(?:\A|\s)\[{_LIST}\](?:\s|\Z)",
+        rf'"bbox":\s*\[{_WHOLE}\]',
+        rf'"bbox_2d":\s*\[{_WHOLE}\]',
+        rf"bbox:\s*\[{_LIST}\]",
+        rf"coordinates[:\s]+\[{_LIST}\]",
+        rf"box:\s*\[{_LIST}\]",
+        rf"bounding box:\s*\[{_LIST}\]",
+        rf"<click>{_WHOLE}</click>",
+        rf"<point>{_WHOLE}</point>",
+        rf"<box>{_LIST}</box>",
+        rf"^(?>.*?(?:detect|found|located)).*?\[{_LIST}\]",
+        rf"^(?>.*?x1)(?>.*?y1)(?>.*?x2)(?>.*?y2).*?(?<![\s:=])[\s:=]*{_LIST}",
+    )
+)
+"""In order; of each only the first place counts."""
+_BOX_LIKE = re.compile(r"^(?>.*?<bbox>).*?</bbox>|\[[\d.\s,-]+\]", re.IGNORECASE | re.MULTILINE)
+_SCREENS = ((1920, 1080), (1280, 720), (2560, 1440), (3840, 2160), (1366, 768), (1440, 900), (1600, 900))
+
+_FOUR = r"\[" + r",\s*".join([r"(\d+(?:\.\d*)?)"] * 4) + r"\]"
+_LIBRARY = tuple(map(re.compile, (_FOUR, rf"bbox:\s*{_FOUR}", rf"<bbox>{_FOUR}</bbox>")))
+
+
+def looks_like_box(text: str) -> bool:
+    """Whether the training function takes the text for an answer: any bracketed list of numbers will do."""
+    return _BOX_LIKE.search(text) is not None
+
+
+def trained_box(text: str) -> Box | None:
+    """The box of the training function: the first of 13 notations with four numbers.
+
+    Corners are put in order, pixels divided by the first usual screen that holds them, and all clamped to 0..1.
+    """
+    for notation in _NOTATIONS:
+        found = notation.search(text)
+        numbers = _numbers(found[1]) if found else ()
+        if len(numbers) == 4:
+            return _fractions(*numbers)
+    return None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Of a list separated by commas; none when a part is no number."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        return ()
+
+
+def _fractions(x1: float, y1: float, x2: float, y2: float) -> Box:
+    left, right = sorted((x1, x2))
+    top, bottom = sorted((y1, y2))
+    width, height = 1, 1
+    if max(right, bottom) > 1:
+        width, height = next((s for s in _SCREENS if right <= s[0] and bottom <= s[1]), _SCREENS[0])
+    x1, y1, x2, y2 = (max(0.0, min(1.0, v)) for v in (left / width, top / height, right / width, bottom / height))
+    return x1, y1, x2, y2
+
+
+def library_box(text: str) -> Box | None:
+    """The library's box: the first bracketed list of four fractions in order, in one of three places."""
+    for notation in _LIBRARY:
+        if found := notation.search(text):
+            x1, y1, x2, y2 = map(float, found.groups())
+            if x1 < x2 <= 1 and y1 < y2 <= 1:
+                return x1, y1, x2, y2
+    return None
+
+
+def true_box(values: object, where: str) -> Box:
+    """Any four numbers: the originals score boxes without area, too. Raises DataFailure."""
+    try:
+        x1, y1, x2, y2 = map(float, values)  # type: ignore[call-overload]
+    except (TypeError, ValueError) as error:
+        raise DataFailure(where, f"bbox must be four numbers, not {values!r}") from error
+    return x1, y1, x2, y2
