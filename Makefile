@@ -1,18 +1,24 @@
-# `make test` is everything a change must pass; `make quickstart` trains the shipped tiny model on this machine's CPU.
+# `make fast` is for while you work, `make test` what a change must pass; `make quickstart` trains the shipped tiny model on
+# this machine's CPU.
 # Without a GPU, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels, or name another build: make test TORCH=...
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+# Tests that start real runs wait more than they compute: two files at a time keep two cores busy.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: test test-faults test-judge test-k8s test-slurm lint quickstart digits docs
+.PHONY: fast test test-faults test-judge test-k8s test-slurm test-vllm lint quickstart digits docs
+
+fast: lint
+	$(BIN)/python -m pytest -q tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not (slow_faults or k8s or slurm or judge or vllm)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not (slow_faults or k8s or slurm or judge or vllm)"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults
