@@ -101,8 +101,8 @@ class Publisher:
             if group in ("vision", "merger") and not images:
                 self.reporter.event("self_test", group=group, skipped="no probe has an image")
                 continue
-            await self.services.policy.perturb(group)
-            try:
+            try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
+                await self.services.policy.perturb(group)
                 await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
                 moved = await self.services.policy.compare(self._probes)
                 follows = await self.services.policy.compare(await self._probe(tasks, player, group))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
@@ -266,12 +266,16 @@ class FsdpEngine:
     def save(self, folder: str) -> None:
         """Write what has been trained, the optimizer, its position in the schedule and the random states.
 
-        Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError.
+        Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError, also between ``perturb`` and
+        ``restore_parameters``: such weights are nobody's.
         """
+        if self._unperturbed:
+            raise CheckpointError(f"{folder}: the weights are perturbed by the publication's self-test; restore them first")
         training_state.save(folder, self._state(), self._rank)
 
     def load(self, folder: str) -> None:
         """Continue from a ``save`` exactly, also with another number of ranks. Raises CheckpointError."""
+        self.restore_parameters()  # what is frozen is not loaded
         state = self._state()
         training_state.load(folder, state, self._rank)
         self._optimizer.updates = int(state["updates"].item())

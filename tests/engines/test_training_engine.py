@@ -322,6 +322,21 @@ def test_each_parameter_group_is_perturbed_and_restored(
             trainer.perturb("legs")
 
 
+def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path, tmp_path: Path) -> None:
+    """With frozen parts too, which a checkpoint does not hold."""
+    with engine(tiny_vlm, FsdpSettings(freeze_vision=True)) as trainer:
+        trainer.save(str(tmp_path / "state"))
+        weights = trainer.export(VERSION)
+        for group in ("vision", "language"):
+            trainer.perturb(group)
+            with pytest.raises(CheckpointError, match="perturbed by the publication's self-test"):
+                trainer.save(str(tmp_path / "other"))
+            assert not (tmp_path / "other").exists()
+            trainer.load(str(tmp_path / "state"))
+            assert _same(weights, trainer.export(VERSION))
+            trainer.save(str(tmp_path / "state"))
+
+
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, dropout=0.1)])
 def test_a_loaded_trainer_continues_bit_exactly(tiny_vlm: Path, tmp_path: Path, lora: LoraSettings | None) -> None:
     items, folder = mixed_items(tiny_vlm), str(tmp_path / "state")

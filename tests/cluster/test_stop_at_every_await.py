@@ -1,0 +1,198 @@
+"""A stop at any await of the start: self-test, restore and publication. What is then saved is what training produced, or nothing.
+
+Driver, publisher, policy group, rank, engine and checkpoints are the real ones, the rank behind a local handle: what was asked
+of it is done, in order, whoever stopped waiting for it. Probes and their comparison, which need engines, are made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from actors.policy import Comparison, PolicyRank, RankSettings
+from cluster.checkpoint import Checkpoint
+from cluster.config import RunConfig
+from cluster.driver import Driver
+from cluster.policy import PolicyGroup
+from cluster.production import Production
+from cluster.publication import Publisher
+from cluster.state import capture
+from rayloop.core.failures import Preempted
+from tests.support.local import LocalActor
+from tests.support.runs import settings
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Counted(Coroutine[Any, Any, Any]):
+    """A coroutine that calls ``tick`` whenever it waits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], tick: Callable[[], None]) -> None:
+        self._coroutine, self._tick = coroutine, tick
+
+    def send(self, value: Any) -> Any:
+        waits_for = self._coroutine.send(value)
+        self._tick()
+        return waits_for
+
+    def throw(self, *error: Any) -> Any:
+        waits_for = self._coroutine.throw(*error)
+        self._tick()
+        return waits_for
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+
+@dataclass
+class Stage:
+    """A policy of one rank that outlives the drivers. ``trained`` [name] are the weights that training has produced."""
+
+    config: RunConfig
+    rank: PolicyRank
+    start: Tensors = field(default_factory=dict)
+
+    def weights(self) -> Tensors:
+        return {name: p.detach().full_tensor().clone() for name, p in self.rank.engine._parameters.items()}  # type: ignore[attr-defined]
+
+    def begin_anew(self) -> None:
+        """As a rank that has just been started."""
+        self.rank.engine.restore_parameters()
+        with torch.no_grad():
+            for name, parameter in self.rank.engine._parameters.items():
+                parameter._local_tensor.copy_(self.start[name])  # type: ignore[attr-defined]
+
+    def driver(self, folder: Path) -> Driver:
+        folder.mkdir(exist_ok=True)
+        driver = Driver(self.config, str(folder), "auto")
+        driver.production = Production(self.config, driver.ledger, driver.reporter)
+        driver.held_out, driver.prepared = [], True
+        policy = PolicyGroup(self.config.policy, lambda rank: None)
+        policy.ranks = [LocalActor(self.rank)]
+        driver.services = driver.publisher.services = Services(policy)  # type: ignore[assignment]
+        driver.player = SimpleNamespace()  # type: ignore[assignment]
+        return driver
+
+    def until(self, folder: Path, number: int) -> tuple[Driver, BaseException | None, int]:
+        """Begin a run and stop it at its ``number``-th await. Returns the driver, how it ended, and the awaits until then."""
+        driver, waited = self.driver(folder), 0
+
+        def tick() -> None:
+            nonlocal waited
+            waited += 1
+            if waited == number:
+                driver.stopping.set()
+
+        async def main() -> BaseException | None:
+            loop = asyncio.get_running_loop()
+            loop.set_task_factory(lambda loop, work: asyncio.Task(Counted(work, tick), loop=loop))  # type: ignore[arg-type]
+            try:
+                await asyncio.wait_for(asyncio.create_task(driver.main()), 60)
+            except (Preempted, Begun) as end:
+                return end
+            return None
+
+        return driver, asyncio.run(main()), waited
+
+
+class Begun(Exception):
+    """The run got as far as its first step."""
+
+
+class Services:
+    """Its engines load whatever they are given."""
+
+    def __init__(self, policy: PolicyGroup) -> None:
+        self.policy, self.reference, self.rollout = policy, None, self
+        self.pools: list[Any] = []
+
+    async def start(self, admit: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def everywhere(self, method: str, *args: Any, deadline: float) -> None:
+        await asyncio.sleep(0)
+
+    def stop(self) -> None: ...
+
+
+@pytest.fixture
+def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    torch.set_num_threads(1)
+    c = RunConfig.model_validate(settings(tmp_path, digits_model, publish={"self_test": True, "probes": 1}))
+    made = RankSettings(
+        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0
+    )
+    stage = Stage(c, PolicyRank(made, 0, 1))
+    stage.rank.join(f"file://{tmp_path}/rendezvous")
+    stage.start = stage.weights()
+
+    async def probe(self: Publisher, tasks: Any, player: Any, purpose: str) -> list[str]:
+        await asyncio.sleep(0)
+        return [purpose]
+
+    async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> Comparison:
+        await asyncio.sleep(0)
+        moved = payloads == ["parity"] and not swap_images
+        return Comparison(1, float(moved), float(moved))
+
+    async def evaluate(self: Driver) -> None:
+        raise Begun
+
+    monkeypatch.setattr(Publisher, "_probe", probe)
+    monkeypatch.setattr(PolicyGroup, "compare", compare)
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    monkeypatch.setattr(Driver, "prepare", lambda self: None)
+    yield stage
+    stage.rank.engine.close()
+
+
+def damaged(checkpoint: Checkpoint, expected: Tensors) -> list[str]:
+    """The saved tensors that are not the expected ones."""
+    saved = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    dcp.load({"parameters": saved}, checkpoint_id=checkpoint.trainer)
+    return [name for name, tensor in expected.items() if not torch.equal(saved[name], tensor)]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Path, resumed: bool) -> None:
+    expected, folder = stage.start, tmp_path / "run"
+    if resumed:
+        expected = {name: tensor + 0.25 for name, tensor in stage.start.items()}
+        stage.start, start = expected, stage.start
+        stage.begin_anew()
+        driver = stage.driver(folder)
+        driver.checkpoints.next_lineage()
+        asyncio.run(driver.checkpoints.save(0, asyncio.run(state_of(driver)), driver.services.policy.save))
+        stage.start = start
+    stops = saved = number = 0
+    while True:
+        number += 1
+        stage.begin_anew()
+        driver, end, waited = stage.until(folder if resumed else tmp_path / f"run-{number}", number)
+        if waited < number:
+            break
+        stops += isinstance(end, Preempted)
+        checkpoint = driver.checkpoints.find("auto")
+        if checkpoint is not None:
+            saved += 1
+            assert damaged(checkpoint, expected) == [], f"stopped at await {number}"
+        assert not stage.rank.engine._unperturbed, f"stopped at await {number}"
+    assert isinstance(end, Begun)
+    assert number > 30, "the awaits of the start must have been counted"
+    assert stops > number / 2
+    assert saved > number / 2
+
+
+async def state_of(driver: Driver) -> dict[str, Any]:
+    return await capture(driver)
