@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
+
+from rayloop.core.failures import PolicyLost, Preempted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,13 +25,18 @@ async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[No
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        raise first(errors) from errors
+        raise decisive(errors) from errors
 
 
-def first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first single error within nested groups."""
-    error = errors.exceptions[0]
-    return first(error) if isinstance(error, BaseExceptionGroup) else error
+def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of errors that came together, the one after which there is a way on: rebuild, or save. Otherwise the first."""
+    single = list(_flat(errors))
+    return next((e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0])
+
+
+def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in errors.exceptions:
+        yield from _flat(error) if isinstance(error, BaseExceptionGroup) else (error,)
 
 
 def timed(name: str) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:

@@ -55,6 +55,12 @@ def complete(folder: Path) -> Checkpoint | None:
         return None
 
 
+def resumes_from(folder: Path) -> str:
+    """What the next start of the run with the checkpoints in ``folder`` continues from, in words."""
+    newest = CheckpointStore(folder, keep=1).find("auto")
+    return "the beginning: there is no checkpoint" if newest is None else f"step {newest.step} ({newest.folder.name})"
+
+
 class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from actors.base import Actor
 from actors.lease import Lease
 from cluster.background import background, timed
-from cluster.checkpoint import CheckpointStore
+from cluster.checkpoint import Checkpoint, CheckpointStore, complete, resumes_from
 from cluster.config import RunConfig
 from cluster.evaluation import blind, play, plays
 from cluster.player import Player
-from cluster.pool import cause
+from cluster.pool import brief, cause
 from cluster.production import Production
 from cluster.publication import Publisher
 from cluster.report import Reporter
@@ -30,7 +31,7 @@ from cluster.services import Services
 from cluster.state import capture, reinstate
 from cluster.waits import unless
 from cluster.watchdog import watch
-from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Group, State, Version
 from rayloop.grpo.advantage import with_advantages
@@ -49,7 +50,8 @@ class Driver(Actor):
         self.inherited: dict[int, int] = {}
         self.prepared = self.owes_evaluation = False
         self.stopping = asyncio.Event()
-        self.saved = self.version
+        self.saved: tuple[Version, Checkpoint] | None = None
+        self.lost = False
         self.phase = "start"
         self.failed_saves = 0
         self.timings: dict[str, float] = {}
@@ -114,17 +116,37 @@ class Driver(Actor):
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Preempted:
-            await self.checkpoint()
-            self.reporter.event("preempted", ledger=self.ledger.counts())
-            where = f"at step {self.step} of {self.config.steps}, saved" if self.version.lineage else "before the run began"
-            raise Preempted(f"stopped {where}; run again to continue") from None
+            raise await self.stopped() from None
         except RayloopError as error:
-            why = cause(error)
-            self.reporter.event("failed", error=type(why).__name__, why=str(why), ledger=self.ledger.counts())
+            self.failed(cause(error))
             raise
         finally:
             self.services.stop()
             await self.reporter.loggers.close()
+
+    async def stopped(self) -> RayloopError:
+        """Save. Returns Preempted only when a resume will start from this very step, otherwise NotSaved."""
+        why = "the policy was lost, and its replacement had not been restored"
+        try:
+            if not self.lost:
+                await self.checkpoint()
+        except (RayloopError, RayError) as error:
+            why = brief(error)
+        began = self.version.lineage > 0
+        where = f"at step {self.step} of {self.config.steps}" if began else "before the run began"
+        if began and not self.on_disk():
+            end = NotSaved(f"stopped {where}, not saved: {why}. Run again to continue from {resumes_from(self.checkpoints.folder)}")
+            self.failed(end)
+            return end
+        self.reporter.event("preempted", ledger=self.ledger.counts())
+        return Preempted(f"stopped {where}{', saved' if began else ''}; run again to continue")
+
+    def on_disk(self) -> bool:
+        """Whether there is a complete checkpoint of the current version."""
+        return self.saved is not None and self.saved[0] == self.version and complete(self.saved[1].folder) is not None
+
+    def failed(self, why: BaseException) -> None:
+        self.reporter.event("failed", error=type(why).__name__, why=str(why), ledger=self.ledger.counts())
 
     async def run_and_rebuild(self) -> None:
         """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
@@ -135,7 +157,7 @@ class Driver(Actor):
                 return await self.run()
             except PolicyLost as error:
                 self.reporter.event("policy_lost", why=str(error))
-                self.saved = self.version  # nothing is left that could be saved
+                self.lost = True
                 if restarts == self.config.recovery.policy_restarts:
                     raise
 
@@ -156,7 +178,9 @@ class Driver(Actor):
         self.reporter.begin(self.step, lineage, checkpoint.folder.name if checkpoint else None)
         if self.step >= self.config.steps:
             self.reporter.event("already_done", advice=f"raise steps above {self.step} to go on")
-        self.version = Version(lineage, self.step)
+        self.version, self.lost = Version(lineage, self.step), False
+        if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
+            self.saved = self.version, checkpoint
 
     @timed("update_weights")
     async def publish(self) -> None:
@@ -256,12 +280,12 @@ class Driver(Actor):
         """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
         last = self.stopping.is_set() or self.step == self.config.steps
         due = last or self.failed_saves or self.step % self.config.checkpoint.every == 0
-        if not due or self.saved == self.version:
+        if not due or self.on_disk():
             return
         try:
             began = time.monotonic()
             saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save)
-            self.failed_saves, self.saved = 0, self.version
+            self.failed_saves, self.saved = 0, (self.version, saved)
             self.reporter.event(
                 "checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3)
             )

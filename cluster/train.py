@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.base import GROUPS
+from cluster.checkpoint import resumes_from
 from cluster.config import RunConfig
 from cluster.controls import table
 from cluster.driver import Driver
@@ -29,7 +30,7 @@ from cluster.progress import Progress
 from cluster.services import actor_name, bundles, total
 from cluster.session import session
 from rayloop.core.config import dump
-from rayloop.core.failures import Preempted, RayloopError
+from rayloop.core.failures import NotSaved, Preempted, RayloopError
 from rayloop.core.runfolder import RunFolder
 
 POLL = 0.5
@@ -40,10 +41,6 @@ CONCURRENCY = 10_000
 
 ANSWER = 30.0
 """Seconds after which a driver that does not answer is reported."""
-
-
-class NotSaved(RayloopError):
-    """The run was asked to stop and could not be saved within ``preemption.grace``. An earlier checkpoint is intact."""
 
 
 class DriverLost(RayloopError):
@@ -88,10 +85,11 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
         driver = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options).remote(config, path, resume)
+        until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until)
+                return _follow(driver, progress, config.recovery.stall_timeout, until, folder)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
                 raise cause(error) from error
@@ -101,6 +99,8 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
             folder.events.append(event)
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(event))
+            if until() < math.inf:
+                raise _not_saved("the driver was lost while it saved", folder) from error
             resume = "auto"
         finally:
             ray.kill(driver)
@@ -109,7 +109,17 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
     )
 
 
-def _follow(driver: Any, progress: Progress, silence: float, until: Callable[[], float]) -> dict[str, Any]:
+def _never() -> float:
+    return math.inf
+
+
+def _not_saved(why: str, folder: RunFolder) -> NotSaved:
+    return NotSaved(f"{why}; run again to continue from {resumes_from(folder.checkpoints)}")
+
+
+def _follow(
+    driver: Any, progress: Progress, silence: float, until: Callable[[], float], folder: RunFolder
+) -> dict[str, Any]:
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
     Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
@@ -130,9 +140,10 @@ def _follow(driver: Any, progress: Progress, silence: float, until: Callable[[],
                 raise
             progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
         if not ended and time.monotonic() > until():
-            raise NotSaved(
-                "the run was not saved within preemption.grace; run again to continue from the newest checkpoint. Raise "
-                "preemption.grace (and what the scheduler allows) above the time of a step and a checkpoint"
+            raise _not_saved(
+                "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
+                "and a checkpoint",
+                folder,
             )
         seen += len(updates)
         for kind, record in updates:

@@ -33,6 +33,10 @@ class Preempted(RayloopError):
     exit_code = 75
 
 
+class NotSaved(RayloopError):
+    """The run was asked to stop and its last steps could not be saved. The message says what a resume starts from."""
+
+
 class DataFailure(RayloopError):
     """A task that fails the same way each time: missing or corrupt image, image bomb, malformed row.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.marks import Marks, marked, next_mark
+from tests.support.marks import Marks, kill, marked, next_mark
 from tests.support.runs import Run, finished, pause, resume, run, settings
 
 pytestmark = pytest.mark.timeout(400)
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.timeout(400)
 def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = marked(settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks)
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4)))
+    (tmp_path / "eval.jsonl").write_text(
+        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4))
+    )
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["evaluation"] = {"every": 2}
     with run(config) as made:
@@ -27,7 +30,9 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
         next_mark(made, marks, "score", 1)
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=30)
-    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], "during step 2, whose number is not yet reported"
+    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], (
+        "during step 2, whose number is not yet reported"
+    )
     assert [e["step"] for e in made.named("evaluated")] == [0]
     assert [record["step"] for record in made.metrics] == [1, 2]
     assert [e["step"] for e in made.named("checkpoint")] == [1, 2]
@@ -94,6 +99,26 @@ def test_a_run_that_cannot_be_saved_in_time_says_so(tmp_path: Path, digits_model
         made.process.send_signal(signal.SIGTERM)
         made.ends(1, deadline=30)
     assert "NotSaved: the run was not saved within preemption.grace" in made.text
+    assert re.search(r"run again to continue from (step \d+ \(step_\d+\)|the beginning)", made.text), made.text
+
+
+@pytest.mark.slow_faults
+def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_path: Path, digits_model: Path) -> None:
+    config = settings(tmp_path, digits_model, steps=400, checkpoint__every=4)
+    with run(config) as made:
+        made.until_event("trained", step=6)
+        pause(made.actor("PolicyRank"))
+        kill(made.actor("PolicyRank"))
+        made.until_event("policy_lost")
+        made.process.send_signal(signal.SIGTERM)
+        made.ends(1, deadline=30)
+    step = made.named("checkpoint")[-1]["step"]
+    done = made.metrics[-1]["step"]
+    assert done > step, "a step was lost"
+    assert f"NotSaved: stopped at step {done} of 400, not saved: the policy was lost" in made.text
+    assert f"Run again to continue from step {step} (step_{step:06d})" in made.text
+    config["steps"] = step + 1
+    assert finished(config).named("begin")[-1]["restored"] == f"step_{step:06d}"
 
 
 @pytest.mark.slow_faults

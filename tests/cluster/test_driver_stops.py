@@ -1,4 +1,4 @@
-"""A stop at any await of the start: self-test, restore and publication. What is then saved is what training produced, or nothing.
+"""A stop of the driver: what is then on disk is what training produced, or nothing, and the exit code says which.
 
 Driver, publisher, policy group, rank, engine and checkpoints are the real ones, the rank behind a local handle: what was asked
 of it is done, in order, whoever stopped waiting for it. Probes and their comparison, which need engines, are made up.
@@ -25,7 +25,8 @@ from cluster.policy import PolicyGroup
 from cluster.production import Production
 from cluster.publication import Publisher
 from cluster.state import capture
-from rayloop.core.failures import Preempted
+from cluster.waits import unless
+from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 
@@ -192,6 +193,57 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
     assert number > 30, "the awaits of the start must have been counted"
     assert stops > number / 2
     assert saved > number / 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "code", "says"),
+    [
+        ((), 1, "stopped at step 3 of 3, not saved: .* continue from the beginning: there is no checkpoint"),
+        ((2,), 1, r"stopped at step 3 of 3, not saved: .* continue from step 2 \(step_000002\)"),
+        ((2, 3), 75, "stopped at step 3 of 3, saved; run again to continue"),
+    ],
+)
+def test_75_means_that_this_very_step_is_on_disk(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], code: int, says: str
+) -> None:
+    """The stop comes while a lost policy is being replaced."""
+
+    async def three_steps(self: Driver) -> None:
+        for self.step in range(1, 4):
+            await self.publish()
+            if self.step in kept:
+                await self.checkpoint()
+        raise PolicyLost("rank 0 died")
+
+    async def rebuild(self: PolicyGroup) -> None:
+        driver.stopping.set()
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(Driver, "evaluate", three_steps)
+    monkeypatch.setattr(PolicyGroup, "rebuild", rebuild)
+    driver = stage.driver(tmp_path / "run")
+    with pytest.raises(RayloopError, match=says) as raised:
+        asyncio.run(driver.main())
+    assert raised.value.exit_code == code
+    last = driver.reporter.updates[-1][1]["event"]
+    assert last == ("preempted" if code == 75 else "failed")
+
+
+def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def evaluate(self: Driver) -> None:
+        self.step = 1
+        await self.publish()
+        self.stopping.set()
+        await unless(self.stopping, asyncio.sleep(30))
+
+    def full(self: Any, folder: str) -> None:
+        raise CheckpointError("no space left on device")
+
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    monkeypatch.setattr(PolicyRank, "save", full)
+    driver = stage.driver(tmp_path / "run")
+    with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
+        asyncio.run(driver.main())
 
 
 async def state_of(driver: Driver) -> dict[str, Any]:
