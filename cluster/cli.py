@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     evaluate.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     evaluate.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
-    evaluate.add_argument("--out", type=Path, help="folder of the items; continued when it exists (default: <run>-eval)")
+    evaluate.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
     add_cluster(evaluate)
     evaluate.set_defaults(command=_eval)
     export = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
@@ -166,9 +166,18 @@ def _try(arguments: argparse.Namespace) -> int:
     return try_row(config, arguments.row)
 
 
+def evaluation_folder(config: RunConfig, checkpoint: Path | None) -> Path:
+    """Beside the run that the checkpoint is of, and named after it; of a model folder, or without one, below ``output``."""
+    if checkpoint is None:
+        return Path(config.output) / f"{config.name}-eval"
+    path = checkpoint.resolve()
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    return Path(config.output) / f"{path.name}-eval" if run is None else run.with_name(f"{run.name}-eval")
+
+
 def _eval(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
-    out = arguments.out or Path(config.output) / f"{config.name}-eval"
+    out = arguments.out or evaluation_folder(config, arguments.checkpoint)
     data = arguments.data or config.data.eval
     if data is None:
         raise ConfigError("data.eval names no rows, and --data was not given")

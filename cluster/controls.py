@@ -16,9 +16,14 @@ from rayloop.core.bootstrap import Interval, interval, paired_interval
 from rayloop.core.seeds import derive
 from rayloop.core.types import ImageSource, Scored, Task
 
-RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same page", "other page", "blind", "sampled"
+RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
 """Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
 CONTROLS = (BLIND, SAME, OTHER)
+WORDS = {
+    BLIND: "the best answer without an image",
+    SAME: "another image of the same source",
+    OTHER: "an image of another source",
+}
 
 
 class BlindPrior(Protocol):
@@ -35,7 +40,7 @@ def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
     Tasks without images, and tasks for which there is no such other with other images, are left out.
     """
     order = [task for task in tasks if _images(task)]
-    random.Random(derive(seed, "swapped images", SAME if same else OTHER)).shuffle(order)
+    random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
     result = []
     for position, task in enumerate(order):
         others = (*order[position + 1 :], *order[:position])
@@ -168,12 +173,12 @@ def table(summary: dict[str, Any]) -> list[str]:
 def verdict(differences: Table) -> str:
     """One sentence on whether the policy looks."""
     if looks(differences):
-        return "The policy looks: the right image scores above " + ", ".join(differences) + ", no interval holds 0."
-    failing = [arm for arm, by in differences.items() if by["reward"][1] <= 0]
+        above = ", ".join(WORDS[arm] for arm in differences)
+        return f"The policy looks: the right image scores above {above}; no interval holds 0."
+    failing = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] <= 0]
     if not failing:
         return "Not all controls could be played."
-    blind_too = " (the best answer without an image)" if BLIND in failing else ""
-    return f"No evidence that the policy looks: not above {', '.join(failing)}{blind_too}."
+    return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
 
 
 def _rows(indent: str, rows: Table) -> list[str]:

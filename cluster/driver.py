@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 
 from actors.base import Actor
 from actors.lease import Lease
+from cluster.activity import doing
 from cluster.background import background, timed
 from cluster.checkpoint import Checkpoint, CheckpointStore, complete, resumes_from
 from cluster.config import RunConfig
@@ -191,6 +192,7 @@ class Driver(Actor):
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""
+        self.phase = "verify"
         probes = self.production.probe_tasks()
         await unless(self.stopping, self.publisher.verify(self.version, probes, self.player))
 
@@ -301,9 +303,9 @@ class Driver(Actor):
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
         return await self.player.replace_engine(episode, lost, why)
 
-    async def updates(self, since: int) -> list[tuple[str, Any]]:
-        """For the console: what was reported after the first ``since`` reports."""
-        return self.reporter.updates[since:]
+    async def updates(self, since: int) -> tuple[list[tuple[str, Any]], str]:
+        """For the console: what was reported after the first ``since`` reports, and what is being done now."""
+        return self.reporter.updates[since:], doing(self)
 
     async def workers(self) -> dict[str, list[Any]]:
         """Live actor handles by role (for monitoring and fault injection)."""

@@ -65,9 +65,16 @@ async def play(
             images=tuple(image for record in records for image in record.images),
         )  # fmt: skip
         keep(item, images)
+        done = player.evaluation[0] if player.evaluation else 0
+        player.evaluation = done + 1, total
         return item
 
-    return list(await asyncio.gather(*(one(index, asked) for index, asked in enumerate(asked))))
+    total = len(asked)
+    player.evaluation = 0, total
+    try:
+        return list(await asyncio.gather(*(one(index, asked) for index, asked in enumerate(asked))))
+    finally:
+        player.evaluation = None
 
 
 def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.controls import RIGHT
-from cluster.recorded import Record, by_step, evenly, image_path, series, step_files
+from cluster.recorded import Record, by_step, configuration, evenly, image_path, series, step_files
+from cluster.words import sampled
 from rayloop.core.config import Component
 from rayloop.core.images import decode
 from rayloop.core.jsonl import JsonLines
@@ -50,10 +51,12 @@ def curves(folder: RunFolder) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    evaluations = by_step(folder.events, "evaluated")
+    config, evaluations = configuration(folder), by_step(folder.events, "evaluated")
+    sampling = (config.get("rollout") or {}).get("sampling") or {}
+    drawn, greedy = sampling.get("temperature", 1.0), (config.get("evaluation") or {}).get("greedy", True)
     lines = {
-        "training reward": series(folder.metrics).get("reward/mean", []),
-        "held-out reward": series(evaluations.values()).get("val/reward/mean", []),
+        f"training ({sampled(drawn)})": series(folder.metrics).get("reward/mean", []),
+        f"held-out ({sampled(0.0 if greedy else drawn)})": series(evaluations.values()).get("val/reward/mean", []),
     }
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -55,6 +55,10 @@ class Player:
     ) -> None:
         self.config, self.services = config, services
         self.reissued = 0
+        self.playing = 0
+        """Calls of ``play`` under way."""
+        self.evaluation: tuple[int, int] | None = None
+        """Answers there and asked for, during an evaluation."""
         self.admission = Admission()
         self._driver, self._event, self._bad_data = driver, on_event, on_bad_data
         self._engines: dict[str, int] = {}
@@ -64,11 +68,15 @@ class Player:
 
     async def play(self, request: PlayRequest, step: int) -> Member:
         """Play and score. ``step`` is the step that the trajectory is meant for."""
-        played = await self.episode(request)
-        if isinstance(played, PlayFailed):
-            return Member(_no_summary(request, played), played.outcome)
-        summary, payload = played
-        return Member(summary, await self.score(payload, request, step), payload)
+        self.playing += 1
+        try:
+            played = await self.episode(request)
+            if isinstance(played, PlayFailed):
+                return Member(_no_summary(request, played), played.outcome)
+            summary, payload = played
+            return Member(summary, await self.score(payload, request, step), payload)
+        finally:
+            self.playing -= 1
 
     async def episode(self, request: PlayRequest) -> PlayFailed | tuple[Summary, Any]:
         """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows."""

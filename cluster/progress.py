@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from cluster.words import span
 
 ROWS = 10
 ABSENT = "-"
@@ -41,27 +44,40 @@ def _filtered(metrics: Mapping[str, float]) -> str:
     return f"{removed / finished:.0%}" if finished else ABSENT
 
 
-COLUMNS = (
-    Column("reward", "reward", _value("reward/mean", ".3f")),
-    Column("trained/\nfinished", "trained", _kept),
-    Column("filtered", "filtered", _filtered),
-    Column("loss", "loss", _value("actor/loss", ".4f")),
-    Column("grad\nnorm", "grad", _value("actor/grad_norm", ".3g")),
-    Column("entropy", "entropy", _value("actor/entropy", ".3f")),
-    Column("generate\ns", "gen_s", _value("timing_s/gen", ".1f")),
-    Column("train\ns", "train_s", _value("timing_s/update_actor", ".1f")),
-    Column("publish\ns", "publish_s", _value("timing_s/update_weights", ".1f")),
-    Column("held-out\nreward", "held_out", _value("val/reward/mean", ".3f")),
-)
+SEEN = 10
+"""Steps over whose mean duration the time that is left is reckoned."""
+
+
+def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
+    """Of the table. ``sampled`` and ``held_out`` say how the two kinds of answers are drawn: they are not to be compared."""
+    return (
+        Column(f"reward\n({sampled})", f"reward({sampled})", _value("reward/mean", ".3f")),
+        Column("trained/\nplayed", "trained", _kept),
+        Column("filtered", "filtered", _filtered),
+        Column("loss", "loss", _value("actor/loss", ".4f")),
+        Column("grad\nnorm", "grad", _value("actor/grad_norm", ".3g")),
+        Column("entropy", "entropy", _value("actor/entropy", ".3f")),
+        Column("generate\ns", "gen_s", _value("timing_s/gen", ".1f")),
+        Column("train\ns", "train_s", _value("timing_s/update_actor", ".1f")),
+        Column("publish\ns", "publish_s", _value("timing_s/update_weights", ".1f")),
+        Column("step\ns", "step_s", _value("timing_s/step", ".1f")),
+        Column(f"held-out\n({held_out})", f"held_out({held_out})", _value("val/reward/mean", ".3f")),
+    )
 
 
 class Progress:
     """Shows steps as they are recorded. Use as a context manager; ``console`` is stdout unless given."""
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, sampled: str = "sampled", held_out: str = "greedy", console: Console | None = None
+    ) -> None:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False, soft_wrap=True)
+        self._columns = columns(sampled, held_out)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+        self._seconds: deque[float] = deque(maxlen=SEEN)
+        self._left = ""
+        self._doing = ""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -74,19 +90,34 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._left = ""
+            self.doing("")
             self._live.stop()
             self._live = None
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show one step: a record of metrics.jsonl, with ``step`` in it."""
         step = f"{metrics['step']:.0f}/{self.total_steps}"
-        cells = tuple(column.show(metrics) for column in COLUMNS)
+        cells = tuple(column.show(metrics) for column in self._columns)
+        if "timing_s/step" in metrics:
+            self._seconds.append(metrics["timing_s/step"])
+            remaining = (self.total_steps - metrics["step"]) * fmean(self._seconds)
+            self._left = f"about {span(remaining)} left" if remaining else ""
         if self._live is None:
-            pairs = (f"{column.word} {cell}" for column, cell in zip(COLUMNS, cells, strict=True) if cell != ABSENT)
-            self.console.print(Text(f"step {step}  " + "  ".join(pairs)))
+            pairs = (f"{column.word} {cell}" for column, cell in zip(self._columns, cells, strict=True) if cell != ABSENT)
+            self.console.print(Text("  ".join(filter(None, (f"step {step}", *pairs, self._left)))))
             return
         self._rows.append((step, *cells))
-        self._live.update(self._table(), refresh=True)
+        self._refresh()
+
+    def doing(self, text: str) -> None:
+        """Below the table of a terminal: what the run does now. Says nothing elsewhere."""
+        self._doing = text
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
 
     def note(self, text: str) -> None:
         """Say something once, above the table."""
@@ -101,10 +132,13 @@ class Progress:
                 self.note(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in nested.items() if value))
 
     def _table(self) -> Group:
+        now = Text("  ".join(filter(None, (self._doing, self._left))), style="dim")
+        if not self._rows:
+            return Group(now)
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right", vertical="bottom")
-        for column in COLUMNS:
+        for column in self._columns:
             table.add_column(column.title, justify="right", vertical="bottom")
         for row in self._rows:
             table.add_row(*row)
-        return Group(Text(), table)
+        return Group(Text(), table, now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -113,6 +115,7 @@ class Services:
         self.config, self.folder, self.trains = config, folder, trains
         self._event = on_event
         self._group: PlacementGroup | None = None
+        self.wanted, self.up = len(demand(config, trains)), 0
         self.policy: PolicyGroup | None = None
         self.reference: Pool | None = None
         self._first = {}
@@ -121,7 +124,8 @@ class Services:
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
-        c = self.config
+        c, began = self.config, time.monotonic()
+        self._event("starting", actors=dict(Counter(role for role, _ in demand(c, self.trains))))
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
         weights = f"{self.folder}/weights"
         self.rollout = self._pool(
@@ -138,10 +142,13 @@ class Services:
         )
         self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
         self.pools = [self.rollout, self.environment, self.reward]
-        if self.trains:
-            await asyncio.gather(self._start_training(weights), *(pool.start() for pool in self.pools))
-        else:
-            await asyncio.gather(*(pool.start() for pool in self.pools))
+        starts = [self._up(pool.start(), pool.size) for pool in self.pools]
+        await asyncio.gather(*starts, *([self._start_training(weights)] if self.trains else ()))
+        self._event("started", seconds=round(time.monotonic() - began, 1))
+
+    async def _up(self, start: Awaitable[None], actors: int) -> None:
+        await start
+        self.up += actors
 
     async def _start_training(self, weights: str) -> None:
         """The policy's ranks, and the frozen reference if the run has one."""
@@ -154,13 +161,13 @@ class Services:
         self.policy = PolicyGroup(
             c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
         )
-        starts = [self.policy.start()]
+        starts = [self._up(self.policy.start(), ranks)]
         if c.reference.kind == "actor":
             self.reference = self._pool(
                 ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
             )
             self.pools.append(self.reference)
-            starts.append(self.reference.start())
+            starts.append(self._up(self.reference.start(), self.reference.size))
         await asyncio.gather(*starts)
 
     def _pool(

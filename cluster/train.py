@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +20,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.base import GROUPS
 from cluster.checkpoint import resumes_from
 from cluster.config import RunConfig
-from cluster.controls import table
 from cluster.driver import Driver
 from cluster.eval import config_hash
 from cluster.pictures import draw_or_tell
@@ -29,6 +27,7 @@ from cluster.pool import brief, cause
 from cluster.progress import Progress
 from cluster.services import actor_name, bundles, total
 from cluster.session import session
+from cluster.words import describe, sampled
 from rayloop.core.config import dump
 from rayloop.core.failures import NotSaved, Preempted, RayloopError
 from rayloop.core.runfolder import RunFolder
@@ -56,17 +55,27 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     with (
         _while_idle() as check,
         folder.acquired(config.checkpoint.resume),
+        _shown(config, folder, address) as progress,
         session(total(bundles(config)), address, temporary, folder.logs),
-        Progress(config.steps) as progress,
     ):
         folder.write_config(dump(config))
         folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
         folder.events.close()  # the driver goes on writing it
-        progress.note(f"run folder {folder.path}")
         result = _run(config, folder, progress, check)
         draw_or_tell(folder, config.report.boxes, progress.note)
         progress.close(result)
     return 0
+
+
+@contextmanager
+def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterator[Progress]:
+    """The console of a run; it says where the run is kept before Ray starts, which takes a while."""
+    sampling = config.rollout.sampling
+    held_out = sampling.sampling(greedy=config.evaluation.greedy)
+    with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
+        progress.note(f"run folder {folder.path}")
+        progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")
+        yield progress
 
 
 def _software() -> dict[str, str]:
@@ -130,12 +139,12 @@ def _follow(
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:
-            updates = ray.get(driver.updates.remote(seen), timeout=patience)
+            updates, doing = ray.get(driver.updates.remote(seen), timeout=patience)
             heard = time.monotonic()
         except RayActorError:
-            updates = []  # ``running`` will tell
+            updates, doing = [], ""  # ``running`` will tell
         except GetTimeoutError:
-            updates = []
+            updates, doing = [], "waiting for the driver"
             if (silent := time.monotonic() - heard) > silence:
                 raise
             progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
@@ -151,23 +160,10 @@ def _follow(
                 progress.step(record)
             elif record["event"] != "failed":  # it is raised below, and then told in full
                 progress.note(describe(record))
+        progress.doing(doing)
         if ended:
             result: dict[str, Any] = ray.get(running)
             return result
-
-
-def describe(record: dict[str, Any]) -> str:
-    """One line for an event, a table for controls; scores by data source are left to the run folder."""
-    if record["event"] == "controls":
-        return f"[{record['step']}] controls: " + "\n".join(table({**record, "sources": {}}))
-    shown = {k: v for k, v in record.items() if k not in ("event", "step") and not fnmatch(k, "val/*/reward/mean")}
-    rest = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
-    when = f"[{record['step']}] " if "step" in record else ""
-    return f"{when}{record['event']}: {rest}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value).partition("\n")[0]
 
 
 @contextmanager

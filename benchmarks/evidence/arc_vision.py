@@ -110,10 +110,10 @@ def markdown(found: dict[str, Any]) -> list[str]:
             cells += [f"{arms[arm][score][0]:.3f}", spread(gain[arm][score]) if gain else ""]
         cells.append(f"{run['ood']['arms'][RIGHT]['iou'][0]:.3f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| arm | seed | blind | same page | other page |", "|---|---|---|---|---|"]
+    lines += ["", "| arm | seed | blind | same source | other source |", "|---|---|---|---|---|"]
     for run in [{"arm": "start", "seed": "", **found["start"]}, *found["runs"]]:
         differences = run["test"]["differences"]
-        cells = [run["arm"], run["seed"], *(spread(differences[c]["iou"]) for c in ("blind", "same page", "other page"))]
+        cells = [run["arm"], run["seed"], *(spread(differences[c]["iou"]) for c in ("blind", "same source", "other source"))]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

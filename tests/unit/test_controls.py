@@ -89,7 +89,7 @@ def test_a_policy_looks_only_if_every_control_is_worse() -> None:
     assert looks(against_controls(seeing))
     blind_as_good = items(RIGHT, right) + items(SAME, worse) + items(OTHER, worse) + items(BLIND, right)
     assert not looks(against_controls(blind_as_good))
-    assert "not above blind" in verdict(against_controls(blind_as_good))
+    assert "not above the best answer without an image." in verdict(against_controls(blind_as_good))
     assert not looks(against_controls(items(RIGHT, right) + items(BLIND, worse)))
     assert against_controls(items(RIGHT, right) + items(SAME, [None])) == {}
 
@@ -102,7 +102,7 @@ def test_answers_without_a_reward_are_left_out_and_counted() -> None:
     }  # fmt: skip
     controlled = metrics(found + items(SAME, [0.0, 0.0, 0.0]), by_arm(found + items(SAME, [0.0, 0.0, 0.0])))
     assert validate(controlled) == ()
-    assert controlled["val/control/same page/reward/mean"] == 0.0
+    assert controlled["val/control/same source/reward/mean"] == 0.0
 
 
 def test_several_samples_of_a_task_count_as_one_item() -> None:
@@ -114,7 +114,7 @@ def test_the_table_shows_arms_sources_and_differences() -> None:
     found = items(RIGHT, [1.0, 0.8]) + items(SAME, [0.1, 0.2]) + [Item(RIGHT, "9", "other", reward=0.5)]
     summary = summarise(found, 1)
     text = "\n".join(table(summary))
-    assert "same page" in text
+    assert "same source" in text
     assert "reward 0.750" in text
     assert "1 answers have no score" in text
 

@@ -58,7 +58,7 @@ def test_unknown_names_are_found_and_families_allowed() -> None:
         ("val/reward/mean", "rayloop_val_reward_mean", {"source": ""}),
         ("val/digits/reward/mean", "rayloop_val_reward_mean", {"source": "digits"}),
         ("val/iou/mean", "rayloop_val_mean", {"component": "iou"}),
-        ("val/control/other page/iou/mean", "rayloop_val_control_mean", {"arm": "other page", "component": "iou"}),
+        ("val/control/other source/iou/mean", "rayloop_val_control_mean", {"arm": "other source", "component": "iou"}),
         ("my recipe's/own-number", "rayloop_my_recipe_s_own_number", {}),
     ],
 )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from rich.console import Console
 
+from cluster.activity import doing
 from cluster.progress import ROWS, Progress
+from cluster.words import describe, span
 
 METRICS = {
     "step": 3.0,
@@ -18,18 +23,22 @@ METRICS = {
     "actor/loss": 0.125,
     "actor/grad_norm": float("nan"),
     "timing_s/gen": 1.26,
+    "timing_s/step": 30.0,
+    "val/reward/mean": 0.75,
 }
 
 
 def test_plain_lines_show_what_there_is() -> None:
     out = io.StringIO()
-    with Progress(20, Console(file=out, force_terminal=False, soft_wrap=True)) as progress:
+    with Progress(20, "T=1", "greedy", Console(file=out, force_terminal=False, soft_wrap=True)) as progress:
         progress.note("run folder [bold]runs/a")
+        progress.doing("generating 3/16")
         progress.step(METRICS)
         progress.close({"steps": 3, "ledger": {"trained": 12, "stale": 0}})
     assert out.getvalue().splitlines() == [
         "run folder [bold]runs/a",
-        "step 3/20  reward 0.250  trained 12/16  filtered 25%  loss 0.1250  grad nan  gen_s 1.3",
+        "step 3/20  reward(T=1) 0.250  trained 12/16  filtered 25%  loss 0.1250  grad nan  gen_s 1.3  step_s 30.0  "
+        "held_out(greedy) 0.750  about 8 min left",
         "done: steps 3",
         "  ledger: trained 12",
     ]
@@ -38,12 +47,72 @@ def test_plain_lines_show_what_there_is() -> None:
 def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    with Progress(20, console) as progress:
+    with Progress(20, "T=1", "greedy", console) as progress:
+        progress.doing("starting actors 2/5")
         for step in range(1, ROWS + 4):
             progress.step({**METRICS, "step": float(step)})
             progress.note(f"note {step}")
+            progress.doing(f"generating {step}/16")
+    assert "starting actors 2/5" in out.getvalue()
+    assert "generating 7/16  about 6 min left" in out.getvalue()
     final = out.getvalue().rpartition("entropy")[2]
     assert f"{ROWS + 3}/20" in final
     assert "4/20" in final
     assert " 3/20" not in final.replace("13/20", "")
+    assert "generating" not in final.rpartition(f"{ROWS + 3}/20")[2], "what was being done is gone at the end"
     assert all(f"note {step}" in out.getvalue() for step in range(1, ROWS + 4))
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        ({"event": "starting", "step": 0, "actors": {"rollout": 1, "policy": 2}}, "[0] starting 3 actors: 1 rollout, 2 policy"),
+        ({"event": "started", "step": 0, "seconds": 21.3}, "[0] all actors are ready after 21 s"),
+        ({"event": "begin", "step": 0, "lineage": 1, "restored": None, "superseded_records": 0},
+         "[0] training begins with the start model"),
+        ({"event": "begin", "step": 5, "lineage": 2, "restored": "step_5", "superseded_records": 3},
+         "[5] training continues from step_5; records of 3 later steps are moved aside"),
+        ({"event": "parity", "step": 0, "tokens": 34, "mean": 2.22e-07, "max": 1.19e-06, "images": 0, "swapped": 0.0,
+          "tolerance": 0.001},
+         "[0] engine and trainer agree: yes, their log-probs differ by 2.22e-07 on average over 34 tokens (0.001 is allowed)"),
+        ({"event": "parity", "step": 0, "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
+         "[0] engine and trainer agree: NO, their log-probs differ by 0.5 on average over 9 tokens (0.001 is allowed); other "
+         "images change them by 0.25"),
+        ({"event": "evaluated", "step": 1, "val/reward/mean": 0.743, "val/exact/mean": 0.275, "val/a/reward/mean": 0.5,
+          "val/control/blind/reward/mean": 0.1, "val/scored": 200.0, "val/unscored": 0.0},
+         "[1] held-out: reward 0.743, exact 0.275 over 200 rows"),
+        ({"event": "evaluated", "step": 1, "val/reward/mean": 0.7, "val/scored": 10.0, "val/unscored": 2.0},
+         "[1] held-out: reward 0.700 over 10 rows; 2 HAVE NO SCORE"),
+        ({"event": "quarantined", "path": "a.jsonl:3", "reason": "bad"}, "left out: a.jsonl:3: bad"),
+        ({"event": "worker_lost", "step": 2, "role": "reward", "why": "first\nsecond"}, "[2] worker_lost: role reward, why first"),
+        ({"event": "reward_raised", "step": 2, "why": "KeyError", "traceback": "Traceback\n  x"},
+         "[2] reward_raised: why KeyError\nTraceback\n  x"),
+    ],
+    ids=lambda value: value["event"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_events_are_told_in_plain_words(event: dict[str, Any], line: str) -> None:
+    assert describe(event) == line
+
+
+def test_what_is_being_done_is_told_with_how_far_it_is() -> None:
+    driver = SimpleNamespace(
+        phase="start",
+        services=SimpleNamespace(up=2, wanted=5),
+        player=SimpleNamespace(playing=11, evaluation=None),
+        production=SimpleNamespace(in_flight={1: "group", 2: "group"}, finished=["group"]),
+        config=SimpleNamespace(algorithm=SimpleNamespace(group_size=16)),
+    )
+    assert doing(driver) == "starting actors 2/5"
+    driver.phase = "gen"
+    assert doing(driver) == "generating 37/48"
+    driver.phase = "testing"
+    assert doing(driver) == "evaluating"
+    driver.player.evaluation = 3, 200
+    assert doing(driver) == "evaluating 3/200"
+    driver.phase = "update_actor"
+    assert doing(driver) == "training"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (240, "4 min"), (7200, "2.0 h")])
+def test_durations_are_round(seconds: float, text: str) -> None:
+    assert span(seconds) == text
