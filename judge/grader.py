@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from judge import prompt, rules, verdict
 from judge.api import (
@@ -21,7 +24,9 @@ from judge.api import (
 from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
 from judge.rubric import Rubric
-from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import DataFailure, DeadlineExceeded
+
+logger = logging.getLogger(__name__)
 
 
 def fingerprint(label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None) -> str:
@@ -47,16 +52,20 @@ class RuleBackend:
         return [self._one(item) for item in items]
 
     def _one(self, item: JudgeItem) -> Result:
-        decision = decide(self.rubrics[item.rubric], item)
-        if decision.correct is None:
-            decision = rules.Decision(False, "none", "no rule decides this; a model would have to")
-        return as_verdict(decision, self.fingerprint, self.label)
+        try:
+            decision = decide(self.rubrics[item.rubric], item)
+            if decision.correct is None:
+                decision = rules.Decision(False, "none", "no rule decides this; a model would have to")
+            return as_verdict(decision, self.fingerprint, self.label)
+        except Exception as error:  # an item never fails its batch
+            return unscored(error, self.fingerprint, self.label)
 
 
 class Grader:
     """Rules first, then the cache, then the model; the same question asked twice at once is asked once.
 
-    A reply that is no verdict is UNSCORED invalid; the caller decides whether to ask again.
+    A reply that is no verdict is UNSCORED invalid; the caller decides whether to ask again. Whatever goes wrong with an item
+    is that item's result, and never its batch's.
     """
 
     def __init__(
@@ -71,7 +80,12 @@ class Grader:
         return await asyncio.gather(*(self._one(item) for item in items))
 
     async def _one(self, item: JudgeItem) -> Result:
-        rubric = self.rubrics[item.rubric]
+        try:
+            return await self._judged(self.rubrics[item.rubric], item)
+        except Exception as error:
+            return unscored(error, self.fingerprint, self.label)
+
+    async def _judged(self, rubric: Rubric, item: JudgeItem) -> Result:
         if item.fresh:
             return await self._ask(rubric, item)
         decision = decide(rubric, item)
@@ -97,29 +111,38 @@ class Grader:
         try:
             reply = await self._chat.reply(prompt.messages(rubric, item), prompt.schema(rubric))
             found = verdict.parse(reply.text, rubric.kind)
-        except (verdict.InvalidVerdict, DataFailure) as error:
-            return self._unscored(NoVerdict.INVALID, error)
-        except (DeadlineExceeded, TimeoutError) as error:
-            return self._unscored(NoVerdict.TIMEOUT, error)
-        except (InfrastructureFailure, OSError) as error:
-            return self._unscored(NoVerdict.UNAVAILABLE, error)
-        probability = reply.probability if rubric.kind == "binary" else None
-        return JudgeVerdict(
-            verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
-            fingerprint=self.fingerprint, backend=self.label, decided_by="model",
-        )  # fmt: skip
+            probability = reply.probability if rubric.kind == "binary" else None
+            return JudgeVerdict(
+                verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
+                fingerprint=self.fingerprint, backend=self.label, decided_by="model",
+            )  # fmt: skip
+        except Exception as error:  # here too, since this may run in a task that outlives its request
+            return unscored(error, self.fingerprint, self.label)
 
-    def _unscored(self, kind: NoVerdict, error: Exception) -> JudgeUnscored:
-        reason = str(error)[:1024] or type(error).__name__
-        return JudgeUnscored(kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label)
+
+def unscored(error: Exception, fingerprint: str, label: BackendLabel) -> JudgeUnscored:
+    """Why an item has no verdict: invalid when a reply or a value cannot be read, else the judge's own failure."""
+    match error:
+        case DeadlineExceeded() | TimeoutError():
+            kind = NoVerdict.TIMEOUT
+        case verdict.InvalidVerdict() | ValidationError() | DataFailure():
+            kind = NoVerdict.INVALID
+        case _:
+            kind = NoVerdict.UNAVAILABLE
+    reason = str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
+    return JudgeUnscored(kind=kind, reason=reason, fingerprint=fingerprint, backend=label)
 
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
-    """What rules alone say."""
+    """What rules alone say. A rule that raises has decided nothing."""
     tolerance = rubric.tolerance_for(item.source)
-    return rules.decide(
-        item.reference, item.answer, question=item.question, tolerance=tolerance, max_length=rubric.max_answer
-    )
+    try:
+        return rules.decide(
+            item.reference, item.answer, question=item.question, tolerance=tolerance, max_length=rubric.max_answer
+        )
+    except Exception:
+        logger.warning("a rule fails on %.200r against %.200r", item.answer, item.reference, exc_info=True)
+        return rules.UNDECIDED
 
 
 def as_verdict(decision: rules.Decision, fingerprint: str, label: BackendLabel) -> JudgeVerdict:

@@ -48,14 +48,19 @@ def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
         if kind == "binary":
             binary = _Binary.model_validate(data)
             verdict = VerdictKind(binary.verdict)
-            return Judgement(verdict, float(verdict is VerdictKind.CORRECT), binary.reason[:200])
+            return Judgement(verdict, float(verdict is VerdictKind.CORRECT), _clean(binary.reason))
         scored = _Score.model_validate(data)
     except (ValueError, ValidationError, RecursionError) as error:
         first = str(error).partition("\n")[0]
         raise InvalidVerdict(f"the judge's reply is no verdict ({first}): {text[:120]!r}") from error
     if scored.score not in SCORES:
         raise InvalidVerdict(f"the judge's score is none of {', '.join(map(str, SCORES))}: {text[:120]!r}")
-    return Judgement(VerdictKind.CORRECT if scored.score >= 0.5 else VerdictKind.INCORRECT, scored.score, scored.reason[:200])
+    return Judgement(VerdictKind.CORRECT if scored.score >= 0.5 else VerdictKind.INCORRECT, scored.score, _clean(scored.reason))
+
+
+def _clean(reason: str) -> str:
+    """At most 200 characters, without the lone surrogates that an escape such as ``\\ud83d`` leaves: UTF-8 has none."""
+    return reason[:200].encode(errors="ignore").decode()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

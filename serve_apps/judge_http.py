@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
@@ -20,6 +21,8 @@ from judge.api import JudgeBody, JudgeResponse, JudgeVersion, items_of
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from serve_apps.judge_service import JudgeService
 from serve_apps.judge_settings import LimitSettings
+
+logger = logging.getLogger(__name__)
 
 OPEN = ("/healthz", "/openapi.json")
 """What is answered without a key: that the process lives, and what it could be asked."""
@@ -95,7 +98,10 @@ class ChatRequest(BaseModel):
 
 
 class Guard:
-    """In front of everything: the key, and the body's size and time, which is read before the application is called."""
+    """In front of everything: the key, the body's size and time, and one form of error for what nobody foresaw.
+
+    A body is read before the application is called, and never for an open path: without a key nobody can occupy a replica.
+    """
 
     def __init__(self, app: ASGIApp, key: str, limits: LimitSettings) -> None:
         self._app, self._key, self._limits = app, key.encode(), limits
@@ -105,33 +111,52 @@ class Guard:
             return await self._app(scope, receive, send)
         if (refusal := self._refused(scope)) is not None:
             return await refusal(scope, receive, send)
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                body = await self._body(receive)
-        except TimeoutError:
-            body = problem(408, "too_slow", f"the body was not there within {self._limits.seconds:g} s")
+        body = b"" if scope["path"] in OPEN else await self._body(receive)
         if isinstance(body, Response):
             return await body(scope, receive, send)
-        if body is None:
-            return None
+        if body is not None:
+            await self._answered(scope, body, receive, send)
+
+    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """By the application, or with a 503 when it raises."""
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        begun = False
 
         async def replay() -> Message:
             return waiting.pop() if waiting else await receive()
 
-        await self._app(scope, replay, send)
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, replay, watched)
+        except Exception as error:
+            if begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await problem(503, "failed", f"the judge failed: {type(error).__name__}")(scope, receive, send)
 
     async def _body(self, receive: Receive) -> bytes | Response | None:
-        """The whole body, None when the client went away, or the answer to one that is too large."""
-        body, more = b"", True
+        """The whole body, None when the client went away, or the answer to one that is too large or too slow."""
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                return await self._chunks(receive)
+        except TimeoutError:
+            return problem(408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s")
+
+    async def _chunks(self, receive: Receive) -> bytes | Response | None:
+        chunks, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > self._limits.bytes:
+            chunks.append(message.get("body", b""))
+            size, more = size + len(chunks[-1]), message.get("more_body", False)
+            if size > self._limits.bytes:
                 return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
-        return body
+        return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:
         if not self._key or scope["path"] in OPEN:

@@ -59,7 +59,7 @@ class CompletionModel(ABC):
             text = choice["message"]["content"] or ""
             tokens = (choice.get("logprobs") or {}).get("content") or ()
             return Reply(str(text), correct_probability(tokens))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error
 
 
@@ -88,7 +88,7 @@ class OpenAIModel(CompletionModel):
                 return answer.status_code, answer.json()
             except httpx.TimeoutException as error:
                 raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, ValueError, RecursionError) as error:
                 raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
 
     def alive(self) -> None:
@@ -119,6 +119,6 @@ def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
         beginning = option["token"][skip:]
         for word in sums:
             if beginning and (word.startswith(beginning) or beginning.startswith(f'{word}"')):
-                sums[word] += math.exp(option["logprob"])
+                sums[word] += math.exp(min(option["logprob"], 0.0))  # a log-probability; some servers round above 0
     total = sum(sums.values())
     return sums["correct"] / total if total > 0 else None

@@ -73,7 +73,9 @@ class LimitSettings(Settings):
     image: int = Field(20 * 2**20, ge=1024)
     """Bytes of one image file."""
     seconds: float = Field(120.0, gt=0)
-    """For one request's body to come, and again for its answer; a client's own budget should be longer."""
+    """For one request's answer; a client's own budget should be longer."""
+    body_seconds: float = Field(5.0, gt=0)
+    """For one request's body to come. Raise it for clients behind slow lines: a body that is on its way holds a place."""
     held: int = Field(512, ge=1)
     """Items that are being judged or wait."""
     ongoing: int = Field(128, ge=2)

@@ -117,7 +117,7 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
         case "json_object":
             structure = StructuredOutputsParams(json_object=True)
         case "json_schema":
-            structure = StructuredOutputsParams(json=dict(form["json_schema"]["schema"]))
+            structure = StructuredOutputsParams(json=_schema(form))
         case other:
             raise RequestRefused(f"response_format: {other!r} is none of text, json_object, json_schema")
     return SamplingParams(
@@ -130,6 +130,14 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
         structured_outputs=structure,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a ``response_format``. Raises RequestRefused."""
+    match form:
+        case {"json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise RequestRefused("response_format: json_schema needs {json_schema: {schema: {...}}}")
 
 
 def _logprobs(output: Any) -> list[dict[str, Any]]:

@@ -105,6 +105,39 @@ def test_failures_have_a_kind_and_are_not_remembered(failure: str | Exception, k
     assert isinstance(second, JudgeVerdict)
 
 
+class Surprising(Model):
+    """Raises what nobody foresaw, for one answer only."""
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+        if "poison" in messages[-1]["content"]:
+            raise RecursionError("maximum recursion depth exceeded")
+        return await super().reply(messages, schema)
+
+
+def test_what_fails_for_one_item_fails_no_other() -> None:
+    good, bad, also = judge(grader(Surprising(RIGHT)), item(), item("poison"), item("a scarlet car"))
+    assert isinstance(good, JudgeVerdict)
+    assert isinstance(also, JudgeVerdict)
+    assert isinstance(bad, JudgeUnscored)
+    assert (bad.kind, "recursion" in bad.reason) == (NoVerdict.UNAVAILABLE, True)
+
+
+def test_a_rule_that_raises_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(reference: str, answer: str, **options: Any) -> Any:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    monkeypatch.setattr("judge.rules.decide", broken)
+    (by_model,) = judge(grader(Model(RIGHT)), item())
+    assert isinstance(by_model, JudgeVerdict)
+    assert by_model.decided_by == "model"
+
+
+def test_a_reason_with_half_a_character_is_a_verdict() -> None:
+    (found,) = judge(grader(Model('{"reason": "It says \\ud83d.", "verdict": "correct"}')), item())
+    assert isinstance(found, JudgeVerdict)
+    assert found.reason == "It says ."
+
+
 def test_the_rule_backend_says_that_it_is_one() -> None:
     known, open_ = judge(RuleBackend(RUBRICS), item("a red car"), item())
     assert isinstance(known, JudgeVerdict)

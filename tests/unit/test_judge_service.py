@@ -15,6 +15,7 @@ import httpx
 import prometheus_client
 import pytest
 import yaml
+from fastapi import Request, Response
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
@@ -107,9 +108,48 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
         await asyncio.sleep(30)
 
     async def test() -> None:
-        async with asked(RuleBackend(RUBRICS), limits={"seconds": 0.1}) as http:
+        async with asked(RuleBackend(RUBRICS), limits={"body_seconds": 0.1}) as http:
             answer = await http.post("/v1/judge", headers=KEY, content=slowly())
             assert (answer.status_code, answer.json()["error"]["code"]) == (408, "too_slow")
+
+    run(test)
+
+
+def test_without_a_key_no_body_is_waited_for() -> None:
+    """Else a few clients without a key, which send half of a body, would hold all places of a replica."""
+    received = []
+
+    async def never() -> dict[str, Any]:
+        received.append(1)
+        await asyncio.sleep(30)
+        return {}
+
+    async def answer(service: JudgeService, path: str) -> int:
+        statuses = []
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+        async with asyncio.timeout(5):
+            await web(service, "k")({**scope, "http_version": "1.1", "root_path": "", "scheme": "http"}, never, send)
+        return int(statuses[0])
+
+    async def test() -> None:
+        service = JudgeService(JudgeSettings(), RuleBackend(RUBRICS), RUBRICS, None, "r")
+        assert [await answer(service, path) for path in ("/healthz", "/openapi.json", "/version")] == [200, 200, 401]
+        assert not received
+
+    run(test)
+
+
+def test_what_nobody_foresaw_is_a_503_in_the_same_form() -> None:
+    async def test() -> None:
+        async with asked(Slow(error=KeyError("schema"))) as http:
+            answer = await http.post("/v1/judge", headers=KEY, json=ITEM)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            wanted = {"message": "the judge failed: KeyError", "type": "server_error", "code": "failed"}
+            assert answer.json()["error"] == wanted
 
     run(test)
 
@@ -257,6 +297,39 @@ def test_what_of_a_chat_is_passed_on(body: dict[str, Any], status: int) -> None:
             assert (await http.post("/v1/chat/completions", headers=KEY, json=body)).status_code == status
             passed = [(one["max_tokens"], one["model"]) for one in stub.bodies]
             assert passed == ([(100, "stub")] if status == 200 else [])
+
+    run(test)
+
+
+class Odd(ModelStub):
+    """A model's server whose every answer is ``content``."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.content = content
+
+    def chat(self, request: Request, body: dict[str, Any]) -> Response:
+        return Response(self.content, media_type="application/json")
+
+
+def _reply(logprob: float) -> bytes:
+    top = [{"token": "correct", "logprob": logprob}]
+    tokens = [{"token": '{"reason": "a", "verdict": "', "top_logprobs": []}, {"token": "correct", "top_logprobs": top}]
+    message = {"content": '{"reason": "a", "verdict": "correct"}'}
+    return json.dumps({"choices": [{"message": message, "logprobs": {"content": tokens}}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "outcome"), [(b"[" * 100_000, "unscored"), (b"null", "unscored"), (_reply(1e308), "scored"), (_reply(-1.0), "scored")]
+)
+def test_no_answer_of_the_models_server_makes_it_fail(content: bytes, outcome: str) -> None:
+    async def test() -> None:
+        async with with_model(Odd(content)) as http:
+            answer = await http.post("/v1/judge", headers=KEY, json=ITEM)
+            assert answer.status_code == 200
+            (result,) = answer.json()["results"]
+            assert (result["outcome"], result.get("kind", "unavailable")) == (outcome, "unavailable")
+            assert (await http.post("/v1/chat/completions", headers=KEY, json=CHAT)).status_code in (200, 503)
 
     run(test)
 
