@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.private import new_secret
 
 PREFIX, LOCK = "rayloop-", "lock"
 """A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
@@ -41,14 +41,6 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
     }
 
 
-def new_token(path: Path) -> Path:
-    """Write a token that nobody else has, readable by this user only. One that is there already is kept."""
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
-    return path
-
-
 def without_proxy(*hosts: str) -> dict[str, str]:
     """``NO_PROXY`` and ``no_proxy`` with these hosts and this machine in them: a proxy never sees our own traffic."""
     known = os.environ.get("NO_PROXY", "") + "," + os.environ.get("no_proxy", "")
@@ -60,7 +52,7 @@ def without_proxy(*hosts: str) -> dict[str, str]:
 def private_cluster(insecure: bool = False) -> Iterator[str]:
     """For a cluster of this process's own. Yields a temporary folder for the cluster's files; the token lies in it."""
     with temporary_folder() as folder:
-        token = None if insecure else new_token(folder / "token")
+        token = None if insecure else new_secret(folder / "token", "the cluster's token")
         with _set(node_settings(token) | without_proxy()):
             yield str(folder)
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster import scheduler
-from cluster.environment import new_token
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.private import new_secret, trusted
 
 POLL = 0.5
 """Seconds between two looks into the folder."""
@@ -79,7 +79,7 @@ class Rendezvous:
     def open(self, insecure: bool) -> Path | None:
         """Prepare the folder for a new head: the token's path, or None without one. What a former head left is removed.
 
-        Raises ConfigError while the cluster has a live head.
+        Raises ConfigError while the cluster has a live head, and for a folder or a token that others may have written.
         """
         self._make()
         former = self.head()
@@ -92,7 +92,7 @@ class Rendezvous:
             print(f"removing what a former head left: {why}", flush=True)
         for name in ("head.json", "done"):
             (self.folder / name).unlink(missing_ok=True)
-        return None if insecure else new_token(self.folder / "token")
+        return None if insecure else new_secret(self.folder / "token", "the cluster's token")
 
     def register(self, number: str, *, program: bool = False) -> None:
         """Note a Slurm job as the cluster's: whoever ends the cluster ends it too, those with a ``program`` first."""
@@ -147,6 +147,7 @@ class Rendezvous:
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trusted(self.folder, "the cluster's folder")
 
     def _write(self, name: str, head: Head) -> None:
         aside = self.folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
@@ -155,6 +156,7 @@ class Rendezvous:
 
     def _read(self, name: str) -> Head | None:
         try:
+            trusted(self.folder, "the cluster's folder")  # what it says is where code is run, and with which token
             return Head(**json.loads((self.folder / name).read_text()))
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: on NFS, replaced or removed while it was read

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 MAX_ITEMS = 256
 """The most items that a request may hold by its schema. A server may set a lower limit."""
@@ -72,7 +72,7 @@ class JudgeVerdict(Wire):
     outcome: Literal["scored"] = "scored"
     verdict: VerdictKind
     score: float = Field(ge=0, le=1)
-    """1 and 0 for a yes/no rubric; a scored rubric uses the range."""
+    """1 and 0 for a yes/no rubric; a scored rubric uses the range, and is correct from 0.5."""
     probability: float | None = Field(None, ge=0, le=1)
     """Of ``correct``, when the backend can tell."""
     reason: str = Field("", max_length=1024)
@@ -80,6 +80,12 @@ class JudgeVerdict(Wire):
     cached: bool = False
     backend: BackendLabel
     decided_by: Decider
+
+    @model_validator(mode="after")
+    def _agrees(self) -> JudgeVerdict:
+        if (self.verdict is VerdictKind.CORRECT) != (self.score >= 0.5):
+            raise ValueError(f"the verdict {self.verdict} contradicts the score {self.score:g}")
+        return self
 
 
 class JudgeUnscored(Wire):

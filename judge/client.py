@@ -18,14 +18,18 @@ from pydantic import Field, ValidationError
 from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.breaker import Breaker, State
 from judge.cache import VerdictCache, cache_key
+from judge.canary import Canary
 from judge.discovery import Find
-from judge.labelled import canary
-from judge.metrics import CACHE_HITS, CANARY, CHANGES, RETRIES, VERDICTS, WAITING
+from judge.labelled import Labelled, canary
+from judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
 from judge.transport import Limits, Refused, Transient, Transport
 from rayloop.core.config import local_path
-from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.failures import InfrastructureFailure, RayloopError
 
 logger = logging.getLogger(__name__)
+
+ENOUGH = 8
+"""Failures in a row of one item by itself, the canary being right each time, after which the judge is not asked again."""
 
 
 class ClientSettings(Limits):
@@ -52,9 +56,11 @@ class ClientSettings(Limits):
 
 @dataclass(eq=False)
 class _Question:
-    """A distinct item without a verdict, and how many wait for it."""
+    """A distinct item without a verdict, and how many wait for it. ``alone``: to be sent by itself."""
 
     item: JudgeItem
+    key: str = ""
+    alone: bool = False
     future: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     waiters: int = 0
 
@@ -62,11 +68,13 @@ class _Question:
 class JudgeClient:
     """For one event loop, though it may be made outside of it. ``fingerprint`` is the judge's, "" before its first answer."""
 
-    def __init__(self, settings: ClientSettings, find: Find | None = None) -> None:
+    def __init__(self, settings: ClientSettings, find: Find | None = None, known: Sequence[Labelled] | None = None) -> None:
+        """``known``: items that the judge must judge right to be well; those that are shipped unless given."""
         self.settings = settings
         self.transport = Transport(settings, find)
+        self.canary = Canary(canary() if known is None else known, self.transport, settings.canary, self._hear)
         self.cache = VerdictCache(settings.cache_size, local_path(settings.cache_file) if settings.cache_file else None)
-        self.breaker = Breaker(settings.breaker_failures, settings.probe_interval, self.check, self._note)
+        self.breaker = Breaker(settings.breaker_failures, settings.probe_interval, self.canary.ask, self._note)
         self.fingerprint = ""
         self.fingerprints: list[str] = []
         """Every judge that answered, in order of its first answer: more than one when it changed."""
@@ -87,30 +95,12 @@ class JudgeClient:
             return known
         key = cache_key(item, "")
         question = self._questions.get(key)
-        if question is not None:
+        if question is not None and not question.future.done():
             CACHE_HITS.labels("in_flight").inc()
             return await self._wait(question, deadline)
-        question = self._questions[key] = self._ask(item)
-        question.future.add_done_callback(lambda _: self._questions.pop(key, None))
+        question = self._questions[key] = self._ask(item, key)
+        question.future.add_done_callback(lambda _: self._forget(question))
         return await self._wait(question, deadline)
-
-    async def check(self) -> None:
-        """Ask the canary: a few items whose verdicts are known. Raises InfrastructureFailure unless all are right."""
-        right = False
-        try:
-            items = canary()
-            results = await self.transport.judge([one.item for one in items])
-            self._hear(results)
-            wrong = [
-                one.item.answer
-                for one, result in zip(items, results, strict=True)
-                if not isinstance(result, JudgeVerdict) or result.verdict != one.verdict
-            ]
-            if wrong and self.settings.canary:
-                raise InfrastructureFailure(f"{self.transport.url}: {len(wrong)} of {len(items)} canaries are judged wrong")
-            right = True
-        finally:
-            CANARY.set(right)
 
     async def version(self) -> JudgeVersion:
         """What the judge says it is. Raises InfrastructureFailure."""
@@ -126,6 +116,7 @@ class JudgeClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.breaker.close()
+        await self.canary.close()
         await self.transport.close()
         self.cache.close()
 
@@ -145,12 +136,19 @@ class JudgeClient:
         except InfrastructureFailure as error:
             self._note(error)
 
-    def _ask(self, item: JudgeItem) -> _Question:
-        question = _Question(item)
+    def _ask(self, item: JudgeItem, key: str = "") -> _Question:
+        question = _Question(item, key)
         self._queue.append(question)
+        self._more_senders()
+        return question
+
+    def _more_senders(self) -> None:
         if len(self._senders) < self.settings.concurrency:
             self._senders.add(asyncio.create_task(self._send_all()))
-        return question
+
+    def _forget(self, question: _Question) -> None:
+        if self._questions.get(question.key) is question:
+            del self._questions[question.key]
 
     async def _wait(self, question: _Question, deadline: float) -> Result:
         question.waiters += 1
@@ -163,6 +161,7 @@ class JudgeClient:
             question.waiters -= 1
             if not question.waiters and not question.future.done():
                 question.future.cancel()
+                self._forget(question)  # at once: who asks now must not be given the cancelled one
             WAITING.set(len(self._questions))
 
     def _none(self) -> JudgeUnscored:
@@ -190,12 +189,20 @@ class JudgeClient:
     def _take(self) -> list[_Question]:
         batch: list[_Question] = []
         while self._queue and len(batch) < self.settings.batch:
+            if self._queue[0].alone and batch:
+                break
             batch += _open([self._queue.popleft()])
+            if batch and batch[-1].alone:
+                break
         return batch
 
     async def _send(self, batch: list[_Question]) -> None:
-        """Until each has a verdict, is refused, or nobody waits for it any more."""
-        tries = 0
+        """Until each has a verdict, is refused, or nobody waits for it any more.
+
+        What fails twice in the same way is sent item by item. An item that fails by itself says nothing about the judge
+        while the canary is right, and has no verdict when that goes on.
+        """
+        tries, blamed, before = 0, 0, ""
         while batch:
             await self.breaker.closed()
             batch = _open(batch)
@@ -203,15 +210,24 @@ class JudgeClient:
                 again, failure = await self._send_once(batch)
             except Refused as error:
                 self._note(error)
-                return await self._refused(batch, error)
+                return self._refused(batch, error)
             if failure is None:
                 self.last_error = None
                 self.breaker.succeeded()
                 return
             self._note(failure)
             RETRIES.labels(failure.reason).inc()
+            if len(again) == len(batch) > 1 and failure.perhaps_an_item and failure.reason == before:
+                return self._one_by_one(batch)
             if len(again) == len(batch):
-                self.breaker.failed(failure)
+                blamed = blamed + 1 if tries and await self._its_own_doing(batch, failure) else 0
+                if blamed:
+                    self.breaker.succeeded()
+                else:
+                    self.breaker.failed(failure)
+            if blamed >= ENOUGH:
+                return self._give_up(batch, f"a judge that is right about its canary fails on this item: {failure}")
+            before = failure.reason
             pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
             await asyncio.sleep(max(failure.retry_after, pause * random.uniform(0.5, 1.0)))
             tries += 1
@@ -236,14 +252,33 @@ class JudgeClient:
                 self._settle(question, result)
         return again, failure
 
-    async def _refused(self, batch: list[_Question], error: Refused) -> None:
+    def _refused(self, batch: list[_Question], error: Refused) -> None:
         """One bad item spoils a batch: each by itself then. What is refused alone has no verdict."""
         if len(batch) > 1 and error.status in (400, 413, 422):
-            for question in batch:
-                await self._send([question])
-            return
+            return self._one_by_one(batch)
         for question in _open(batch):
             question.future.set_result(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=str(error)[:1024]))
+
+    def _one_by_one(self, batch: list[_Question]) -> None:
+        """Back to the front of the queue, each to be sent by itself."""
+        for question in reversed(_open(batch)):
+            question.alone = True
+            self._queue.appendleft(question)
+            self._more_senders()
+
+    async def _its_own_doing(self, batch: list[_Question], failure: Transient) -> bool:
+        """Whether a request failed because of its only item: the judge is right about its canary at the same time."""
+        if len(batch) > 1 or not failure.perhaps_an_item:
+            return False
+        try:
+            await self.canary.recent()
+        except RayloopError:
+            return False
+        return True
+
+    def _give_up(self, batch: list[_Question], reason: str) -> None:
+        for question in _open(batch):
+            question.future.set_result(JudgeUnscored(kind=NoVerdict.INVALID, reason=reason[:1024]))
 
     def _settle(self, question: _Question, result: Result) -> None:
         if isinstance(result, JudgeVerdict) and not question.item.fresh:

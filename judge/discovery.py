@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.config import local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.private import trusted
+from rayloop.core.threads import in_thread
+
+READ = 30.0
+"""Seconds that a shared file system may take to give a file."""
+PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+"""What a file system says when it is in trouble itself: another try may work."""
+
+
+def checked_url(text: str) -> str:
+    """``http(s)://host[:port][/path]``. Raises ValueError."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() or not c.isprintable() for c in text):
+        raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
+    if parts.port == 0:  # a port beyond 65535 raises by itself
+        raise ValueError(f"{text!r}: a port is 1 to 65535")
+    return text
 
 
 class Address(_Settings):
@@ -19,6 +38,13 @@ class Address(_Settings):
 
     url: str
     key_file: str = ""
+    folder: str = Field("", exclude=True)
+    """Of the file that said so; a key elsewhere is sent only when the configuration names it. "": who said so is trusted."""
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, text: str) -> str:
+        return checked_url(text)
 
 
 Find = Callable[[], Awaitable[Address]]
@@ -26,7 +52,7 @@ Find = Callable[[], Awaitable[Address]]
 
 
 class FileDiscovery:
-    """The address in a JSON file, for judges outside of the run's cluster."""
+    """The address in a JSON file, for judges outside of the run's cluster. Nobody else may have written it."""
 
     class Settings(_Settings):
         path: str = "runs/judge.json"
@@ -36,10 +62,15 @@ class FileDiscovery:
         self.path = local_path(settings.path)
 
     async def __call__(self) -> Address:
+        return await in_thread(self._read, timeout=READ)
+
+    def _read(self) -> Address:
         try:
-            return Address.model_validate_json(self.path.read_text())
+            found = Address.model_validate_json(self.path.read_bytes())
+            trusted(self.path, "the judge's address")
         except (OSError, ValidationError) as error:
             raise InfrastructureFailure(f"no judge has written its address to {self.path}: {error}") from error
+        return found.model_copy(update={"folder": str(self.path.parent)})
 
 
 def announce(path: Path, address: Address) -> None:
@@ -47,30 +78,47 @@ def announce(path: Path, address: Address) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(address.model_dump_json())
+    fresh.chmod(0o644)  # whatever the umask is: clients believe no file that others can write
     os.replace(fresh, path)
 
 
 def withdraw(path: Path, address: Address) -> None:
     """Remove the file when it still holds this address: a successor's stays."""
-    try:
-        if Address.model_validate_json(path.read_text()) == address:
+    with suppress(OSError, ValidationError):  # gone, or no address any more
+        if Address.model_validate_json(path.read_bytes()) == address:
             path.unlink()
-    except FileNotFoundError:
-        return
 
 
 def read_key(path: str) -> str:
-    """The bearer key of a file that only its owner can read, "" for no file. Raises ConfigError."""
+    """The bearer key of a file that only its owner can read, "" for no file.
+
+    Raises ConfigError, and InfrastructureFailure when the file system is in trouble.
+    """
     if not path:
         return ""
     file = local_path(path)
     try:
-        mode = stat.S_IMODE(os.stat(file).st_mode)
-        key = file.read_text().strip()
+        trusted(file, "the judge's key file", 0o077)
+        key = file.read_bytes().decode(errors="replace").strip()
     except OSError as error:
-        raise ConfigError(f"the judge's key file {file} cannot be read: {error}") from error
-    if mode & 0o077:
-        raise ConfigError(f"the judge's key file {file} has mode {mode:o}; others must not read it: chmod 600 {file}")
-    if not key or not key.isascii() or any(c.isspace() for c in key):
+        kind = InfrastructureFailure if error.errno in PASSING else ConfigError
+        raise kind(f"the judge's key file {file} cannot be read: {error}") from error
+    if not key or not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
         raise ConfigError(f"the judge's key file {file} holds no key (one line of ASCII without spaces)")
     return key
+
+
+def key_of(address: Address, named: str) -> str:
+    """The key for an address: of the file that the configuration has ``named``, else of the announced one.
+
+    Raises ConfigError, and for a key outside of the announcement's folder: else whoever can write one file would be sent any
+    other one. InfrastructureFailure like ``read_key``.
+    """
+    if not named and address.key_file and address.folder:
+        file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()
+        if not file.is_relative_to(folder):
+            raise ConfigError(
+                f"the judge's address in {folder} names the key file {file}, which lies elsewhere. If that is the judge's key, "
+                "name it in the configuration: key_file"
+            )
+    return read_key(named or address.key_file)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from importlib import resources
 
 from pydantic import ValidationError
 
 from judge.api import JudgeItem, VerdictKind, Wire
+from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure
+
+CANARY_IMAGE = "canary:red_square.png"
+"""The name of the shipped image that a canary shows; every judge has its own copy of the file."""
+
+
+def canary_image() -> bytes:
+    return resources.files("judge").joinpath(CANARY_IMAGE.removeprefix("canary:")).read_bytes()
 
 
 class Labelled(Wire):
@@ -32,9 +41,18 @@ def calibration() -> list[Labelled]:
     return _shipped("calibration.jsonl")
 
 
-def canary() -> list[Labelled]:
-    """A few items, right and wrong ones, whose verdict nobody doubts, and which are put to the model itself."""
-    return _shipped("canary.jsonl")
+def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
+    """A few items, right and wrong ones, whose verdict nobody doubts, and which are put to the model itself.
+
+    For each of ``rubrics`` that sees there are some with an image: a model that cannot look fails them.
+    """
+    found = _shipped("canary.jsonl")
+    for rubric in rubrics:
+        if rubric.sees_images:
+            for one in _shipped("canary_seeing.jsonl"):
+                item = one.item.model_copy(update={"rubric": rubric.name, "images": (CANARY_IMAGE,)})
+                found.append(one.model_copy(update={"id": f"{one.id}-{rubric.name}", "item": item}))
+    return found
 
 
 def _shipped(name: str) -> list[Labelled]:

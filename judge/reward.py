@@ -13,16 +13,18 @@ from pydantic import Field
 
 from judge import rules
 from judge.answers import How, extract
-from judge.api import MAX_IMAGES, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
+from judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from judge.calibrate import DriftWatch
 from judge.client import ClientSettings, JudgeClient
+from judge.contract import Contract
 from judge.grader import decide
+from judge.labelled import canary
 from judge.metrics import EXCLUDED
 from judge.prompt import sanitise
 from judge.rubric import FOLDER, load_rubrics
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.config import local_path
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RewardLost
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import ImageSource, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
 
@@ -62,8 +64,14 @@ class JudgeReward:
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
         """Of the last ``window`` trajectories; when more are excluded the run ends."""
         window: int = Field(256, ge=1)
-        on_invalid: Literal["exclude", "fail"] = "fail"
-        """An answer that twice makes a judge in good health reply with something else than a verdict: 0, or excluded."""
+        on_invalid: Literal["exclude", "fail"] = "exclude"
+        """An answer that twice makes a judge in good health reply with something else than a verdict: excluded, within
+        ``max_excluded_fraction``. ``fail`` pays it 0: only for a judge whose every failure you are sure is the answer's."""
+        accept: tuple[BackendLabel, ...] = Field(("openai", "vllm"), min_length=1)
+        """The judge's backends that may pay. ``rule`` must be named: it calls incorrect whatever no rule decides."""
+        fingerprint: str = ""
+        """What ``judge check`` prints of the only judge that may pay; "" for any. Set it to keep a run from going on with
+        another model, rubric or version of the rules."""
         metrics_port: int = Field(0, ge=0, le=65535)
         """Port of this machine's loopback where the reward actor serves the client's Prometheus metrics; 0 for none."""
         drift_every: int = Field(0, ge=0)
@@ -79,7 +87,8 @@ class JudgeReward:
             raise ConfigError(f"rubric: {settings.rubric!r} is not in {folder}, which holds {', '.join(rubrics)}")
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
-        self.client = JudgeClient(settings.judge)
+        self._contract = Contract(settings.accept, settings.fingerprint, self._rubric)
+        self.client = JudgeClient(settings.judge, known=canary([self._rubric]))
         if settings.metrics_port:
             _serve_metrics(settings.metrics_port)
         self._drift: DriftWatch | None = None
@@ -101,11 +110,24 @@ class JudgeReward:
     ) -> Outcome:
         """The outcome of one answer, within ``timeout`` seconds. For rewards that are made of a verdict and more.
 
-        ``images``: absolute paths, for a rubric that sees them. Raises RewardLost, ConfigError.
+        ``images``: absolute paths, for a rubric that sees them. Raises RewardLost, ConfigError. What nobody foresaw leaves the
+        trajectory without a reward, within ``max_excluded_fraction``.
         """
+        try:
+            return await self._grade(question, reference, answer, source, timeout, images)
+        except RayloopError:
+            raise
+        except Exception as error:
+            logger.warning("an answer cannot be judged", exc_info=True)
+            why = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+            return self._exclude(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024]))
+
+    async def _grade(
+        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...]
+    ) -> Outcome:
         item = JudgeItem(
             question=sanitise(question, 32_768), reference=sanitise(reference, 8_192), answer=sanitise(answer, 32_768),
-            rubric=self._rubric.name, source=source[:128], images=images,
+            rubric=self._rubric.name, source=sanitise(source, 128), images=images,
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
             return self._scored(float(bool(known.correct)), by_model=0.0)
@@ -128,15 +150,33 @@ class JudgeReward:
         """Twice when the reply is no verdict. That is the answer's doing only while the canary is judged right."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
-            result = await self.client.judge(item, max(deadline - loop.time(), 0.0))
+            result = await self._held(await self.client.judge(item, max(deadline - loop.time(), 0.0)), deadline)
             if isinstance(result, JudgeVerdict) or result.kind is not NoVerdict.INVALID:
                 return result
         try:
             async with asyncio.timeout_at(deadline):
-                await self.client.check()
+                await self.client.canary.recent()
         except (InfrastructureFailure, TimeoutError) as error:
             reason = f"{result.reason}; the judge is not well: {str(error) or 'its canary took too long'}"
             return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
+        return result
+
+    async def _held(self, result: Result, deadline: float) -> Result:
+        """A verdict of a judge that this run accepts, or why it has none. Raises ConfigError for another judge."""
+        pause = self.settings.judge.backoff
+        while isinstance(result, JudgeVerdict):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._contract.hold(self.client, result)
+                break
+            except (InfrastructureFailure, TimeoutError) as error:
+                if asyncio.get_running_loop().time() + pause > deadline:
+                    why = f"the judge does not say what it is: {str(error) or 'no answer in time'}"
+                    return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024])
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self.settings.judge.backoff_max)
+        if isinstance(result, JudgeVerdict) and self._rubric.kind == "binary" and result.score not in (0, 1):
+            return JudgeUnscored(kind=NoVerdict.INVALID, reason=f"the score {result.score:g} of a yes/no rubric")
         return result
 
     def _watch_drift(self) -> None:

@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from pydantic import Field, ValidationError
+from pydantic import Field, field_validator
 
 from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
-from judge.discovery import Address, Find, read_key
+from judge.discovery import READ, Address, Find, checked_url, key_of
 from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
 from rayloop.core.config import Component
 from rayloop.core.config import Settings as _Settings
-from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.failures import InfrastructureFailure, RayloopError
+from rayloop.core.threads import in_thread
 
-LONGEST_WAIT = 60.0
-"""Seconds of ``Retry-After`` that are believed."""
+LONGEST_WAIT = 5.0
+"""Seconds of ``Retry-After`` that are believed: who waits keeps others from asking, and the judge may be well much earlier."""
 PASSING = (404, 408, 425, 429)
 """Statuses below 500 that pass. 404 is what Ray Serve answers while the application is not there yet."""
 
@@ -40,6 +41,11 @@ class Limits(_Settings):
     request_timeout: float = Field(180.0, gt=0)
     """For a whole request, finding the judge included."""
 
+    @field_validator("url")
+    @classmethod
+    def _url(cls, text: str) -> str:
+        return text if text == "auto" else checked_url(text)
+
 
 class Transient(InfrastructureFailure):
     """A request that failed in a way that passes. ``reason`` labels the metric; ``retry_after`` in seconds."""
@@ -47,6 +53,11 @@ class Transient(InfrastructureFailure):
     def __init__(self, reason: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.reason, self.retry_after = reason, retry_after
+
+    @property
+    def perhaps_an_item(self) -> bool:
+        """Whether a single item could be why: the judge answered, with an error, nonsense, or nothing for this item."""
+        return self.reason in ("unavailable", "bad_body") or self.reason.startswith("5")
 
 
 class Refused(InfrastructureFailure):
@@ -97,14 +108,16 @@ class Transport:
     async def _request(self, method: str, path: str, content: str | None) -> bytes:
         try:
             async with asyncio.timeout(self.limits.request_timeout):
-                await self._locate()
-                headers = {"content-type": "application/json", **self._headers}
-                response = await self._http.request(method, self.url + path, content=content, headers=headers)
+                response = await self._answer(method, path, content)
+        except RayloopError:
+            raise
         except (httpx.TimeoutException, TimeoutError) as error:
             raise Transient("timeout", f"{self.url}: no answer in time ({type(error).__name__})") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = "connect" if isinstance(error, httpx.ConnectError) else "transport"
             raise Transient(reason, f"{self.url}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever it is, no answer of the policy's is to blame
+            raise Transient("unexpected", f"{self.url}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response.content
         message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:200]}"
@@ -112,24 +125,36 @@ class Transport:
             raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
         raise Refused(response.status_code, message)
 
+    async def _answer(self, method: str, path: str, content: str | None) -> httpx.Response:
+        """A judge that does not know our key may have a new one: address and key are read once more, and tried if they changed."""
+        await self._locate()
+        response = await self._send(method, path, content)
+        if response.status_code in (401, 403):
+            before, self._address = (self.url, self._headers), None
+            await self._locate()
+            if (self.url, self._headers) != before:
+                response = await self._send(method, path, content)
+        return response
+
+    async def _send(self, method: str, path: str, content: str | None) -> httpx.Response:
+        headers = {"content-type": "application/json", **self._headers}
+        return await self._http.request(method, self.url + path, content=content, headers=headers)
+
     async def _locate(self) -> None:
+        """Address and key, or neither: nothing is sent to a judge whose key could not be read."""
         if self._address is not None:
             return
-        if self._find is None:
-            self._address = Address(url=self.url, key_file=self.limits.key_file)
-        else:
-            try:
-                found = await self._find()
-            except InfrastructureFailure as error:
-                raise Transient("discovery", str(error)) from error
-            self._address = found.model_copy(update={"key_file": self.limits.key_file or found.key_file})
-        self.url = self._address.url.rstrip("/")
-        key = read_key(self._address.key_file)
+        try:
+            found = Address(url=self.url) if self._find is None else await self._find()
+            key = await in_thread(key_of, found, self.limits.key_file, timeout=READ)
+        except InfrastructureFailure as error:
+            raise Transient("discovery", str(error)) from error
+        self._address, self.url = found, found.url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
 
 def retry_after(header: str) -> float:
-    """Seconds from now that a ``Retry-After`` header asks for: a number or a date; 0 when there is none, at most a minute."""
+    """Seconds from now that a ``Retry-After`` header asks for: a number or a date; 0 when there is none, at most LONGEST_WAIT."""
     if not header:
         return 0.0
     try:
@@ -146,7 +171,7 @@ def _results(body: bytes, count: int, url: str) -> list[Result]:
     """Each result by itself: one that is no verdict is Unscored invalid. Raises Transient when the body is no response."""
     try:
         raw = json.loads(body)["results"]
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise Transient("bad_body", f"{url}: the answer is no judge response: {body[:120]!r}") from error
     if not isinstance(raw, list) or len(raw) != count:
         raise Transient("bad_body", f"{url}: expected {count} results: {body[:120]!r}")
@@ -156,6 +181,6 @@ def _results(body: bytes, count: int, url: str) -> list[Result]:
 def _result(raw: Any) -> Result:
     try:
         return RESULT.validate_json(json.dumps(raw), strict=True)
-    except (ValidationError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of which pydantic's is one
         first = str(error).splitlines()[1:3]
         return JudgeUnscored(kind=NoVerdict.INVALID, reason=f"no verdict ({' '.join(first)}): {str(raw)[:200]}"[:1024])

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -22,6 +18,7 @@ from judge.grader import Grader, RuleBackend
 from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.core.config import local_path
 from rayloop.core.failures import ConfigError
+from rayloop.core.private import new_secret
 from serve_apps.judge_http import web
 from serve_apps.judge_openai import OpenAIModel
 from serve_apps.judge_service import Chat, JudgeService
@@ -71,7 +68,7 @@ def app(args: dict[str, Any]) -> Application:
     """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError."""
     settings = JudgeSettings.model_validate(args)
     if settings.key_file is not None:
-        make_key(local_path(settings.key_file))
+        new_secret(local_path(settings.key_file), "the judge's key file")
     limits, replicas = settings.limits, settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
@@ -95,10 +92,3 @@ def gpus(settings: JudgeSettings) -> int:
     """GPUs of one replica."""
     backend = settings.backend
     return backend.engine.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0
-
-
-def make_key(path: Path) -> None:
-    """Write a key that nobody else has, readable by its owner only. One that is there already is kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -18,6 +19,12 @@ from serve_apps.judge_settings import OpenAIBackendSettings
 
 TOP = 5
 """Alternatives of each token that the server is asked for."""
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context (length|window|size)"
+    r"|longer than the (maximum )?(model|context)|too (long|many tokens)|max_model_len",
+    re.IGNORECASE,
+)
+"""How servers say that a prompt does not fit: OpenAI's code, and what vLLM, SGLang, llama.cpp and TGI write."""
 _VALUE = re.compile(r'"verdict"\s*:\s*"')
 
 
@@ -45,17 +52,23 @@ class CompletionModel(ABC):
     async def close(self) -> None: ...
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """Raises like ``complete``, and DataFailure for a request that is refused. Nothing is retried here: clients do that."""
+        """Raises like ``complete``, and DataFailure for a prompt that is too long. Nothing is retried here: clients do that.
+
+        Any other refusal, and a reply that was cut off, is the judge's set-up (a model that cannot see, a filter, too few
+        ``max_tokens``), and so a failure of the judge's and not of the answer's.
+        """
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         status, answer = await self.complete(
             {"model": self.name, "messages": messages, "response_format": form, **self._keys}
         )
-        if status in (400, 413, 422):
+        if status in (400, 413, 422) and _TOO_LONG.search(json.dumps(answer)):
             raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
         if status != 200:
             raise InfrastructureFailure(f"{self.name} answered {status}: {str(answer)[:200]}")
         try:
             choice = answer["choices"][0]
+            if choice.get("finish_reason") == "length":
+                raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
             text = choice["message"]["content"] or ""
             tokens = (choice.get("logprobs") or {}).get("content") or ()
             return Reply(str(text), correct_probability(tokens))

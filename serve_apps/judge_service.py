@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.backend import Backend
-from judge.labelled import canary
+from judge.labelled import CANARY_IMAGE, canary
 from judge.prompt import IMAGES
 from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
@@ -113,7 +113,7 @@ class JudgeService:
         )  # fmt: skip
         self.metrics = Metrics(replica)
         self._roots = [Path(root).resolve() for root in settings.image_roots]
-        self._known = canary()
+        self._known = canary(rubrics.values())
         self._held = 0
         self._unloaded, self._canary = "the canary was not judged yet", "was not judged yet"
 
@@ -162,7 +162,8 @@ class JudgeService:
         if item.rubric not in self.version.rubrics:
             raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self.version.rubrics)}")
         for image in item.images:
-            self._check_image(Path(image))
+            if image != CANARY_IMAGE:
+                self._check_image(Path(image))
 
     def _check_image(self, path: Path) -> None:
         """What lies outside of the roots is not touched."""

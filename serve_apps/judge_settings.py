@@ -36,8 +36,8 @@ class OpenAIBackendSettings(Settings):
     connect: float = Field(5.0, gt=0)
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply."""
-    max_tokens: int = Field(256, ge=16)
-    """Of a verdict with its reason."""
+    max_tokens: int = Field(512, ge=16)
+    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
     logprobs: bool = True
     """Ask for the verdict's probability. Turn it off for a server that refuses it."""
 
@@ -54,8 +54,8 @@ class VllmBackendSettings(Settings):
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens. ``extra: {revision: ...}`` pins a model of the Hub."""
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply."""
-    max_tokens: int = Field(256, ge=16)
-    """Of a verdict with its reason."""
+    max_tokens: int = Field(512, ge=16)
+    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
 
 
 BackendSettings = Annotated[

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from rayloop.core.failures import DeadlineExceeded
-from rayloop.engines.vllm_chat import RequestRefused, VllmChat
+from rayloop.engines.vllm_chat import RequestRefused, TooLong, VllmChat
 from serve_apps.judge_openai import TOP, CompletionModel
 from serve_apps.judge_settings import VllmBackendSettings
 
@@ -29,7 +29,8 @@ class VllmModel(CompletionModel):
             async with asyncio.timeout(self._timeout) as limit:
                 return 200, await self._engine.complete(body)
         except RequestRefused as error:
-            return 400, {"error": {"message": str(error), "type": "invalid_request_error", "code": "refused"}}
+            code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
+            return 400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}}
         except TimeoutError as error:
             if not limit.expired():
                 raise

@@ -21,6 +21,10 @@ class RequestRefused(ValueError):
     """A request that the model cannot answer: too long, an unknown option, a schema that cannot be followed."""
 
 
+class TooLong(RequestRefused):
+    """The prompt leaves no room for an answer."""
+
+
 class VllmChat:
     """Loads the model when it is made, which takes minutes for a large one."""
 
@@ -40,7 +44,7 @@ class VllmChat:
         """The answer to a chat request. Raises RequestRefused, and WorkerLost when vLLM's processes are gone."""
         ids = await asyncio.to_thread(self._tokens, body["messages"])
         if len(ids) >= self._limit:
-            raise RequestRefused(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
+            raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
         try:
             output = await answered(self._llm, self._sample(ids, _parameters(body, self._limit - len(ids))))
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import errno
 import json
 import logging
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from judge.breaker import State
@@ -82,6 +84,8 @@ PASSING: dict[str, Reply] = {
     "other keys": content(b'{"verdict": "correct"}'),
     "too few results": content(b'{"results": []}'),
     "no JSON": content(b"<html>Bad gateway</html>"),
+    "deep JSON": content(b"[" * 100_000),
+    "deep results": content(b'{"results": ' + b"[" * 100_000),
 }
 
 
@@ -90,7 +94,7 @@ def test_what_passes_is_waited_for(stub: JudgeStub, reply: Reply) -> None:
     stub.script = [reply, reply]
     result = one(stub.url)
     assert isinstance(result, JudgeVerdict), result
-    assert len(stub.requests) == 3
+    assert stub.asked == ["red"] * 3
 
 
 @pytest.mark.parametrize("reply", PASSING.values(), ids=PASSING.keys())
@@ -112,6 +116,8 @@ INVALID: dict[str, Reply] = {
     "unknown outcome": results(outcome="fine"),
     "null": content(b'{"results": [null]}'),
     "no fingerprint": results(fingerprint=""),
+    "correct with 0": results(verdict="correct", score=0.0),
+    "incorrect with 1": results(verdict="incorrect", score=1.0),
 }
 
 
@@ -161,6 +167,180 @@ def test_a_refused_batch_is_asked_item_by_item(stub: JudgeStub) -> None:
     assert [len(request) for request in stub.requests] == [2, 1, 1]
 
 
+def broken_by(*answers: str) -> Reply:
+    """A judge that answers 500 to every request with one of these answers in it, and is right about all others."""
+
+    async def reply(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+        if any(one["answer"] in answers for one in items):
+            return await body(send, 500, b"Internal Server Error")
+        await stub.judge(items, send)
+
+    return reply
+
+
+def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are judged, the breaker stays closed, and the item has no verdict before anybody's patience is spent."""
+    monkeypatch.setattr("judge.client.ENOUGH", 3)
+    stub.always = broken_by("poison")
+    answers = ["red", *(f"shade {n}" for n in range(6)), "poison"]
+
+    async def use(client: JudgeClient) -> list[Result]:
+        return await asyncio.gather(*(client.judge(item(answer), 20) for answer in answers))
+
+    *others, poison = using(stub.url, use, breaker_failures=3, concurrency=2)
+    assert [result.verdict for result in others] == ["correct", *["incorrect"] * 6]
+    assert isinstance(poison, JudgeUnscored)
+    assert (poison.kind, "HTTP 500" in poison.reason) == (NoVerdict.INVALID, True)
+    assert [len(request) for request in stub.requests[:2]] == [8, 8]
+    assert sum(any(one["fresh"] for one in request) for request in stub.requests) == 1, "one canary is enough for some seconds"
+
+
+def test_a_judge_that_fails_on_everything_is_not_the_items_doing(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("judge.client.ENOUGH", 3)
+    stub.always = status(500)
+
+    async def use(client: JudgeClient) -> tuple[Result, State]:
+        result = await client.judge(item(), 1.0)
+        return result, client.breaker.state
+
+    result, state = using(stub.url, use, breaker_failures=4)
+    assert isinstance(result, JudgeUnscored)
+    assert result.kind is NoVerdict.UNAVAILABLE
+    assert state is not State.CLOSED
+
+
+def test_who_asks_as_the_last_waiter_gives_up_is_not_cancelled(stub: JudgeStub) -> None:
+    stub.always = slow(0.5)
+
+    async def use(client: JudgeClient) -> list[Any]:
+        waiting = asyncio.create_task(client.judge(item(), 5))
+        while not stub.requests:
+            await asyncio.sleep(0.01)
+        (question,) = client._questions.values()
+        question.future.cancel()  # as the last waiter does; what was to be called then has not run yet
+        late = await client.judge(item(), 5)
+        return [late, *await asyncio.gather(waiting, return_exceptions=True)]
+
+    late, _ = using(stub.url, use)
+    assert isinstance(late, JudgeVerdict), late
+
+
+def test_a_long_retry_after_does_not_starve_new_questions(stub: JudgeStub) -> None:
+    assert LONGEST_WAIT <= 5
+    stub.always = status(503, retry_after="20")
+
+    async def use(client: JudgeClient) -> Result:
+        first = asyncio.create_task(client.judge(item("blue"), 25))
+        while not stub.requests:
+            await asyncio.sleep(0.01)
+        stub.always = None
+        result = await client.judge(item(), 15)
+        await first
+        return result
+
+    assert isinstance(using(stub.url, use, concurrency=1), JudgeVerdict)
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://h:-1", "h:8000", "http://", "http://[::1", "http://a b", "ftp://h", ""])
+def test_an_address_that_is_none_is_refused_when_the_configuration_loads(url: str) -> None:
+    with pytest.raises(ValidationError, match="url"):
+        ClientSettings(url=url)
+
+
+@pytest.mark.parametrize("written", [b"\xff\xfe{}", b'{"url": "http://127.0.0.1:99999"}', b"[" * 100_000, b""])
+def test_an_announcement_that_is_none_is_waited_out(tmp_path: Path, written: bytes) -> None:
+    entry = tmp_path / "judge.json"
+    entry.write_bytes(written)
+    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    result = one("auto", patience=0.3, **settings)
+    assert isinstance(result, JudgeUnscored)
+    assert result.kind is NoVerdict.UNAVAILABLE
+    withdraw(entry, Address(url="http://h:1"))
+    assert entry.exists()
+
+
+def test_what_nobody_foresaw_is_the_judges_failure(stub: JudgeStub) -> None:
+    async def find() -> Address:
+        raise OverflowError("getaddrinfo() argument 2 must be integer")
+
+    async def run() -> Result:
+        client = JudgeClient(ClientSettings(**FAST), find)
+        try:
+            return await client.judge(item(), 0.3)
+        finally:
+            await client.close()
+
+    result = asyncio.run(run())
+    assert isinstance(result, JudgeUnscored)
+    assert (result.kind, "OverflowError" in result.reason) == (NoVerdict.UNAVAILABLE, True)
+
+
+def keyed(*keys: str) -> Reply:
+    async def reply(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+        if stub.headers[-1].get("authorization") in [f"Bearer {key}" for key in keys]:
+            return await stub.judge(items, send)
+        await body(send, 403, b"{}")
+
+    return reply
+
+
+def test_a_key_that_changed_is_read_once_more(stub: JudgeStub, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+
+    async def use(client: JudgeClient) -> list[Result]:
+        found = []
+        for text in ("secret-1", "secret-2"):
+            key.write_text(text)
+            key.chmod(0o600)
+            stub.always = keyed(text)
+            found.append(await client.judge(item(f"with {text}"), 5))
+        return found
+
+    assert all(isinstance(result, JudgeVerdict) for result in using(stub.url, use, key_file=str(key)))
+    assert [sent["authorization"] for sent in stub.headers] == ["Bearer secret-1", "Bearer secret-1", "Bearer secret-2"]
+
+
+def test_nothing_is_sent_without_the_key_that_could_not_be_read(stub: JudgeStub, tmp_path: Path) -> None:
+    async def use(client: JudgeClient) -> list[Any]:
+        return [await asyncio.gather(client.judge(item(answer), 5), return_exceptions=True) for answer in ("a", "b")]
+
+    (first,), (second,) = using(stub.url, use, key_file=str(tmp_path / "missing"))
+    assert isinstance(first, ConfigError)
+    assert isinstance(second, ConfigError)
+    assert not stub.requests
+
+
+def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, times, opened = tmp_path / "key", [], Path.open
+    key.write_text("secret")
+    key.chmod(0o600)
+
+    def stale(path: Path, *arguments: Any, **named: Any) -> Any:
+        times.append(path)
+        if path == key and times.count(key) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert isinstance(one(stub.url, key_file=str(key)), JudgeVerdict)
+
+
+def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeStub, tmp_path: Path) -> None:
+    """Else whoever writes judge.json is sent any file that looks like a key."""
+    secret, entry = tmp_path / "token", tmp_path / "shared" / "judge.json"
+    secret.write_text("hf_SECRET")
+    secret.chmod(0o600)
+    announce(entry, Address(url=stub.url, key_file=str(secret)))
+    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    with pytest.raises(ConfigError, match="lies elsewhere"):
+        one("auto", **settings)
+    assert not stub.requests
+    assert isinstance(one("auto", key_file=str(secret), **settings), JudgeVerdict)
+    entry.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"others must not write it: chmod go-w"):
+        one("auto", key_file=str(secret), **settings)
+
+
 def test_retry_after_is_honoured(stub: JudgeStub) -> None:
     stub.script = [status(429, retry_after="1")]
     began = time.monotonic()
@@ -172,7 +352,7 @@ def test_retry_after_is_read_as_seconds_or_date() -> None:
     assert retry_after("3") == 3
     assert retry_after("") == retry_after("soon") == retry_after("nan") == retry_after("-5") == 0
     assert retry_after("1e9") == LONGEST_WAIT
-    assert 20 < retry_after(email.utils.formatdate(time.time() + 30, usegmt=True)) <= 30
+    assert 1 < retry_after(email.utils.formatdate(time.time() + 4, usegmt=True)) <= 4
     assert retry_after(email.utils.formatdate(time.time() - 30, usegmt=True)) == 0
 
 
@@ -324,7 +504,7 @@ def test_the_key_is_sent_and_must_be_private(stub: JudgeStub, tmp_path: Path) ->
     assert isinstance(one(stub.url, key_file=str(key)), JudgeVerdict)
     assert stub.headers[-1]["authorization"] == "Bearer secret-1"
     key.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600") as refused:
+    with pytest.raises(ConfigError, match="chmod go-rwx") as refused:
         one(stub.url, key_file=str(key))
     assert "secret-1" not in str(refused.value)
 

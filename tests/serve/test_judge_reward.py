@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +39,11 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
-from tests.support.judge_stub import JudgeStub, results, serving, slow, status
+from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 
 TASK = Task("t1", (Message("user", ("Which colour?", ImageSource(path="a.png"))),), ground_truth="red", source="vstar")
 TRAJECTORY = Trajectory(TrajectoryId(1, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE)
+RUBRIC = load_rubrics()["equivalence"]
 FAST = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05}
 
 
@@ -61,7 +63,8 @@ def rewards(url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, *
     """Score the answers one after the other with one reward source."""
 
     async def run() -> list[Outcome]:
-        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=url, **FAST), **settings))
+        client = ClientSettings(url=url, **FAST, canary=settings.pop("canary", True))
+        source = JudgeReward(JudgeReward.Settings(judge=client, **settings))
         try:
             return [
                 await source.score(TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout))
@@ -128,6 +131,7 @@ def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp
     for name, more in (("equivalence", ""), ("seeing", "sees_images: true")):
         rubric = (FOLDER / "equivalence.yaml").read_text().replace("name: equivalence", f"name: {name}")
         (tmp_path / f"{name}.yaml").write_text(f"{rubric}\n{more}\n")
+    stub.rubrics = load_rubrics(tmp_path)
     for name in ("equivalence", "seeing"):
         rewards(stub.url, "crimson", rubrics=str(tmp_path), rubric=name)
     blind, seeing = (asked for (asked,) in stub.requests)
@@ -185,10 +189,10 @@ def test_exclude_leaves_out_up_to_its_budget(stub: JudgeStub) -> None:
 
 def test_an_answer_that_breaks_a_judge_in_good_health_is_a_failure(stub: JudgeStub) -> None:
     stub.script = [results(score=7), results(score=7)]
-    (failed,) = rewards(stub.url, "crimson")
+    (failed,) = rewards(stub.url, "crimson", on_invalid="fail")
     assert failed == Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
     stub.script = [results(score=7), results(score=7)]
-    (excluded,) = rewards(stub.url, "crimson", on_invalid="exclude")
+    (excluded,) = rewards(stub.url, "crimson")
     assert isinstance(excluded, Unscored)
     assert excluded.kind is UnscoredKind.INVALID_REWARD
     stub.script = [results(score=7)]
@@ -202,6 +206,91 @@ def test_invalid_verdicts_of_a_sick_judge_are_not_the_policys(stub: JudgeStub) -
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
     assert "canaries" in outcome.reason
+
+
+async def nonsense(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+    """No verdicts but the canary's, which are right."""
+    found = [verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint) for one in items]
+    found = [one if asked["fresh"] else one | {"score": 7} for one, asked in zip(found, items, strict=True)]
+    await body(send, 200, json.dumps({"results": found}).encode())
+
+
+def test_a_burst_of_invalid_answers_is_no_burst_of_canaries(stub: JudgeStub) -> None:
+    stub.always = nonsense
+
+    async def run() -> list[Outcome]:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST), max_excluded_fraction=1))
+        texts = [f"<answer>shade {i}</answer>" for i in range(64)]
+        found = await asyncio.gather(*(source.score(TRAJECTORY, TASK, ScoreContext(1, [t], 30)) for t in texts))
+        await source.client.close()
+        return found
+
+    assert all(isinstance(outcome, Unscored) for outcome in asyncio.run(run()))
+    assert sum(any(one["fresh"] for one in items) for items in stub.requests) == 1
+
+
+def test_answers_without_a_verdict_end_the_run_when_there_are_many(stub: JudgeStub) -> None:
+    stub.always = nonsense
+    with pytest.raises(RewardLost, match=r"3 of the last 3 trajectories have no verdict"):
+        rewards(stub.url, "crimson", "rose", "ruby", window=10, max_excluded_fraction=0.2)
+
+
+def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(stub: JudgeStub, tmp_path: Path) -> None:
+    """Its server refuses every image, so no answer with one gets a verdict; the canary without an image is right."""
+    (tmp_path / "equivalence.yaml").write_text((FOLDER / "equivalence.yaml").read_text() + "\nsees_images: true\n")
+    stub.rubrics = load_rubrics(tmp_path)
+
+    async def blind(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+        found = [verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint) for one in items]
+        refused = {"outcome": "unscored", "kind": "invalid", "reason": "no images", "fingerprint": "stub-1", "backend": "openai"}
+        found = [refused if asked["images"] else one for one, asked in zip(found, items, strict=True)]
+        await body(send, 200, json.dumps({"results": found}).encode())
+
+    stub.always = blind
+    with pytest.raises(RewardLost, match="the judge is not well"):
+        rewards(stub.url, "crimson", rubrics=str(tmp_path), on_unavailable="stop", on_invalid="fail")
+
+
+def test_the_rule_backend_pays_only_when_it_is_named(stub: JudgeStub) -> None:
+    said = {"verdict": "incorrect", "score": 0.0, "backend": "rule", "decided_by": "rules", "reason": "none: no rule decides this"}
+    stub.always = results(**said)
+    with pytest.raises(ConfigError, match=r"has the backend rule, and this run accepts openai, vllm"):
+        rewards(stub.url, "crimson")
+    (outcome,) = rewards(stub.url, "crimson", accept=["rule"])
+    assert outcome == Scored(0.0, {"correct": 0.0, "by_model": 0.0})
+
+
+def test_another_rubric_than_the_runs_is_refused(stub: JudgeStub) -> None:
+    stub.rubrics = {"equivalence": RUBRIC.model_copy(update={"instructions": "Be kind."})}
+    with pytest.raises(ConfigError, match=r"the rubric equivalence is .* here and .* at http"):
+        rewards(stub.url, "crimson")
+
+
+def test_another_judge_than_the_one_that_is_named_is_refused(stub: JudgeStub) -> None:
+    assert isinstance(rewards(stub.url, "crimson", fingerprint="stub-1")[0], Scored)
+    stub.fingerprint = "stub-2"
+    with pytest.raises(ConfigError, match="is stub-2, and this run accepts stub-1 only"):
+        rewards(stub.url, "crimson", fingerprint="stub-1")
+
+
+def test_a_yes_or_no_is_no_score_between(stub: JudgeStub) -> None:
+    stub.always = results(verdict="incorrect", score=0.3)
+    (outcome,) = rewards(stub.url, "crimson", canary=False)
+    assert isinstance(outcome, Unscored)
+    assert (outcome.kind, "0.3 of a yes/no rubric" in outcome.reason) == (UnscoredKind.INVALID_REWARD, True)
+
+
+def test_odd_sources_and_unforeseen_failures_are_no_rewards(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (outcome,) = rewards(stub.url, "crimson", task=dataclasses.replace(TASK, source="math\ud800"))
+    assert isinstance(outcome, Scored)
+
+    async def broken(client: JudgeClient, item: JudgeItem, patience: float) -> JudgeUnscored:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(JudgeClient, "judge", broken)
+    (outcome,) = rewards(stub.url, "crimson")
+    assert isinstance(outcome, Unscored)
+    assert (outcome.kind, "RecursionError" in outcome.reason) == (UnscoredKind.REWARD_UNAVAILABLE, True)
 
 
 def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) -> None:

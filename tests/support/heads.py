@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
-from cluster.environment import new_token, node_settings
+from cluster.environment import node_settings
+from rayloop.core.private import new_secret
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 PACKAGES = ("actors", "cluster", "judge", "rayloop", "recipes", "serve_apps", "tests")
@@ -53,7 +54,7 @@ class Head:
 def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
     """Start a head and wait until its node is there; end it and everything it started with the block."""
     python = without_checkout(folder / "python")
-    token = new_token(folder / "token") if secure else None
+    token = new_secret(folder / "token", "the token") if secure else None
     temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), os.urandom(8).hex()
     gcs, dashboard, agent, metrics, client = free_ports(5)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}

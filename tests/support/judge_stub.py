@@ -12,7 +12,10 @@ from typing import Any
 
 import uvicorn
 
+from judge.rubric import load_rubrics
+
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+RUBRICS = load_rubrics()
 Reply = Callable[["JudgeStub", list[dict[str, Any]], Any, Send], Awaitable[None]]
 
 
@@ -20,7 +23,7 @@ def verdict(right: bool, fingerprint: str) -> dict[str, Any]:
     """A result as it goes over the wire."""
     word = "correct" if right else "incorrect"
     found = {"outcome": "scored", "verdict": word, "score": float(right), "fingerprint": fingerprint, "reason": "stub"}
-    return {**found, "probability": None, "cached": False, "backend": "rule", "decided_by": "model"}
+    return {**found, "probability": None, "cached": False, "backend": "openai", "decided_by": "model"}
 
 
 async def body(send: Send, status: int, content: bytes, headers: Mapping[str, str] = {}, length: int | None = None) -> None:
@@ -88,6 +91,7 @@ class JudgeStub:
         """As it was at the start."""
         self.resets += 1
         self.fingerprint = "stub-1"
+        self.rubrics = RUBRICS
         self.script: list[Reply] = []
         self.always: Reply | None = None
         self.requests: list[list[dict[str, Any]]] = []
@@ -98,6 +102,10 @@ class JudgeStub:
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if scope["path"] == f"/{self.resets}/version":
+            digests = {name: rubric.digest for name, rubric in self.rubrics.items()}
+            about = {"version": "stub", "fingerprint": self.fingerprint, "backend": "openai", "model": "stub", "rubrics": digests}
+            return await body(send, 200, json.dumps(about).encode())
         if scope["path"] != f"/{self.resets}/v1/judge":
             return await body(send, 404, b"{}")
         data = b""

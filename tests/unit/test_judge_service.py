@@ -27,7 +27,8 @@ from judge.grader import Grader, RuleBackend
 from judge.rubric import FOLDER, load_rubrics
 from rayloop.core.config import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
-from serve_apps.judge import app, built, make_key
+from rayloop.core.private import new_secret
+from serve_apps.judge import app, built
 from serve_apps.judge_http import web
 from serve_apps.judge_openai import OpenAIModel, correct_probability
 from serve_apps.judge_service import JudgeService, Metrics
@@ -248,6 +249,8 @@ async def with_model(stub: ModelStub, **settings: Any) -> AsyncIterator[httpx.As
     """A service whose model's server is the stub's application, in this process."""
     model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(stub.app))
     async with asked(Grader(model, "openai", RUBRICS), chat=model, **settings) as http:
+        while "not judged yet" in (await http.get("/readyz", headers=KEY)).text:
+            await asyncio.sleep(0.01)
         stub.bodies.clear()
         yield http
 
@@ -267,7 +270,7 @@ def test_the_model_is_asked_what_rules_cannot_decide() -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind", "chat"),
-    [(500, "unavailable", 503), (429, "unavailable", 429), (401, "unavailable", 503), (400, "invalid", 400)],
+    [(500, "unavailable", 503), (429, "unavailable", 429), (401, "unavailable", 503), (400, "unavailable", 400)],
 )
 def test_a_model_server_that_fails_is_unscored(status: int, kind: str, chat: int) -> None:
     async def test() -> None:
@@ -301,6 +304,60 @@ def test_what_of_a_chat_is_passed_on(body: dict[str, Any], status: int) -> None:
     run(test)
 
 
+TOO_LONG = (
+    '{"error": {"code": "context_length_exceeded", "message": "..."}}',
+    '{"message": "This model\'s maximum context length is 8192 tokens. However, you requested 9000 tokens"}',
+    '{"error": {"message": "Input is too long for requested model."}}',
+)
+SET_UP = (
+    '{"error": {"message": "At most 0 image(s) may be provided in one prompt."}}',
+    '{"error": {"code": "content_filter", "message": "The response was filtered due to the prompt triggering a policy"}}',
+    '{"error": {"message": "logprobs is not supported"}}',
+)
+
+
+@pytest.mark.parametrize(("body", "kind"), [*((body, "invalid") for body in TOO_LONG), *((body, "unavailable") for body in SET_UP)])
+def test_a_refusal_is_the_answers_doing_only_when_it_is_too_long(body: str, kind: str) -> None:
+    async def test() -> None:
+        async with with_model(stub := Odd(body.encode())) as http:
+            stub.status = 400
+            (result,) = (await http.post("/v1/judge", headers=KEY, json=ITEM)).json()["results"]
+            assert (result["outcome"], result["kind"]) == ("unscored", kind)
+
+    run(test)
+
+
+def test_a_reply_that_was_cut_off_is_the_judges_failure() -> None:
+    choice = {"message": {"content": '{"reason": "描描描'}, "finish_reason": "length"}
+
+    async def test() -> None:
+        async with with_model(Odd(json.dumps({"choices": [choice]}).encode())) as http:
+            (result,) = (await http.post("/v1/judge", headers=KEY, json=ITEM)).json()["results"]
+            assert (result["kind"], "max_tokens 512" in result["reason"]) == ("unavailable", True)
+
+    run(test)
+
+
+def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
+    """A model's server that refuses images makes the judge not ready, however right it is about texts."""
+
+    class Blind(ModelStub):
+        def chat(self, request: Request, body: dict[str, Any]) -> Response:
+            if isinstance(body["messages"][-1]["content"], list):
+                return Response('{"error": {"message": "At most 0 image(s) may be provided"}}', 400)
+            return super().chat(request, body)
+
+    async def test() -> None:
+        seeing = {"equivalence": RUBRICS["equivalence"].model_copy(update={"sees_images": True})}
+        model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(Blind().app))
+        service = JudgeService(JudgeSettings(), Grader(model, "openai", seeing), seeing, model, "r")
+        async with service.running():
+            await asyncio.sleep(0.1)
+            assert "At most 0 image" in service.failing()["canary"]
+
+    run(test)
+
+
 class Odd(ModelStub):
     """A model's server whose every answer is ``content``."""
 
@@ -309,7 +366,7 @@ class Odd(ModelStub):
         self.content = content
 
     def chat(self, request: Request, body: dict[str, Any]) -> Response:
-        return Response(self.content, media_type="application/json")
+        return Response(self.content, self.status, media_type="application/json")
 
 
 def _reply(logprob: float) -> bytes:
@@ -320,7 +377,8 @@ def _reply(logprob: float) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "outcome"), [(b"[" * 100_000, "unscored"), (b"null", "unscored"), (_reply(1e308), "scored"), (_reply(-1.0), "scored")]
+    ("content", "outcome"),
+    [(b"[" * 100_000, "unscored"), (b"null", "unscored"), (_reply(1e308), "scored"), (_reply(-1.0), "scored")],
 )
 def test_no_answer_of_the_models_server_makes_it_fail(content: bytes, outcome: str) -> None:
     async def test() -> None:
@@ -374,9 +432,9 @@ def test_the_shipped_files_are_ray_serves_and_ours() -> None:
 
 def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "new" / "key"
-    make_key(path)
+    new_secret(path, "the key")
     key = path.read_text()
-    make_key(path)
+    new_secret(path, "the key")
     assert path.read_text() == key
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(key.strip()) >= 32
