@@ -352,7 +352,8 @@ def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
         model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(Blind().app))
         service = JudgeService(JudgeSettings(), Grader(model, "openai", seeing), seeing, model, "r")
         async with service.running():
-            await asyncio.sleep(0.1)
+            while "not judged yet" in service.failing().get("canary", ""):
+                await asyncio.sleep(0.01)
             assert "At most 0 image" in service.failing()["canary"]
 
     run(test)
