@@ -46,10 +46,14 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
 
 def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``, before ``settings.extra``."""
+    # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
+    # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
+    several = settings.tensor_parallel * settings.extra.get("pipeline_parallel_size", 1) > 1
     return {
         "model": model,
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "mp" if several else "uni",
         "max_model_len": settings.max_model_len,
         "gpu_memory_utilization": settings.memory_fraction,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,

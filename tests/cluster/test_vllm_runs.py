@@ -64,8 +64,11 @@ def answers(made: Run) -> list[tuple[Any, ...]]:
     return [(r["task"], [i["sha256"] for i in r["images"]], r["text"], r["reward"]) for r in records]
 
 
-def test_three_steps_on_text(tmp_path: Path, digits_model: Path) -> None:
-    made = finished(text(tmp_path, digits_model, recovery={"health_every": 0.05}))
+def test_three_steps_on_text_with_engines_of_two_processes(tmp_path: Path, digits_model: Path) -> None:
+    """Every actor lives in a placement group, where vLLM by itself would start its workers through Ray."""
+    config = text(tmp_path, digits_model, recovery={"health_every": 0.05})
+    config["rollout"]["engine"] = VLLM | {"tensor_parallel": 2}
+    made = finished(config)
     healthy(made, {"embedding", "language"})
     assert 0 <= made.metrics[-1]["rollout/cache"] < 0.9
     assert all("rollout/in_flight_limit" not in record for record in made.metrics)

@@ -13,6 +13,7 @@ import pytest
 from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.vllm_process import common_arguments
 from tests.engines.prompts import prompt
 from tests.engines.test_contract import GREEDY, Served
 
@@ -72,3 +73,12 @@ def test_an_installation_that_does_not_fit_is_one_line(
 def test_arguments_that_are_ours_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"extra: {key}"):
         VllmEngineSettings(extra={key: "x"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [({}, "uni"), ({"tensor_parallel": 2}, "mp"), ({"extra": {"pipeline_parallel_size": 2}}, "mp")],
+)
+def test_workers_are_never_started_through_ray(settings: dict[str, object], backend: str) -> None:
+    arguments = common_arguments("model", VllmEngineSettings.model_validate(settings))
+    assert arguments["distributed_executor_backend"] == backend
