@@ -230,7 +230,7 @@ class Driver(Actor):
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer; each rank fetches and packs its share."""
         on_policy = self.config.algorithm.replay.treat_as_on_policy
-        nominal = self.config.algorithm.groups_per_step
+        nominal = self.config.algorithm.target
         report = await self.services.policy.train(
             groups, seed=self.config.seed, version=self.version, treat_as_on_policy=on_policy, nominal=nominal
         )

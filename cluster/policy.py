@@ -70,7 +70,7 @@ class PolicyGroup:
         """One training step on the kept members of the groups; each rank fetches and packs its share.
 
         Mini-batches are cut at group boundaries and shuffled by seed and step; within one, trajectories are spread over
-        the ranks by length. ``nominal`` is the number of groups of a full step. Returns the trainer's metrics.
+        the ranks by length. ``nominal`` is the number of trajectories of a full step. Returns the trainer's metrics.
         """
 
         def assignment(member: Member) -> Assignment:
@@ -81,7 +81,8 @@ class PolicyGroup:
             )  # fmt: skip
 
         plan: list[list[list[Assignment]]] = [[] for _ in self.ranks]
-        for update in mini_batches(len(groups), self.settings.update, seed, version.step, nominal):
+        sizes = [len(group.kept) for group in groups]
+        for update in mini_batches(sizes, self.settings.update, seed, version.step, nominal):
             members = [member for index in update for member in groups[index].kept]
             for rank, share in enumerate(shares([m.summary.length for m in members], len(self.ranks))):
                 plan[rank].append([assignment(members[i]) for i in share])

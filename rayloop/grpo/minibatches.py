@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from rayloop.core.seeds import derive
 from rayloop.grpo.settings import UpdateSettings
 
 
 def mini_batches(
-    group_count: int, update: UpdateSettings, seed: int, step: int, nominal: int | None = None
+    sizes: Sequence[int], update: UpdateSettings, seed: int, step: int, nominal: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """One tuple of group indices (ascending) per optimizer update, over all epochs.
+    """One tuple of group indices (ascending) per optimizer update, over all epochs. ``sizes``: trajectories per group.
 
-    Each epoch is a partition of ``range(group_count)`` into mini-batches whose sizes differ by at most one. A step with
-    fewer groups than ``nominal`` (groups_per_step; None: no such rule) gets fewer mini-batches rather than tiny ones,
-    and never more than it has groups.
+    Each epoch is a partition of the groups. They are dealt in shuffled order, each to the mini-batch that has the fewest
+    trajectories so far. A step with fewer trajectories than ``nominal`` (the step's target; None: no such rule) gets fewer
+    mini-batches rather than tiny ones, and never more than it has groups.
     """
-    count = min(update.mini_batches, group_count)
-    if nominal is not None and group_count < nominal:
-        count = min(count, max(1, update.mini_batches * group_count // nominal))
+    count = min(update.mini_batches, len(sizes))
+    if nominal is not None and sum(sizes) < nominal:
+        count = min(count, max(1, update.mini_batches * sum(sizes) // nominal))
     updates: list[tuple[int, ...]] = []
     for epoch in range(update.epochs):
-        order = list(range(group_count))
+        order = list(range(len(sizes)))
         random.Random(derive(seed, "mini_batches", step, epoch)).shuffle(order)
-        updates.extend(tuple(sorted(order[i::count])) for i in range(count))
+        dealt: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for index in order:
+            least = filled.index(min(filled))
+            dealt[least].append(index)
+            filled[least] += sizes[index]
+        updates.extend(tuple(sorted(part)) for part in dealt)
     return tuple(updates)
