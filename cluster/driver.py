@@ -22,7 +22,7 @@ from cluster.activity import doing
 from cluster.background import background, timed
 from cluster.checkpoint import Checkpoint, CheckpointStore, complete, resumes_from
 from cluster.config import RunConfig
-from cluster.evaluation import blind, play, plays
+from cluster.evaluation import blind, on_training_rows, play, plays
 from cluster.player import Player
 from cluster.pool import brief, cause
 from cluster.production import Production
@@ -66,6 +66,8 @@ class Driver(Actor):
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
         c = self.config
+        if why := on_training_rows(c):
+            self.reporter.event("evaluation_on_training_rows", why=why)
         self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -38,6 +39,17 @@ def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: 
     asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
     drawn = config.rollout.sampling.sampling()
     return asked + [Play(SAMPLED, task, drawn, sample) for sample in range(samples) for task in tasks]
+
+
+def on_training_rows(config: RunConfig) -> str:
+    """What is wrong with evaluating on the file that is trained on, when the run does; else ""."""
+    train, held_out = config.data.train, config.data.eval
+    if not config.evaluation.every or held_out is None or not Path(held_out).samefile(train):
+        return ""
+    return (
+        f"data.eval is data.train ({train}): what is reported as held out was trained on, and says nothing about other tasks. "
+        "Name rows that are not trained on; evaluation.every=0 does without"
+    )
 
 
 async def play(

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.config import RunConfig
 from cluster.environment import LOCK, PREFIX, private_cluster, sweep
+from cluster.evaluation import on_training_rows
 from cluster.preflight import preflight
 from rayloop.core.failures import ConfigError
 
@@ -84,3 +85,17 @@ def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path,
             left = {path.name for path in tmp_path.iterdir()}
             assert left == {f"{PREFIX}alive", Path(mine).name}
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
+
+
+def test_evaluating_on_the_training_file_is_told_whatever_it_is_called(tmp_path: Path) -> None:
+    rows, link, other = tmp_path / "rows.jsonl", tmp_path / "link.jsonl", tmp_path / "other.jsonl"
+    link.symlink_to(rows)
+    other.touch()
+
+    def said(held_out: Path, every: int = 1) -> str:
+        data = {"train": str(rows), "eval": str(held_out)}
+        return on_training_rows(config(tmp_path, data=data, evaluation={"every": every}))
+
+    assert "data.eval is data.train" in said(rows)
+    assert "data.eval is data.train" in said(link)
+    assert said(other) == said(rows, every=0) == ""
