@@ -131,6 +131,12 @@ class AlgorithmSettings(Settings):
     def target(self) -> int:
         return self.group_size * self.groups_per_step
 
+    @property
+    def carry_over(self) -> bool:
+        """Whether groups that did not fit into a step compete for the next one."""
+        asynchronous = self.staleness.max_staleness > 0
+        return asynchronous if self.filtering.carry_over is None else self.filtering.carry_over
+
 
 class PublishSettings(Settings):
     transport: TransportSettings = ObjectStoreTransport()

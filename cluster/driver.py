@@ -190,7 +190,7 @@ class Driver(Actor):
         self.version = Version(self.version.lineage, self.step)
         with suppress(Preempted):  # collect() tells; the step is still recorded and saved
             await unless(self.stopping, self.publisher.publish(self.version))
-        self.production.published()
+        self.production.published(self.version)
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""
@@ -200,7 +200,7 @@ class Driver(Actor):
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
-        await self.production.run(self.player, self.finish, lambda: (self.step, self.version))
+        await self.production.run(self.player, self.finish)
 
     async def supervise(self) -> None:
         """Notice actors that died while nobody was calling them, and engines that have too much to do."""

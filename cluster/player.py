@@ -66,11 +66,12 @@ class Player:
     def metrics(self) -> dict[str, float]:
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
-    async def play(self, request: PlayRequest, step: int) -> Member:
-        """Play and score. ``step`` is the step that the trajectory is meant for."""
+    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None] = lambda: None) -> Member:
+        """Play and score. ``step`` is the step that the trajectory is meant for; ``begins`` is called at each attempt, when the
+        episode is let into the engines: no token of it was sampled before."""
         self.playing += 1
         try:
-            played = await self.episode(request)
+            played = await self.episode(request, begins)
             if isinstance(played, PlayFailed):
                 return Member(_no_summary(request, played), played.outcome)
             summary, payload = played
@@ -78,12 +79,15 @@ class Player:
         finally:
             self.playing -= 1
 
-    async def episode(self, request: PlayRequest) -> PlayFailed | tuple[Summary, Any]:
+    async def episode(
+        self, request: PlayRequest, begins: Callable[[], None] = lambda: None
+    ) -> PlayFailed | tuple[Summary, Any]:
         """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows."""
         failed = PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played"))
         for attempt in range(self.config.environment.attempts):
             self.reissued += attempt > 0
             async with self.admission.room():
+                begins()
                 result = await self._play_once(dataclasses.replace(request, attempt=attempt))
             if not isinstance(result, PlayFailed):
                 return result

@@ -1,7 +1,9 @@
 """Production: which task is played next, when, and what becomes of its group until a step takes it.
 
 With ``max_staleness: 0`` groups start in rounds, only while the loop waits in ``collect``; a round ends before the next
-begins, so nothing in flight survives a publish. Otherwise groups start whenever the staleness bound leaves room.
+begins, so nothing in flight survives a publish. Otherwise groups start whenever the staleness bound leaves room, and a step
+waits for those in flight that would be too old for the next one (``staleness.when_late``). What it waits for has begun and
+needs no further room, so the bound cannot keep it from ending; deadlines of episodes bound the wait.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config import RunConfig
-from cluster.player import Player, requests
+from cluster.player import Player
+from cluster.playing import Issue, Playing
 from cluster.report import Reporter
 from rayloop.core.dataset import Dataset, TaskCursor
 from rayloop.core.failures import ConfigError, DataFailure, Preempted
@@ -25,25 +28,15 @@ from rayloop.core.types import (
     Scored,
     State,
     Task,
-    TrajectoryId,
     UnscoredKind,
     Version,
 )
 from rayloop.grpo.filtering import Verdict, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
-from rayloop.grpo.staleness import AcceptanceRate, is_stale, open_slots
+from rayloop.grpo.staleness import AcceptanceRate, expired, open_slots
 from rayloop.grpo.unscored import UnscoredWatch
 
 Finish = Callable[[Group], Awaitable[Group]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Issue:
-    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
-
-    number: int
-    index: int
-    visit: int
 
 
 class Production:
@@ -56,6 +49,7 @@ class Production:
         self.ready: list[Group] = []
         self.in_flight: dict[int, Issue] = {}
         self.buffer = ReplayBuffer(config.algorithm.replay, config.seed)
+        self._playing = Playing(config, self._notify)
         self._injected: dict[int, tuple[Group, Member | None]] = {}
         self.reissue: list[Issue] = []
         self.next_number = 0
@@ -66,6 +60,8 @@ class Production:
         self.acceptance = AcceptanceRate(4 * settings.target, 1 / settings.filtering.max_generation_batches)
         self.finished: list[Group] = []
         """Groups that ended since the last step, as they were after the filters (for metrics)."""
+        self.dropped: Counter[str] = Counter()
+        """What became stale or surplus since the last step, by ``state/source`` (for metrics)."""
         self.issued_this_step = 0
         self._taken = 0
         self._collecting = False
@@ -85,24 +81,22 @@ class Production:
 
     # Starting groups -----------------------------------------------------------------------------------------------
 
-    async def run(self, player: Player, finish: Finish, now: Callable[[], tuple[int, Version]]) -> None:
+    async def run(self, player: Player, finish: Finish) -> None:
         """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
         self.reissue = sorted([*self.reissue, *self.in_flight.values()], key=lambda issue: issue.number)
         if self.in_flight:
             self.ledger.reissue_live()
         self.in_flight.clear()
+        self._playing.clear()
         self._last_commit = None
         async with asyncio.TaskGroup() as group:
             while True:
                 for _ in range(self._admissible()):
                     issue = self._next_issue()
                     self.in_flight[issue.number] = issue
-                    self.ledger.issue(self._ids(issue))
-                    group.create_task(self._produce(issue, player, finish, self._turn(), now))
+                    self.ledger.issue(self._playing.ids(issue))
+                    group.create_task(self._produce(issue, player, finish, self._turn()))
                 await self._change()
-
-    def _ids(self, issue: Issue) -> list[TrajectoryId]:
-        return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
 
     def _admissible(self) -> int:
         """How many groups may start now."""
@@ -114,11 +108,10 @@ class Production:
             return len(self.reissue)
         rate = self.acceptance.value
         slots = open_slots(stale, c.target, self.survivors + self._taken, len(self.in_flight) * c.group_size, rate)
-        if slots and c.filtering.groups_per_generation:
-            wanted = c.filtering.groups_per_generation
-        else:
-            wanted = math.ceil(slots / (c.group_size * rate))
-        return min(wanted, (stale + 1) * self._budget - self.issued_this_step)
+        wanted, left = slots / (c.group_size * rate), (stale + 1) * self._budget - self.issued_this_step
+        if stale:  # not one beyond the bound, which would only grow stale
+            return min(math.floor(wanted), left)
+        return min(c.filtering.groups_per_generation or math.ceil(wanted), left) if slots else 0
 
     @property
     def _budget(self) -> int:
@@ -133,7 +126,11 @@ class Production:
 
     def _next_issue(self) -> Issue:
         if self.reissue:
-            return self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
+            issue = self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
+            if self.ledger.may_issue(self._playing.ids(issue)):
+                return issue
+            self.next_number += 1  # groups have grown since: its ids would not
+            return dataclasses.replace(issue, number=self.next_number)
         for _ in range(len(self.dataset)):
             index = self.cursor.next()
             if self.dataset[index].id not in self.quarantined:
@@ -152,24 +149,18 @@ class Production:
 
     async def _produce(
         self, issue: Issue, player: Player, finish: Finish,
-        turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]], now: Callable[[], tuple[int, Version]],
+        turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:  # fmt: skip
         """Play one group, wait for its turn, finish it."""
         before, done = turn
         try:
-            group = await self._play(issue, player, now()[0])
+            group = await self._playing.play(issue, self.dataset[issue.index], player)
             if before is not None:
                 await asyncio.shield(before)
             group = await finish(group)
             self._commit(group)
         finally:
             done.done() or done.set_result(None)
-
-    async def _play(self, issue: Issue, player: Player, step: int) -> Group:
-        task = self.dataset[issue.index]
-        asked = requests(self.config, task, self._ids(issue), issue.visit)
-        members = await asyncio.gather(*(player.play(request, step) for request in asked))
-        return Group(issue.number, task, tuple(members))
 
     def _commit(self, group: Group) -> None:
         """Take a finished group in: what was kept is ready, the rest has its fate."""
@@ -189,6 +180,7 @@ class Production:
         if group.kept:
             self.ready.append(group)
             self.ready.sort(key=lambda g: g.issue)
+        self._playing.forget(group.issue)
         del self.in_flight[group.issue]
         self._notify()
 
@@ -202,13 +194,13 @@ class Production:
         fresh, displaced = self._injected.pop(issue)
         self.buffer.store(fresh)
         if displaced is not None and displaced.fate is not None:
-            self.ledger.move(displaced.summary.id, displaced.fate)
+            self._end(displaced, displaced.fate)
             self.ledger.replay()
 
     # Taking a step's groups ----------------------------------------------------------------------------------------
 
     async def collect(self, version: Version, inherited: dict[int, int]) -> tuple[Group, ...]:
-        """Wait until the step's target is ready or its budget is spent, then rank and cut.
+        """Wait until the step's target is ready, with all that must not wait longer, or its budget is spent; rank and cut.
 
         ``version`` is the one that will train. Raises GenerationBudgetSpent, Stalled, Preempted.
         """
@@ -222,14 +214,14 @@ class Production:
                 if self._bad is not None and self.config.data.strict:
                     raise self._bad
                 self._expire(version, inherited)
-                if self._verdict() is Verdict.TRAIN:
+                if self._verdict(self._owed(version, inherited)) is Verdict.TRAIN:
                     break
                 await self._change()
         finally:
             self._collecting = False
-        chosen = select(self.ready, c.target, c.filtering)
+        chosen = select(self.ready, c.target, c.filtering, oldest_first=c.carry_over)
         self.settle(chosen.train, None)
-        if c.filtering.carry_over:
+        if c.carry_over:
             self.ready = list(chosen.left_over)
         else:
             self.ready = []
@@ -238,15 +230,28 @@ class Production:
         self._taken = sum(len(group.kept) for group in chosen.train)
         return chosen.train
 
-    def published(self) -> None:
-        """What the last step took is trained, and engines serve its weights: until then it fills the bound on staleness."""
-        self._taken = 0
+    def published(self, version: Version) -> None:
+        """Engines serve ``version``, and what the step before took is trained: until then it fills the bound on staleness."""
+        self._playing.version, self._taken = version, 0
         self._notify()
 
-    def _verdict(self) -> Verdict:
-        """Train, or wait for more. A synchronous round is awaited to its end; the budget is spent when nothing is in flight."""
+    def forget_step(self) -> None:
+        """The step is recorded: what was collected for its metrics begins anew."""
+        self.finished.clear()
+        self.dropped.clear()
+
+    def _owed(self, version: Version, inherited: dict[int, int]) -> bool:
+        """Whether what is being played belongs to this step: all of a synchronous round (a resumed one too), or a group that
+        would be too old for the next step."""
+        c = self.config.algorithm.staleness
+        if c.max_staleness == 0:
+            return bool(self.in_flight or self.reissue)
+        return c.when_late == "wait" and self._playing.any_due(version, inherited)
+
+    def _verdict(self, owed: bool) -> Verdict:
+        """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight."""
         c = self.config.algorithm
-        enough = self.survivors >= c.target and not (c.staleness.max_staleness == 0 and self.in_flight)
+        enough = self.survivors >= c.target and not owed
         if not enough and (self.in_flight or self.reissue or self.issued_this_step < self._budget):
             return Verdict.MORE
         used = c.filtering.max_generation_batches if self.issued_this_step >= self._budget else 0
@@ -256,19 +261,11 @@ class Production:
         return generation_verdict(self.survivors, c.target, used, c.filtering, fates)
 
     def _expire(self, version: Version, inherited: dict[int, int]) -> None:
-        """Members too old for ``version`` become stale; replayed ones have their own age limit."""
+        """Members too old for ``version`` become stale."""
         limit = self.config.algorithm.staleness.max_staleness
-        fresh = []
-        for group in self.ready:
-            old = {
-                i: dataclasses.replace(m, fate=Fate(State.STALE))
-                for i, m in enumerate(group.members)
-                if m.kept and not m.replayed and is_stale(m.summary.first_version, version, limit, inherited)
-            }
-            self.settle([group.map(old)], None)
-            if group.map(old).kept:
-                fresh.append(group.map(old))
-        self.ready = fresh
+        groups = [expired(group, version, limit, inherited) for group in self.ready]
+        self.settle([now for now, before in zip(groups, self.ready, strict=True) if now is not before], None)
+        self.ready = [group for group in groups if group.kept]
 
     def settle(self, groups: Sequence[Group], state: State | None) -> None:
         """Write final states into the ledger: ``state`` for kept members, or, with None, the new fates of the others."""
@@ -280,7 +277,13 @@ class Production:
                 if state is not None and member.kept:
                     self.ledger.move(id, Fate(state))
                 elif state is None and member.fate is not None:
-                    self.ledger.move(id, member.fate)
+                    self._end(member, member.fate)
+
+    def _end(self, member: Member, fate: Fate) -> None:
+        """A member's final state, when it will not be trained."""
+        self.ledger.move(member.summary.id, fate)
+        if fate.state in (State.STALE, State.SURPLUS):
+            self.dropped[f"{fate.state}/{member.summary.source or 'unnamed'}"] += 1
 
     async def _change(self) -> None:
         """Wait until something happens after this call. The watchdog bounds the wait."""
@@ -321,7 +324,7 @@ class Production:
     def close(self) -> None:
         """The run is over: what is still being played is cancelled, what is ready will not be trained."""
         for issue in self.in_flight.values():
-            for id in self._ids(issue):
+            for id in self._playing.ids(issue):
                 if self.ledger.state_of(id) is not None:
                     self.ledger.move(id, Fate(State.CANCELLED))
         self.settle([_with_fate(group, Fate(State.SURPLUS, "run_ended")) for group in self.ready], None)

@@ -15,6 +15,7 @@ from cluster.loggers import Loggers, PrometheusSettings, open_logger
 from rayloop.core.failures import DataFailure
 from rayloop.core.runfolder import RolloutRecord, RunFolder
 from rayloop.core.types import Group, Member, Scored
+from rayloop.grpo.staleness import LengthRatio
 
 if TYPE_CHECKING:
     from cluster.production import Production
@@ -28,6 +29,7 @@ class Reporter:
         self.folder = RunFolder.at(folder)
         self.updates: list[tuple[str, Any]] = []
         self._evaluation: dict[str, float] = {}
+        self._lengths = LengthRatio()
         self._step = 0
         shown = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
@@ -77,6 +79,8 @@ class Reporter:
         record = {
             "step": float(step),
             **production_metrics(production.finished, groups, self.config.algorithm.target),
+            **self._length_ratio(production.finished, groups),
+            **{name: float(count) for name, count in production.dropped.items()},
             **report,
             **self._evaluation,
             **{f"timing_s/{name}": value for name, value in timings.items()},
@@ -90,8 +94,16 @@ class Reporter:
         self.loggers.log(step, record)
         self.updates.append(("step", record))
         self._evaluation = {}
-        production.finished.clear()
+        production.forget_step()
         return record
+
+    def _length_ratio(self, finished: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
+        played, taken = (
+            [m.summary.sampled_tokens for m in members if m.summary.length and not m.replayed]
+            for members in ([m for g in finished for m in g.members], [m for g in trained for m in g.kept])
+        )
+        self._lengths.observe(played, taken)
+        return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
         self.folder.rollouts.write(step, records, images)

@@ -42,6 +42,10 @@ class Ledger:
         self._reissuable: set[TrajectoryId] = set()
         self._final: Counter[str] = Counter()
 
+    def may_issue(self, ids: Iterable[TrajectoryId]) -> bool:
+        """Whether ``issue`` would take these ids: each is new, or may be issued again."""
+        return all(id in self._reissuable or self._highest is None or id > self._highest for id in ids)
+
     def issue(self, ids: Iterable[TrajectoryId]) -> None:
         """Put new ids in flight. Raises LedgerError for an id that was issued before, unless it may be re-issued."""
         new = sorted(ids)

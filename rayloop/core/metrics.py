@@ -77,6 +77,7 @@ METRICS = tuple(
         ("rollout/trajectories", "trajectories", "Trajectories finished for the step."),
         ("rollout/trained", "trajectories", "Trajectories the step trained on."),
         ("rollout/trained_share", "fraction", "The same as a share of the target groups_per_step * group_size."),
+        ("rollout/trained_length_ratio", "1", "Mean sampled tokens, trained over played, of about 16 steps; 1: no bias by length."),
         ("rollout/acceptance", "fraction", "Running share of trajectories that survive the filters."),
         ("rollout/replayed", "groups", "Trained groups with a stored success in them (ARPO)."),
         ("rollout/reissued", "attempts", "Episodes played again because infrastructure failed, since the run began."),
@@ -94,8 +95,8 @@ METRICS = tuple(
         # Why trajectories were not trained (of those finished for the step)
         ("filtered/<reason>", "trajectories", "Removed by this filter."),
         ("excluded/<reason>", "trajectories", "Without a usable reward, for this reason."),
-        ("stale/<reason>", "trajectories", "Sampled too many versions ago."),
-        ("surplus/<reason>", "trajectories", "Beyond the target of the step."),
+        ("stale/<source>", "trajectories", "Since the last step: begun too many versions ago, by data source."),
+        ("surplus/<source>", "trajectories", "Since the last step: beyond the target of the step, by data source."),
         ("cancelled/<reason>", "trajectories", "Given up while in flight."),
         ("ledger/<state>", "trajectories", "Totals since the run began, by state and reason (`filtered[all_wrong]`)."),
         # Time

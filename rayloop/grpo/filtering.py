@@ -18,6 +18,7 @@ from rayloop.grpo.settings import (
     PositiveNegativeAdvantage,
     ToolImage,
 )
+from rayloop.grpo.staleness import began
 
 CUT = Fate(State.SURPLUS, "cut")
 
@@ -76,17 +77,22 @@ class Selection:
     left_over: tuple[Group, ...]
 
 
-def select(ready: Sequence[Group], target: int, settings: FilteringSettings) -> Selection:
+def select(
+    ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False
+) -> Selection:
     """Keep the first ``target`` trajectories in rank order, whatever the order of ``ready``.
 
-    Ranking decides who gets in: by group std, descending, ties in issue order; or by issue order alone. What the cut
-    takes off a group of ``train`` becomes ``surplus[cut]``. Groups with nothing kept appear in neither part.
-    Raises ValueError when a group to be ranked has no std.
+    Ranking decides who gets in: by group std, descending, ties in issue order; or by issue order alone. With
+    ``oldest_first`` (what is left over is carried over) the version that began a group comes before its rank: of a supply
+    that is bounded by the staleness, none then grows stale by being passed over. What the cut takes off a group of
+    ``train`` becomes ``surplus[cut]``. Groups with nothing kept appear in neither part. Raises ValueError when a group to
+    be ranked has no std.
     """
     train: list[Group] = []
     left_over: list[Group] = []
     room = target
-    for group in sorted((g for g in ready if g.kept), key=lambda g: _rank(g, settings)):
+    age = began if oldest_first else lambda group: 0.0
+    for group in sorted((g for g in ready if g.kept), key=lambda g: (age(g), *_rank(g, settings))):
         if room <= 0:
             left_over.append(group)
             continue

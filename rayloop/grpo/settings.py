@@ -96,15 +96,18 @@ class FilteringSettings(Settings):
     filters: tuple[Filter, ...] = (EqualRewards(),)
     """Applied in order: group filters see the whole group, trajectory filters may leave it partial."""
     ranking: Literal["std", "issue"] = "std"
-    """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained."""
+    """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained. Where left-over
+    groups are carried over, older groups go first, and this orders those that the same version began."""
     groups_per_generation: int | None = Field(None, gt=0)
-    """Groups started per generation batch; None: as many as a step needs."""
+    """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to
+    choose from. With ``max_staleness`` > 0 it only sizes the budget: no more may start than the bound leaves room for."""
     max_generation_batches: int = Field(4, ge=1)
     """How many generation batches a step may spend on refilling before it trains a smaller batch or stops."""
     min_fraction: float = Field(0.5, gt=0, le=1)
     """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts."""
-    carry_over: bool = False
-    """Whole groups left over compete again at the next step while fresh. Needs ``max_staleness`` > 0."""
+    carry_over: bool | None = None
+    """Whole groups left over compete again at the next step while fresh, which needs ``max_staleness`` > 0. None: on exactly
+    then. Off throws them away (the originals' way): a trainer slower than generation then wastes most of it."""
 
 
 class ReplaySettings(Settings):
@@ -130,7 +133,12 @@ class StalenessSettings(Settings):
     """Section 7: how far generation may run ahead of training, in steps."""
 
     max_staleness: int = Field(0, ge=0)
-    """0: synchronous; nothing starts before the publish and nothing in flight survives it."""
+    """0: synchronous; nothing starts before the publish and nothing in flight survives it. Raise it until the trainer no longer
+    waits for generation (``timing_s/gen``); more than that only makes samples older."""
+    when_late: Literal["wait", "drop"] = "wait"
+    """A group in flight that would be too old at the next step. wait: the step is held until it is there, so every length of
+    episode is trained as often as it is played. drop: it is thrown away when it ends; steps are up to 1.6 times as frequent and
+    long episodes are trained as little as 0.3 times as often as played (docs/algorithm.md, section 7)."""
 
 
 class LossSettings(Settings):

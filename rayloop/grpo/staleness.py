@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from rayloop.core.types import Version
+from rayloop.core.types import Fate, Group, State, Version
 
 NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
 
@@ -30,6 +32,29 @@ def is_stale(first: Version, training: Version, max_staleness: int, inherited: M
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
     return lag(first, training) > max_staleness
+
+
+def is_due(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
+    """Whether ``training`` is the last version that may train on what ``first`` began."""
+    stale_for = partial(is_stale, first, max_staleness=max_staleness, inherited=inherited)
+    return stale_for(Version(training.lineage, training.step + 1)) and not stale_for(training)
+
+
+def expired(group: Group, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> Group:
+    """The group with its members too old for ``training`` marked stale; replayed ones have their own age limit."""
+    old = {
+        i: replace(member, fate=Fate(State.STALE))
+        for i, member in enumerate(group.members)
+        if member.kept
+        and not member.replayed
+        and is_stale(member.summary.first_version, training, max_staleness, inherited)
+    }
+    return group.map(old) if old else group
+
+
+def began(group: Group) -> float:
+    """The step of the oldest version that sampled a kept member's first token; infinite when all kept ones are replayed."""
+    return min((m.summary.first_version.step for m in group.kept if not m.replayed), default=math.inf)
 
 
 def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> int:
@@ -71,3 +96,29 @@ class AcceptanceRate:
 
     def restore(self, state: float) -> None:
         self._rate = state
+
+
+class LengthRatio:
+    """Mean length of what was trained over that of what was played: exponential averages over ``memory`` steps.
+
+    1 when neither staleness nor filters nor ranking prefer an episode by its length.
+    """
+
+    def __init__(self, memory: float = 16.0) -> None:
+        self._keep = math.exp(-1 / memory)
+        self._played, self._trained = (0.0, 0.0), (0.0, 0.0)
+
+    def observe(self, played: Sequence[int], trained: Sequence[int]) -> None:
+        """Count a step: the lengths of what ended since the last one, and of what this one trained on."""
+        self._played = self._average(self._played, played)
+        self._trained = self._average(self._trained, trained)
+
+    def _average(self, before: tuple[float, float], lengths: Sequence[int]) -> tuple[float, float]:
+        """The decayed (sum, number)."""
+        return before[0] * self._keep + sum(lengths), before[1] * self._keep + len(lengths)
+
+    @property
+    def value(self) -> float | None:
+        """None before anything of a length was trained."""
+        (played, count), (trained, taken) = self._played, self._trained
+        return (trained / taken) / (played / count) if played and taken else None

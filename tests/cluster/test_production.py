@@ -6,13 +6,18 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import cluster.state
+from benchmarks.evidence.staleness import VirtualLoop
 from cluster.background import background
 from cluster.config import RunConfig
-from cluster.production import Issue, Production
+from cluster.playing import Issue, Playing
+from cluster.production import Production
+from rayloop.core.dataset import Dataset
 from rayloop.core.failures import (
     ConfigError,
     DataFailure,
@@ -28,6 +33,7 @@ from rayloop.core.types import (
     Scored,
     State,
     Summary,
+    TrajectoryId,
     Unscored,
     UnscoredKind,
     Version,
@@ -51,6 +57,14 @@ class Reporter:
         self.bad.append(failure)
 
 
+def member(request: PlayRequest, outcome: Scored | Unscored, version: Version) -> Member:
+    summary = Summary(
+        request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
+        observation_images=0, images_consistent=True, first_version=version, last_version=version,
+    )  # fmt: skip
+    return Member(summary, outcome, payload=object())
+
+
 class Loop:
     """The driver's part in it: collects steps, and is the player. ``play`` says what an episode earns."""
 
@@ -59,19 +73,16 @@ class Loop:
         self.ledger, self.reporter = Ledger(), Reporter()
         self.production = Production(self.config, self.ledger, self.reporter)  # type: ignore[arg-type]
         self.version = Version(1, 0)
+        self.production.published(self.version)
         self.played: list[PlayRequest] = []
         self.collecting = False
         self._play = play
 
-    async def play(self, request: PlayRequest, step: int) -> Member:
+    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
         self.played.append(request)
+        begins()
         version = self.version
-        outcome = await self._play(self, request)
-        summary = Summary(
-            request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
-            observation_images=0, images_consistent=True, first_version=version, last_version=version,
-        )  # fmt: skip
-        return Member(summary, outcome, payload=object())
+        return member(request, await self._play(self, request), version)
 
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
@@ -85,15 +96,15 @@ class Loop:
         self.collecting = False
         await asyncio.sleep(between)
         self.production.settle(groups, State.TRAINED)
-        self.production.finished.clear()
+        self.production.forget_step()
         self.ledger.check()
         self.version = Version(1, self.version.step + 1)
-        self.production.published()
+        self.production.published(self.version)
         return groups
 
     def run(self, test: Callable[[], Awaitable[Any]]) -> Any:
         async def both() -> Any:
-            produce = self.production.run(self, self.finish, lambda: (self.version.step, self.version))  # type: ignore[arg-type]
+            produce = self.production.run(self, self.finish)  # type: ignore[arg-type]
             async with background(produce):
                 return await asyncio.wait_for(test(), 30)
 
@@ -220,6 +231,218 @@ def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
 
     assert loop.run(test) == [5, 6]
     assert loop.ledger.counts()["stale"] == 16
+
+
+def held_back(released: asyncio.Event) -> Play:
+    """Group 1 ends when it is released, all others at once."""
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        if request.id.group == 1:
+            await released.wait()
+        return spread(request)
+
+    return play
+
+
+@pytest.mark.parametrize(("when_late", "second"), [("wait", [1, 4]), ("drop", [4, 5])])
+def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(
+    when_late: str, second: list[int], tmp_path: Path
+) -> None:
+    released = asyncio.Event()
+    changes = {
+        "algorithm__filtering": {"ranking": "issue"},
+        "algorithm__staleness": {"max_staleness": 1, "when_late": when_late},
+    }
+    loop = Loop(tmp_path, held_back(released), **changes)
+
+    async def test() -> list[list[int]]:
+        first = issues(await loop.step())
+        next_one = asyncio.create_task(loop.step())
+        await asyncio.sleep(0.05)
+        assert next_one.done() == (when_late == "drop"), "two younger groups are ready"
+        released.set()
+        return [first, issues(await next_one), *[issues(await loop.step(between=0.01)) for _ in range(2)]]
+
+    steps = loop.run(test)
+    assert steps[:2] == [[2, 3], second]
+    assert loop.ledger.counts().get("stale", 0) == (4 if when_late == "drop" else 0)
+
+
+def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}))
+    changes: list[str] = []
+    playing = Playing(config, lambda: changes.append("begun again"))
+    admitted, failed, ended = (asyncio.Event() for _ in range(3))
+
+    class Player:
+        async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
+            if request.id.sample:
+                return member(request, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0))
+            await admitted.wait()
+            begins()
+            await failed.wait()
+            begins()
+            await ended.wait()
+            return member(request, Scored(1.0), Version(1, 4))
+
+    def due() -> list[int]:
+        return [step for step in range(playing.version.step, 8) if playing.any_due(Version(1, step), {})]
+
+    async def test() -> None:
+        task = Dataset(config.data.train, config.data.reader.build(), True, print)[0]
+        playing.version = Version(1, 0)
+        group = asyncio.create_task(playing.play(Issue(1, 0, 1), task, Player()))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert due() == []
+        for version, event, expected in ((2, admitted, [3]), (3, failed, [4]), (5, ended, [5])):
+            playing.version = Version(1, version)
+            event.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert due() == expected
+        await group
+        assert changes == ["begun again"]
+        playing.forget(1)
+        assert due() == []
+
+    asyncio.run(test())
+
+
+def test_a_stop_ends_the_wait_for_a_late_group(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, held_back(asyncio.Event()), algorithm__staleness={"max_staleness": 1})
+
+    async def test() -> None:
+        await loop.step()
+        asyncio.get_running_loop().call_later(0.02, loop.production.stop)
+        await loop.step()
+
+    with pytest.raises(Preempted):
+        loop.run(test)
+
+
+def test_what_is_too_old_is_dropped_by_data_source(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, differs, algorithm__staleness={"max_staleness": 1})
+    sources: list[dict[str, int]] = []
+
+    async def test() -> None:
+        await asyncio.sleep(0.05)
+        loop.version = Version(1, 2)
+        await loop.production.collect(loop.version, {})
+        sources.append(dict(loop.production.dropped))
+
+    loop.run(test)
+    assert sources == [{"stale/unnamed": 16}]
+
+
+@pytest.mark.parametrize("batch", [2, 8, 16])
+def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int, tmp_path: Path) -> None:
+    most = 0
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        nonlocal most
+        production = loop.production
+        most = max(most, production.survivors + 4 * len(production.in_flight) + production._taken)
+        await asyncio.sleep(0.004 + 0.002 * (request.id.group % 7))
+        return spread(request)
+
+    changes = {"algorithm__filtering": {"groups_per_generation": batch}, "algorithm__staleness": {"max_staleness": 1}}
+    loop = Loop(tmp_path, play, **changes)
+
+    async def test() -> None:
+        for _ in range(10):
+            await loop.step(between=0.01)
+
+    loop.run(test)
+    assert most == 2 * 8
+    assert "stale" not in loop.ledger.counts()
+
+
+@pytest.mark.parametrize("stale", [1, 2, 4, 8])
+def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(stale: int, tmp_path: Path) -> None:
+    """Later groups have the larger spread, so that ranking alone would let older ones wait until they are stale."""
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        await asyncio.sleep(0.002)
+        return spread(request)
+
+    loop = Loop(tmp_path, play, algorithm__staleness={"max_staleness": stale})
+    counts: list[dict[str, int]] = []
+
+    async def test() -> None:
+        for _ in range(12):
+            await loop.step(between=0.01)
+        counts.append(loop.ledger.counts())
+
+    loop.run(test)
+    (found,) = counts
+    assert found["trained"] == 12 * 8
+    assert found["issued"] == found["trained"] + found["ready"] + found["in_flight"], found
+
+
+def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: float | None) -> list[list[int]]:
+    """Two synchronous steps of rounds of five groups, the larger spread last; with ``stop``, by another production from then on.
+
+    On a virtual clock: group n ends after n seconds.
+    """
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        await asyncio.sleep(request.id.group)
+        return spread(request)
+
+    async def inline(members: tuple[Member, ...]) -> tuple[Member, ...]:
+        return members
+
+    monkeypatch.setattr(cluster.state, "_inline", inline)
+    monkeypatch.setattr(cluster.state, "_own", lambda group: group)
+    changes = {"algorithm__filtering": {"groups_per_generation": 5}, "rollout__deterministic": True}
+
+    def part(loop: Loop) -> Any:
+        return SimpleNamespace(
+            step=0, version=loop.version, inherited={}, ledger=loop.ledger, production=loop.production
+        )
+
+    async def steps(loop: Loop, until: float | None = None) -> list[list[int]]:
+        async with background(loop.production.run(loop, loop.finish)):  # type: ignore[arg-type]
+            if until is not None:
+                asyncio.get_running_loop().call_later(until, loop.production.stop)
+            return [issues(await loop.step()) for _ in range(2)]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = Loop(folder, play, **changes)
+        if stop is None:
+            return runner.run(steps(loop))
+        with pytest.raises(Preempted):
+            runner.run(steps(loop, stop))
+        state = runner.run(cluster.state.capture(part(loop)))
+        resumed = Loop(folder, play, **changes)
+        cluster.state.reinstate(part(resumed), state)
+        return runner.run(steps(resumed))
+
+
+@pytest.mark.parametrize("stop", [0.5, 2.5, 3.5, 4.5])
+def test_a_run_stopped_in_mid_round_trains_what_an_uninterrupted_one_does(
+    stop: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = stopped_and_resumed(tmp_path, monkeypatch, None)
+    assert whole == [[4, 5], [9, 10]]
+    assert stopped_and_resumed(tmp_path, monkeypatch, stop) == whole
+
+
+def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbers(tmp_path: Path) -> None:
+    first = Ledger()
+    first.issue([TrajectoryId(group, sample) for group in (1, 2) for sample in range(2)])
+    loop = Loop(tmp_path, differs)
+    loop.ledger.restore(first.state())
+    loop.ledger.reissue_live()
+    loop.production.reissue = [Issue(number, number - 1, 1) for number in (1, 2)]
+    loop.production.next_number, loop.production.issued_this_step = 2, 2
+
+    async def test() -> list[int]:
+        return issues(await loop.step())
+
+    assert loop.run(test) == [3, 4]
+    assert [request.task.id for request in loop.played[::4]] == ["train-0", "train-1"]
+    ledger_closes(loop.ledger.counts())
 
 
 def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.types import EndReason, Fate, Group, State, TrajectoryId
+from rayloop.core.types import EndReason, Fate, Group, State, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import Verdict, apply_filters, generation_verdict, select
 from rayloop.grpo.settings import (
@@ -160,6 +160,21 @@ def test_issue_order_ignores_the_spread_and_ranking_needs_one() -> None:
     assert select([wide, narrow], 2, FilteringSettings(ranking="issue")).train == (narrow,)
     with pytest.raises(ValueError, match="no std"):
         select([make_group(0, [1.0])], 1, FilteringSettings())
+
+
+def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -> None:
+    old = [scored(4, [0.5, 0.0], first_version=Version(0, 1)), scored(5, [0.6, 0.0], first_version=Version(0, 1))]
+    new = scored(3, [9.0, 0.0], first_version=Version(0, 2))
+    chosen = select([new, *old], 4, FilteringSettings(), oldest_first=True)
+    assert [group.issue for group in chosen.train] == [4, 5]
+    chosen = select([new, *old], 2, FilteringSettings(), oldest_first=True)
+    assert [group.issue for group in chosen.train] == [5], "of one version, the largest spread"
+    replayed = new.map({i: replace(member, replayed=True) for i, member in enumerate(new.members)})
+    assert select([replayed, *old], 4, FilteringSettings(), oldest_first=True).left_over == (replayed,)
+    partial = new.map({0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))})
+    assert select([partial, *old], 2, FilteringSettings(), oldest_first=True).train == (partial,)
+    without = partial.map({0: replace(partial.members[0], fate=Fate(State.FILTERED, "max_length"))})
+    assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (without,)
 
 
 def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_counts() -> None:

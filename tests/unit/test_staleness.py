@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.types import Version
-from rayloop.grpo.staleness import AcceptanceRate, is_stale, lag, open_slots
+from rayloop.grpo.staleness import AcceptanceRate, LengthRatio, is_due, is_stale, lag, open_slots
 
 
 def test_lag_counts_steps_and_refuses_the_future() -> None:
@@ -27,6 +27,14 @@ def test_other_lineages_are_dead_unless_the_present_one_descends_from_them() -> 
     assert not is_stale(Version(0, 5), Version(1, 5), 1, inherited={0: 5})
     assert is_stale(Version(0, 6), Version(1, 5), 1, inherited={0: 5})
     assert is_stale(Version(0, 3), Version(1, 5), 1, inherited={0: 5})
+
+
+def test_due_is_what_the_present_version_is_the_last_to_train_on() -> None:
+    assert is_due(Version(1, 3), Version(1, 5), 2)
+    assert not is_due(Version(1, 4), Version(1, 5), 2)
+    assert not is_due(Version(1, 2), Version(1, 5), 2), "too old already: waiting would not help"
+    assert not is_due(Version(0, 3), Version(1, 5), 2), "a dead lineage"
+    assert is_due(Version(0, 3), Version(1, 5), 2, inherited={0: 4})
 
 
 @given(st.integers(0, 3), st.integers(1, 64), st.integers(0, 300), st.integers(0, 300), st.floats(0.05, 1))
@@ -66,3 +74,14 @@ def test_the_acceptance_rate_follows_what_it_observes() -> None:
     assert rate.value == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(ValueError, match="survivors"):
         rate.observe(2, 1)
+
+
+def test_the_length_ratio_compares_what_is_trained_with_what_is_played() -> None:
+    ratio = LengthRatio(memory=4)
+    ratio.observe([10, 30], [])
+    assert ratio.value is None
+    ratio.observe([10, 30], [10, 30])
+    assert ratio.value == pytest.approx(1)
+    for _ in range(20):
+        ratio.observe([10, 30], [10])
+    assert ratio.value == pytest.approx(0.5, abs=0.01)

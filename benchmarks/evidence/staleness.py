@@ -1,0 +1,214 @@
+"""What bounded staleness costs and whom it trains: the real Production on a virtual clock that waits for late groups or drops them.
+
+    python -m benchmarks.evidence.staleness      writes benchmarks/evidence/staleness.json and docs/staleness.png, prints the table
+
+Steps of 16 x 8 on 128 engine slots; the trainer takes 0.3 of an episode's mean time. Episodes are log-normal (sigma 0.8, cut at
+six times the mean, as in benchmarks/latencies.json). ``shared`` is the part of the logarithm's variance that belongs to the task:
+at 0.7 the samples of a long task are long together. Half of all answers are right; filters and ranking are the defaults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import selectors
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from cluster.background import background
+from cluster.config import RunConfig
+from cluster.production import Production
+from rayloop.core.failures import DataFailure
+from rayloop.core.ledger import Ledger
+from rayloop.core.seeds import derive
+from rayloop.core.types import EndReason, Group, Member, PlayRequest, Scored, State, Summary, Version
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filtering import apply_filters
+
+RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
+GROUP, GROUPS, SLOTS = 8, 16, 128
+SIGMA, CUT, LONG = 0.8, 6.0, 2.0
+"""Spread of the logarithm; the longest and what counts as a long episode, in means."""
+TRAINING = 0.3
+"""Means that a step of the trainer and its publication take."""
+WARM = 10
+"""Steps that are left out at the beginning."""
+BOUNDS, SHARED = (1, 2, 4, 8), (0.0, 0.7)
+
+
+class Skipping(selectors.DefaultSelector):
+    """A selector that does not wait for timers, but moves the clock to them."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("nothing is left that could happen: a deadlock")
+        self.now += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting takes no time."""
+
+    def __init__(self) -> None:
+        self._clock = Skipping()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+class World:
+    """A run's driver, player and engines in one: an episode waits for a slot, then lasts as long as it was drawn."""
+
+    def __init__(self, folder: Path, shared: float, **algorithm: Any) -> None:
+        rows = ({"id": f"task-{n}", "prompt": f"{n}"} for n in range(64))
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.config = RunConfig.model_validate({
+            "name": "staleness", "output": str(folder), "steps": 1, "model": {"path": "simulated"},
+            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "cluster.bench.step:DigitShare"}},
+            "algorithm": {"group_size": GROUP, "groups_per_step": GROUPS, **algorithm},
+        })  # fmt: skip
+        self.ledger, self.version, self.shared = Ledger(), Version(1, 0), shared
+        self.production = Production(self.config, self.ledger, self)  # type: ignore[arg-type]
+        self.production.published(self.version)
+        self.slots = asyncio.Semaphore(SLOTS)
+        self.lengths: dict[int, list[float]] = {}
+        """Of each group's episodes, in means."""
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def bad_row(self, failure: DataFailure) -> None:
+        raise failure
+
+    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
+        drawn = random.Random(derive(request.id.group, request.id.sample))
+        of_task = random.Random(request.id.group).gauss(0, 1)
+        z = math.sqrt(self.shared) * of_task + math.sqrt(1 - self.shared) * drawn.gauss(0, 1)
+        length = min(CUT, math.exp(SIGMA * z - SIGMA**2 / 2))
+        self.lengths.setdefault(request.id.group, []).append(length)
+        async with self.slots:
+            begins()
+            first = self.version
+            await asyncio.sleep(length)
+        summary = Summary(
+            request.id, 0, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1, images=0,
+            observation_images=0, images_consistent=True, first_version=first, last_version=self.version,
+        )  # fmt: skip
+        return Member(summary, Scored(float(drawn.random() < 0.5)))
+
+    async def finish(self, group: Group) -> Group:
+        group = self.production.replay(group, self.version.step)
+        group = with_advantages(group, self.config.algorithm.advantage)
+        return apply_filters(group, self.config.algorithm.filtering.filters)
+
+    async def run(self, steps: int) -> dict[str, Any]:
+        """What the steps after the first ``WARM`` took, trained and lost."""
+        taken: list[tuple[int, list[int]]] = []
+        lags: list[int] = []
+        clock = asyncio.get_running_loop().time
+        began = 0.0
+        async with background(self.production.run(self, self.finish)):  # type: ignore[arg-type]
+            for step in range(steps):
+                began = clock() if step == WARM else began
+                groups = await self.production.collect(self.version, {})
+                await asyncio.sleep(TRAINING)
+                self.production.settle(groups, State.TRAINED)
+                self.ledger.check()
+                taken += [(group.issue, [m.summary.id.sample for m in group.kept]) for group in groups]
+                if step >= WARM:
+                    lags += [self.version.step - m.summary.first_version.step for g in groups for m in g.kept]
+                self.version = Version(1, step + 1)
+                self.production.published(self.version)
+            ended = clock()
+        return {
+            "steps_per_mean": round((steps - WARM) / (ended - began), 3),
+            "lag": round(mean(lags), 2),
+            **self._fates(dict(taken)),
+        }
+
+    def _fates(self, trained: dict[int, list[int]]) -> dict[str, float]:
+        """Whom the steps trained, over the groups issued after the warm steps' worth and before the first that is not final."""
+        live = [*self.production.in_flight, *(group.issue for group in self.production.ready)]
+        window = range(WARM * GROUPS, min(live, default=self.production.next_number + 1))
+        issued = [length for number in window for length in self.lengths[number]]
+        taken = [self.lengths[number][sample] for number in window for sample in trained.get(number, ())]
+        counts = self.ledger.counts()
+        lost = {
+            state: sum(n for name, n in counts.items() if name.startswith(state)) / counts["issued"]
+            for state in ("stale", "surplus")
+        }
+        return {
+            "length_ratio": round(mean(taken) / mean(issued), 3),
+            "long_ratio": round(_long(taken) / _long(issued), 3),
+            **{state: round(share, 4) for state, share in lost.items()},
+        }
+
+
+def _long(lengths: list[float]) -> float:
+    return sum(length > LONG for length in lengths) / len(lengths)
+
+
+def simulate(max_staleness: int, when_late: str, shared: float, steps: int = 210, **filtering: Any) -> dict[str, Any]:
+    """One run of ``steps`` steps. Raises RuntimeError when it comes to a standstill."""
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        staleness = {"max_staleness": max_staleness, "when_late": when_late}
+        world = World(Path(folder), shared, staleness=staleness, filtering=filtering)
+        found = runner.run(world.run(steps))
+        world.production.close()
+    return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, **found}
+
+
+def main() -> None:
+    runs = [simulate(0, "wait", shared) for shared in SHARED]
+    runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
+    print("\n".join(markdown(runs)))
+    draw(runs)
+
+
+def markdown(runs: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/algorithm.md."""
+    lines = [
+        "| `max_staleness` | `when_late` | shared | steps per time | mean lag | mean length | long episodes | stale | surplus |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in runs:
+        late = r["when_late"] if r["max_staleness"] else ""
+        lines.append(
+            f"| {r['max_staleness']} | {late} | {r['shared']} | {r['steps_per_mean']:.2f} | "
+            f"{r['lag']:.1f} | {r['length_ratio']:.2f} | {r['long_ratio']:.2f} | {r['stale']:.1%} | {r['surplus']:.1%} |"
+        )
+    return lines
+
+
+def draw(runs: list[dict[str, Any]]) -> None:
+    """Steps per time against whom they train."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for shared, color in zip(SHARED, ("tab:blue", "tab:red"), strict=True):
+        for late, style in (("wait", "o-"), ("drop", "x--")):
+            points = [r for r in runs if r["shared"] == shared and r["when_late"] == late and r["max_staleness"]]
+            pace, long = [r["steps_per_mean"] for r in points], [r["long_ratio"] for r in points]
+            axes.plot(pace, long, style, color=color, label=f"{late}, {shared:.0%} of the variance by task")
+            for r, x, y in zip(points, pace, long, strict=True):
+                axes.annotate(str(r["max_staleness"]), (x, y), xytext=(4, -11), textcoords="offset points", fontsize=8)
+    axes.set(
+        xlabel="steps per mean time of an episode (numbers: max_staleness)", ylabel="long episodes, trained / played",
+        ylim=(0, 1.1),
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower center", ncols=2)
+    figure.savefig(PICTURE, dpi=100, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
