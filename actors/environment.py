@@ -31,8 +31,7 @@ class EnvironmentActor(Actor):
     def __init__(self, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._settings = episode
         self._renderer = Renderer(model, episode.max_image_pixels)
-        environment = episode.environment
-        environment.resolve().Settings.model_validate(environment.with_)
+        episode.environment.options()
         self._running = 0
 
     def health(self) -> int:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
-from rayloop.core.config import Component, Settings
-from rayloop.grpo.unscored import UnscoredAlarm
+from rayloop.core.config import Component, Role, Settings
+from rayloop.core.reward_functions import as_source
+
+REWARD = Role("reward", ("score",), as_source)
 
 
 class RewardSettings(Settings):
     """Which reward source scores episodes, and what happens when it misbehaves."""
 
-    source: Component
-    """``{use: module:Class, with: {...}}``: the reward. One instance serves all scoring threads of a reward actor."""
+    source: Annotated[Component, REWARD]
+    """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
+    scoring threads of a reward actor."""
     timeout: float = Field(600.0, gt=0)
     """Seconds for scoring one trajectory; beyond it the trajectory is unscored. A judge that is down is waited for within them:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
+    on_error: Literal["exclude", "fail"] = "exclude"
+    """A grader that raises, or hangs, twice on the same trajectory: leave it out as ``grader_error`` or ``timeout``; or ``fail``:
+    give it ``failing_value``, flagged ``grader_error`` or ``grader_timeout``. ``fail`` is for graders that only the policy's text
+    can break; with it a mistake in the grader is trained as the policy's."""
     failing_value: float = Field(0.0, allow_inf_nan=False)
-    """The reward of a trajectory on which the grader crashes reproducibly (flagged ``grader_error``)."""
-    alarm: UnscoredAlarm = UnscoredAlarm()
+    """The reward of a trajectory whose grader failed under ``on_error: fail``, and of one that ended as ``tool_deadline``."""
+    hung_threads: int = Field(8, ge=1)
+    """Calls of the grader that may hang in one reward actor. With so many it is replaced, since a thread cannot be ended; that
+    counts against no budget. Lower it when hung calls hold much memory or spin."""

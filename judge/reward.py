@@ -46,6 +46,8 @@ class JudgeReward:
     that made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than this process's first.
     """
 
+    infrastructure = True
+
     class Settings(_Settings):
         judge: ClientSettings = ClientSettings()
         rubric: str = "equivalence"

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import yaml
@@ -23,27 +30,107 @@ class Settings(BaseModel):
     _source: Source = PrivateAttr(default_factory=Source)
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a component must be where it is used: ``source: Annotated[Component, Role(...)]``.
+
+    ``methods``: what its class must have. ``function``: called with a plain function and its dotted name, raises ConfigError for
+    one that cannot serve; None where only classes can.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    function: Callable[[Callable[..., Any], str], Any] | None = None
+
+    def check(self, component: Component) -> None:
+        """Raises ConfigError when the component cannot play this role."""
+        found = component.resolve()
+        if isinstance(found, type):
+            missing = [name for name in self.methods if not callable(getattr(found, name, None))]
+            if missing:
+                raise ConfigError(f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}")
+        elif self.function is None:
+            raise ConfigError(f"use: {component.use!r} is a function; the {self.name} must be a class")
+        else:
+            self.function(component.build(), component.use)
+
+
 class Component(Settings):
     """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
 
-    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument.
+    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument. Where the
+    documentation says so, a plain function will do; ``with`` is then passed to it as keyword arguments. ``package.module`` may
+    also be a file: ``path/to/file.py:name``, relative to the current directory.
     """
 
     use: str
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
 
-    def resolve(self) -> type[Any]:
-        """The class itself. Raises ConfigError when module or class do not exist."""
-        module, _, name = self.use.partition(":")
+    def resolve(self) -> Callable[..., Any]:
+        """The class or function itself. Raises ConfigError when it does not exist or is neither."""
+        module, _, name = self.use.rpartition(":")
         try:
-            return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"use: {self.use!r} cannot be loaded: {error}. Expected package.module:Class") from error
+            found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+        except Exception as error:  # the module is a person's own code
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}. Expected package.module:Class") from error
+        if not callable(found):
+            raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
+
+    def settings_class(self) -> type[BaseModel] | None:
+        """What validates ``with``: the nested Settings of a class, None for a function. Raises ConfigError."""
+        found = self.resolve()
+        if not isinstance(found, type):
+            return None
+        model = getattr(found, "Settings", None)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            return model
+        what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
+        raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}")
+
+    def options(self) -> BaseModel | None:
+        """``with``, validated; None for a function. Raises ConfigError, pydantic.ValidationError."""
+        model = self.settings_class()
+        if model is not None:
+            return model.model_validate(self.with_)
+        try:
+            inspect.signature(self.resolve()).bind_partial(**self.with_)
+        except TypeError as error:
+            raise ConfigError(f"use: {self.use!r} does not take what stands in `with`: {error}") from error
+        return None
 
     def build(self) -> Any:
-        """An instance made from the validated settings. Raises ConfigError, pydantic.ValidationError."""
-        cls = self.resolve()
-        return cls(cls.Settings.model_validate(self.with_))
+        """An instance made from the validated settings, or the function with its keyword arguments.
+
+        Raises ConfigError, pydantic.ValidationError.
+        """
+        found, options = self.resolve(), self.options()
+        if options is not None:
+            return found(options)
+        return functools.partial(found, **self.with_) if self.with_ else found
+
+
+SETTINGS_ADVICE = """Write in the class:
+      class Settings(rayloop.core.config.Settings): pass  # its fields are the keys of `with`
+      def __init__(self, settings): ..."""
+
+
+def _from_file(path: str) -> ModuleType:
+    """The module in a Python file, under a name of its own, loaded once per process."""
+    file = local_path(path)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python module")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 S = TypeVar("S", bound=Settings)
@@ -68,22 +155,23 @@ def check_components(settings: Settings) -> None:
     """Import every component of ``settings`` and validate its ``with``. Raises ConfigError that lists every problem."""
     source = settings._source
     problems = []
-    for path, component in components(settings):
+    for path, component, role in _with_roles(settings):
         try:
-            _options(component)
+            component.options()
+            if role is not None:
+                role.check(component)
         except ConfigError as error:
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}")
         except ValidationError as error:
-            model = component.resolve().Settings
-            problems += explain(error, model, component.with_, source, (*path, "with"))
+            problems += explain(error, component.settings_class() or Settings, component.with_, source, (*path, "with"))
     if problems:
         raise _refused(problems, source)
 
 
 def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Component]]:
     """Every component of ``settings`` with its path, those inside a component's own settings included when valid."""
-    for name, info in type(settings).model_fields.items():
-        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name))
+    for path, component, _ in _with_roles(settings, prefix):
+        yield path, component
 
 
 def dump(settings: Settings, *, expand_components: bool = False) -> str:
@@ -99,7 +187,8 @@ def dump(settings: Settings, *, expand_components: bool = False) -> str:
             place: Any = data
             for key in path:
                 place = place[key]
-            place["with"] = _options(component).model_dump(mode="json", by_alias=True)
+            if (options := component.options()) is not None:
+                place["with"] = options.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -112,27 +201,26 @@ def local_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def _options(component: Component) -> BaseModel:
-    """The component's validated settings. Raises ConfigError, pydantic.ValidationError."""
-    cls = component.resolve()
-    try:
-        model = cls.Settings
-    except AttributeError as error:
-        raise ConfigError(f"use: {component.use!r} has no nested Settings class, so it is no component") from error
-    options: BaseModel = model.model_validate(component.with_)
-    return options
+Found = tuple[KeyPath, Component, Role | None]
 
 
-def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Component]]:
+def _with_roles(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[Found]:
+    for name, info in type(settings).model_fields.items():
+        role = next((part for part in info.metadata if isinstance(part, Role)), None)
+        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name), role)
+
+
+def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Iterator[Found]:
     if isinstance(value, Component):
-        yield path, value
+        yield path, value, role
         try:
-            inner = _options(value)
+            inner = value.options()
         except (ConfigError, ValidationError):
             return  # reported by check_components at the component itself
-        yield from components(inner, (*path, "with"))
+        if inner is not None:
+            yield from _with_roles(inner, (*path, "with"))
     elif isinstance(value, BaseModel):
-        yield from components(value, path)
+        yield from _with_roles(value, path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _components_in(part, (*path, key))

@@ -74,6 +74,10 @@ class WorkerLost(InfrastructureFailure):
     """An actor died, hung past its deadline, or became unreachable while serving a call."""
 
 
+class WorkerSpent(WorkerLost):
+    """An actor whose process holds too many threads that hang: it must be replaced. The call itself was not begun."""
+
+
 class DeadlineExceeded(InfrastructureFailure):
     """A call into foreign code (environment, grader) outlived its deadline."""
 
@@ -92,6 +96,14 @@ class BroadcastFailed(InfrastructureFailure):
 
 class RewardLost(RayloopError):
     """The grader is gone for longer, or fails more often, than its policy allows: the run ends instead of guessing rewards."""
+
+
+class GraderBroken(RayloopError):
+    """The reward's own code raised on every trajectory of the run's first group. The message has the traceback."""
+
+
+class AlarmStopped(RayloopError):
+    """What an alarm watches passed the limit at which the configuration stops the run."""
 
 
 class PolicyLost(InfrastructureFailure):

@@ -150,9 +150,12 @@ class ScoreContext:
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes. Raising means the grader failed, not the policy (see actors/reward.py for what follows).
+    """Judges finished episodes. Raising means the grader failed, not the policy: the trajectory is left out, unless
+    ``reward.on_error: fail`` was asked for (docs/rewards.md).
 
-    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run.
+    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
+    with ``infrastructure = True`` (a class attribute; absent means False) declares that whatever it raises is a failure of
+    something around it, as for a client of a judge: raising twice is then ``reward_unavailable``, never a number.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -48,12 +49,54 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, failure)
 
-    threading.Thread(target=work, daemon=True, name="rayloop-call").start()
+    thread = _start(work)
     done, _ = await asyncio.wait({future}, timeout=timeout)
     if not done:
         future.cancel()
-        raise DeadlineExceeded(f"no answer within {timeout:g} seconds")
+        raise _given_up(thread, timeout)
     return future.result()
+
+
+def call_within(timeout: float, function: Callable[..., Result], *args: object, **options: object) -> Result:
+    """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds.
+
+    Raises as ``in_thread`` does.
+    """
+    answer: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function(*args, **options))
+        except Exception as error:
+            answer.set_exception(error)
+        except BaseException as error:
+            answer.set_exception(_runtime_error(error))
+
+    thread = _start(work)
+    if not wait({answer}, timeout).done:
+        raise _given_up(thread, timeout)
+    return answer.result()
+
+
+_abandoned: set[threading.Thread] = set()
+
+
+def hanging() -> int:
+    """Threads of this process that were given up at their deadline and still run. Python cannot end a thread: only the
+    process's end does."""
+    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
+    return len(_abandoned)
+
+
+def _start(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True, name="rayloop-call")
+    thread.start()
+    return thread
+
+
+def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:
+    _abandoned.add(thread)
+    return DeadlineExceeded(f"no answer within {timeout:g} seconds")
 
 
 def _runtime_error(error: BaseException) -> RuntimeError:

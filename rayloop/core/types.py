@@ -274,23 +274,30 @@ class UnscoredKind(StrEnum):
     OVER_LONG_PROMPT = "over_long_prompt"
     BAD_DATA = "bad_data"
     TIMEOUT = "timeout"
+    GRADER_ERROR = "grader_error"
+    NOT_APPLICABLE = "not_applicable"
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong."""
+    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong.
+
+    ``trace``: the traceback of a grader that raised.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    trace: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """No reward exists, and why. Never replaced by a number."""
+    """No reward exists, and why. Never replaced by a number. ``trace`` as in ``Scored``."""
 
     kind: UnscoredKind
     reason: str = ""
+    trace: str = field(default="", compare=False, repr=False)
 
 
 Outcome = Scored | Unscored

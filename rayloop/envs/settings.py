@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayloop.core.config import Component, Settings
+from rayloop.core.config import Component, Role, Settings
+
+ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
 
 
 class EpisodeSettings(Settings):
     """How one episode is played, whatever its environment."""
 
-    environment: Component = Component(use="rayloop.envs.single_turn:SingleTurn")
+    environment: Annotated[Component, ENVIRONMENT] = Component(use="rayloop.envs.single_turn:SingleTurn")
     """``{use: module:Class, with: {...}}``: the environment every task is played in."""
     max_turns: int = Field(1, ge=1)
     """Sampled turns per episode; reaching it ends the episode as max_turns."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from actors.reward import RewardActor, as_outcome
 from actors.settings import RewardSettings
 from rayloop.core.config import Component
 from rayloop.core.config import Settings as _Settings
-from rayloop.core.failures import DataFailure, InfrastructureFailure
+from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerSpent
 from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import ScoreContext
+from rayloop.core.threads import hanging
 from rayloop.core.types import (
     EndReason,
     Outcome,
@@ -61,6 +63,12 @@ class Grader:
         return answer  # type: ignore[no-any-return]
 
 
+class Client(Grader):
+    """A source whose exceptions are those of what it asks."""
+
+    infrastructure = True
+
+
 class AsyncGrader(Grader):
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:  # type: ignore[override]
         await asyncio.sleep(Grader.seconds)
@@ -72,10 +80,10 @@ def grader(request: pytest.FixtureRequest) -> str:
     return f"{__name__}:{request.param}"
 
 
-def trajectory(folder: Path) -> Trajectory:
+def trajectory(folder: Path, end: EndReason = EndReason.DONE) -> Trajectory:
     ids = tuple(load_tokenizer(folder).encode("The answer is 3<|im_end|>").ids)
     turns = (Turn("prompt", (20, 21)), Turn("assistant", ids, logprobs=(-1.0,) * len(ids)))
-    return Trajectory(TrajectoryId(0, 0), 0, "t1", 0, turns, Sampling(), EndReason.DONE)
+    return Trajectory(TrajectoryId(0, 0), 0, "t1", 0, turns, Sampling(), end)
 
 
 def score(folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **settings: Any) -> Outcome:
@@ -94,8 +102,10 @@ def test_a_source_sees_the_step_and_the_decoded_turns(text_folder: Path, grader:
 
 
 @pytest.mark.parametrize(
-    ("returned", "value"), [(1, 1.0), (0.25, 0.25), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (Fraction(1, 4), 0.25)]
-)
+    ("returned", "value"),
+    [(1, 1.0), (0.25, 0.25), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (Fraction(1, 4), 0.25), (True, 1.0), (False, 0.0),
+     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (Decimal("0.5"), 0.5), (Scored(True), 1.0)],
+)  # fmt: skip
 def test_a_number_is_a_reward(returned: Any, value: float) -> None:
     outcome = as_outcome(returned)
     assert outcome == Scored(value)
@@ -105,14 +115,14 @@ def test_a_number_is_a_reward(returned: Any, value: float) -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [math.nan, math.inf, -math.inf, None, "1.0", True, np.bool_(True), [1.0], {"score": 1}, 1j, 10**400,
-     Scored(math.nan), Scored(None), Scored("1"), Scored(True)],
+    [math.nan, math.inf, -math.inf, None, "1.0", b"1", [1.0], {"score": 1}, 1j, 10**400, np.array([1.0]), np.array(math.nan),
+     Scored(math.nan), Scored(None), Scored("1")],
 )  # fmt: skip
 def test_anything_else_is_no_reward(returned: Any) -> None:
     outcome = as_outcome(returned)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.INVALID_REWARD
-    assert repr(returned) in outcome.reason
+    assert repr(returned)[:200] in outcome.reason
 
 
 def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
@@ -125,9 +135,42 @@ def test_unscored_passes_through(text_folder: Path, grader: str) -> None:
     assert score(text_folder, grader, [unscored]) == unscored
 
 
-def test_a_crash_that_repeats_is_the_failing_value(text_folder: Path, grader: str) -> None:
+def test_a_crash_that_repeats_is_no_reward(text_folder: Path, grader: str) -> None:
+    outcome = score(text_folder, grader, [KeyError("answer"), KeyError("answer")])
+    assert outcome == Unscored(UnscoredKind.GRADER_ERROR, f"{grader}: KeyError: 'answer'")
+    assert "in score" in outcome.trace
+    assert outcome.trace.endswith("KeyError: 'answer'")
+
+
+def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
     crashes = [ZeroDivisionError("x"), ZeroDivisionError("x")]
-    assert score(text_folder, grader, crashes, failing_value=-1.0) == Scored(-1.0, {}, ("grader_error",))
+    outcome = score(text_folder, grader, crashes, failing_value=-1.0, on_error="fail")
+    assert outcome == Scored(-1.0, {}, ("grader_error",))
+    assert outcome.trace.endswith("ZeroDivisionError: x")
+
+
+@pytest.mark.parametrize("on_error", ["exclude", "fail"])
+def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, on_error: str) -> None:
+    crashes = [RecursionError("deep"), RecursionError("deep")]
+    outcome = score(text_folder, f"{__name__}:Client", crashes, on_error=on_error)
+    assert outcome == Unscored(UnscoredKind.REWARD_UNAVAILABLE, f"{__name__}:Client: RecursionError: deep")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)], ids=repr)
+def test_a_source_that_cancels_or_exits_does_not_end_the_actor(text_folder: Path, grader: str, error: BaseException) -> None:
+    outcome = score(text_folder, grader, [error, error])
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.REWARD_UNAVAILABLE)
+    assert score(text_folder, grader, [error, 0.5]) == Scored(0.5)
+
+
+def test_a_tool_that_the_action_hung_is_the_failing_value_without_asking(text_folder: Path) -> None:
+    Grader.answers, Grader.asked, Grader.seconds = [], [], 0.0
+    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), failing_value=-0.5)
+    actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
+    hung = trajectory(text_folder, EndReason.TOOL_DEADLINE)
+    assert asyncio.run(actor.score(hung, TASK, 0)) == Scored(-0.5, {}, ("tool_deadline",))
+    assert Grader.asked == []
 
 
 def test_a_crash_that_does_not_repeat_is_forgotten(text_folder: Path, grader: str) -> None:
@@ -163,6 +206,31 @@ def test_a_grader_that_takes_too_long_leaves_it_unscored(text_folder: Path, grad
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.TIMEOUT
     assert time.monotonic() - began < 0.9
+
+
+def test_a_hang_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
+    outcome = score(text_folder, grader, [1.0, 1.0], seconds=0.5, timeout=0.1, on_error="fail")
+    assert outcome == Scored(0.0, {}, ("grader_timeout",))
+    assert len(Grader.asked) == 2 or grader.endswith("AsyncGrader")
+
+
+def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
+    outcome = score(text_folder, f"{__name__}:Client", [1.0, 1.0], seconds=0.5, timeout=0.1, on_error="fail")
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.TIMEOUT
+
+
+def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(text_folder: Path) -> None:
+    while hanging():  # of the tests before
+        time.sleep(0.05)
+    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 3, [], 1.0
+    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), timeout=0.1, hung_threads=2)
+    actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
+    for _ in range(2):
+        assert isinstance(asyncio.run(actor.score(trajectory(text_folder), TASK, 0)), Unscored)
+    with pytest.raises(WorkerSpent, match="2 calls of the grader hang"):
+        asyncio.run(actor.score(trajectory(text_folder), TASK, 0))
+    Grader.seconds = 0.0
 
 
 def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
