@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from actors.settings import RewardSettings
 from cluster.loggers import LoggersSettings
-from rayloop.core.config import Component, Settings
+from rayloop.core.config import Component, Role, Settings
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
     CollectiveTransport,
@@ -23,6 +23,7 @@ from rayloop.engines.settings import (
     VllmEngineSettings,
 )
 from rayloop.envs.settings import EpisodeSettings
+from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.settings import (
     AdvantageSettings,
     FilteringSettings,
@@ -38,7 +39,7 @@ class DataSettings(Settings):
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: str | None = None
     """Held-out rows for ``evaluation``."""
-    reader: Component = Component(use="rayloop.core.dataset:ChatRows")
+    reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.core.dataset:ChatRows")
     """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
     shuffle: bool = True
     strict: bool = False
@@ -222,6 +223,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
+    alarms: AlarmSettings = AlarmSettings()
     recovery: RecoverySettings = RecoverySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
@@ -240,6 +242,12 @@ class RunConfig(Settings):
         """Mean |log-prob difference| that counts as parity."""
         bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
         return self.publish.tolerance or (0.05 if bf16 else 1e-3)
+
+    @property
+    def drift(self) -> float:
+        """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
 
 
 def _problems(c: RunConfig) -> Any:

@@ -263,6 +263,7 @@ class Driver(Actor):
     async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""
         self.ledger.check()
+        self.production.alarms.step(report)
         trained = {group.issue: group for group in groups}
         sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts])

@@ -28,13 +28,14 @@ from rayloop.core.types import (
     Scored,
     State,
     Task,
+    Unscored,
     UnscoredKind,
     Version,
 )
+from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Verdict, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, expired, open_slots
-from rayloop.grpo.unscored import UnscoredWatch
 
 Finish = Callable[[Group], Awaitable[Group]]
 
@@ -55,7 +56,7 @@ class Production:
         self.next_number = 0
         self.quarantined: set[str] = set()
         self.environment_failures: Counter[str] = Counter()
-        self.unscored = UnscoredWatch(config.reward.alarm)
+        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event)
         settings = config.algorithm
         self.acceptance = AcceptanceRate(4 * settings.target, 1 / settings.filtering.max_generation_batches)
         self.finished: list[Group] = []
@@ -169,8 +170,7 @@ class Production:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
-        for alarm in self.unscored.observe(group.members):
-            self.reporter.event("unscored_alarm", why=alarm)
+        self.alarms.groups(group.members)
         if any(
             not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
             for m in group.members
@@ -258,7 +258,8 @@ class Production:
         fates = Counter(
             f"{m.fate.state}[{m.fate.reason}]" for group in self.finished for m in group.members if m.fate is not None
         )
-        return generation_verdict(self.survivors, c.target, used, c.filtering, fates)
+        unscored = [m.outcome for g in self.finished for m in g.members if isinstance(m.outcome, Unscored)]
+        return generation_verdict(self.survivors, c.target, used, c.filtering, fates, unscored)
 
     def _expire(self, version: Version, inherited: dict[int, int]) -> None:
         """Members too old for ``version`` become stale."""

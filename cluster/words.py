@@ -95,6 +95,13 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     ),
     "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
     "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
+    "alarm": lambda record: f"ALARM: {record['why']}",
+    "unscored": lambda record: (
+        f"trajectory {record['trajectory']} of task {record['task']} has no reward, the first as {record['outcome']}: {record['why']}"
+    ),
+    "grader_error": lambda record: (
+        f"the grader raised on trajectory {record['trajectory']} of task {record['task']}; further tracebacks are in logs/"
+    ),
     "no_truth": lambda record: f"warning: {record['why']}",
     "finished": lambda record: "finished",
 }

@@ -71,6 +71,7 @@ METRICS = tuple(
         ("actor/old_behaviour_mean", "nats", "Mean |log-prob| difference of trainer and sampling engine."),
         ("actor/old_behaviour_max", "nats", "Largest such difference."),
         ("actor/old_behaviour_k3", "nats/token", "k3 estimate of KL between sampling engine and trainer."),
+        ("actor/old_behaviour_mean/lag_<lag>", "nats", "The mean difference by version lag (3: or more); alarms look at lag_0."),
         ("actor/old_behaviour_k3/lag_<lag>", "nats/token", "The same by version lag (3: or more)."),
         # Generation
         ("rollout/groups", "groups", "Groups finished for the step."),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.types import Fate, Group, Member, State
+from rayloop.core.types import Fate, Group, Member, State, Unscored
+from rayloop.grpo.alarms import reasons
 from rayloop.grpo.settings import (
     EqualRewards,
     Filter,
@@ -122,13 +123,14 @@ class Verdict(StrEnum):
 
 
 def generation_verdict(
-    survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int]
-) -> Verdict:
+    survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int],
+    unscored: Sequence[Unscored] = (),
+) -> Verdict:  # fmt: skip
     """Decide once ``batches_used`` generation batches have ended with ``survivors`` trajectories to train.
 
     A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at
     least ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the fates of
-    this step's trajectories).
+    this step's trajectories) and the most frequent reasons of those that are ``unscored``.
     """
     if survivors >= target:
         return Verdict.TRAIN
@@ -137,8 +139,11 @@ def generation_verdict(
     if survivors > 0 and survivors >= settings.min_fraction * target:
         return Verdict.TRAIN
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
+    advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
+    if 2 * len(unscored) > sum(counts.values()):
+        advice = "Most have no reward, which is not the policy's doing: repair that first"
+    why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
     raise GenerationBudgetSpent(
         f"{survivors} of {target} trajectories survived {batches_used} generation batches, fewer than min_fraction "
-        f"{settings.min_fraction} asks for. Where they went: {where}. Raise max_generation_batches, loosen filters, or "
-        "choose tasks that the policy sometimes solves"
+        f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}"
     )

@@ -27,6 +27,7 @@ SUMS = (
     "entropy",
     *(f"lag_tokens_{i}" for i in range(LAG_BUCKETS)),
     *(f"lag_k3_{i}" for i in range(LAG_BUCKETS)),
+    *(f"lag_drift_{i}" for i in range(LAG_BUCKETS)),
 )
 MAXIMA = ("ratio", "drift")
 
@@ -68,10 +69,11 @@ class LossMetrics:
         for values in (kl, entropy):
             sums += [none, none] if values is None else [tokens, _sum(values)]
         if lag is None:
-            sums += [none] * (2 * LAG_BUCKETS)
+            sums += [none] * (3 * LAG_BUCKETS)
         else:
             buckets = [lag.clamp(0, LAG_BUCKETS - 1) == i for i in range(LAG_BUCKETS)]
             sums += [_sum(bucket) for bucket in buckets] + [_sum(drift_k3 * bucket) for bucket in buckets]
+            sums += [_sum(drift.abs() * bucket) for bucket in buckets]
         return cls(torch.stack(sums), torch.stack([_max(ratio), _max(drift.abs())]))
 
     def merge(self, other: LossMetrics) -> LossMetrics:
@@ -83,8 +85,8 @@ class LossMetrics:
 
         ``ratio_max``; ``clip_low``, ``clip_high``, ``clip_dual``, ``capped``: fractions of tokens;
         ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - behaviour), uncapped;
-        ``old_behaviour_mean``, ``old_behaviour_max``: of |old - behaviour| in nats; ``old_behaviour_k3`` and, by
-        version lag, ``old_behaviour_k3/lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
+        ``old_behaviour_mean``, ``old_behaviour_max``: of |old - behaviour| in nats; ``old_behaviour_k3``; mean
+        and k3 also by version lag, ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
         """
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
@@ -102,6 +104,7 @@ class LossMetrics:
         for i in range(LAG_BUCKETS):
             if tokens := sums[f"lag_tokens_{i}"]:
                 values[f"old_behaviour_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
+                values[f"old_behaviour_mean/lag_{i}"] = sums[f"lag_drift_{i}"] / tokens
         for name in ("kl", "entropy"):
             if tokens := sums[f"{name}_tokens"]:
                 values[name] = sums[name] / tokens

@@ -22,6 +22,7 @@ from rayloop.core.failures import (
     ConfigError,
     DataFailure,
     GenerationBudgetSpent,
+    GraderBroken,
     Preempted,
 )
 from rayloop.core.ledger import Ledger
@@ -50,7 +51,7 @@ class Reporter:
         self.bad: list[DataFailure] = []
         self.events: list[tuple[str, str]] = []
 
-    def event(self, kind: str, *, why: str) -> None:
+    def event(self, kind: str, *, why: str, **fields: Any) -> None:
         self.events.append((kind, why))
 
     def bad_row(self, failure: DataFailure) -> None:
@@ -521,9 +522,35 @@ def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None
             await loop.step()
 
     loop.run(test)
-    (event,) = loop.reporter.events
-    assert event[0] == "unscored_alarm"
-    assert "no reward (reward_unavailable" in event[1]
+    first, *alarms = loop.reporter.events
+    assert first == ("unscored", "no judge")
+    assert [kind for kind, _ in alarms] == ["alarm", "alarm"]
+    assert "no reward (reward_unavailable 8: no judge)" in alarms[0][1]
+    assert "excluded from training" in alarms[1][1]
+
+
+async def crashes(loop: Loop, request: PlayRequest) -> Unscored:
+    return Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback ...\nKeyError: 'x'")
+
+
+def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, crashes)
+    with pytest.raises(GraderBroken, match=r"(?s)tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"):
+        loop.run(loop.step)
+
+
+def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+        if request.id.sample == 0:
+            return Scored(0.5)
+        return Unscored(UnscoredKind.INVALID_REWARD, "the reward source returned None, not a finite number")
+
+    loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 1})
+    with pytest.raises(GenerationBudgetSpent) as spent:
+        loop.run(loop.step)
+    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(spent.value)
+    assert "repair that first" in str(spent.value)
+    assert "loosen filters" not in str(spent.value)
 
 
 def test_a_task_whose_environment_keeps_failing_is_quarantined(tmp_path: Path) -> None:

@@ -67,13 +67,13 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
         row("long", fine, "Click on the button. " * 400),
         row("hangs", fine),
         row("raises", fine),
-        *(row(name, fine) for name in ("nan", "inf", "none", "string", "half")),
+        *(row(name, fine) for name in ("nan", "inf", "none", "string", "half", "crash")),
     ]
     config = grounding(tmp_path, grounding_model, lines, steps=9, environment__task_failures=1)
     episode = config["environment"]["episode"]
     episode |= {"max_prompt_tokens": 300, "reset_timeout": 1.5}
     episode["environment"]["with"] = {"reset": {"hangs": "hang"}, "step": {"raises": "raise"}}
-    config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")}
+    config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")} | {"crash": "raise"}
     made = finished(config)
 
     assert [record["step"] for record in made.metrics] == list(range(1, 10))
@@ -96,6 +96,12 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert counts["excluded[bad_data]"] == 3 * 4
     assert counts["excluded[over_long_prompt]"] == 4
     assert counts["excluded[invalid_reward]"] == 4 * 4
+    assert counts["excluded[grader_error]"] == 4
+    [crashed] = made.named("grader_error")
+    assert crashed["why"] == "KeyError: 'no column for crash'"
+    assert "in score" in crashed["traceback"]
+    assert made.text.count("Traceback (most recent call last)") == 1, made.text
+    assert {e["outcome"] for e in made.named("unscored")} >= {"invalid_reward", "grader_error", "bad_data"}
     assert counts["filtered[all_equal]"] == 4
     assert counts["excluded[environment_failure]"] == 2 * 4
     assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"
@@ -108,9 +114,18 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
 def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_model: Path) -> None:
     missing = str(tmp_path / "missing.png")
     made = finished(grounding(tmp_path, grounding_model, [row("missing", missing)], data__strict=True), code=1)
-    assert f"DataFailure: {missing}: cannot be read" in made.text
+    assert f"{missing}: cannot be read" in made.text
     [failed] = made.named("failed")
     assert failed["error"] == "DataFailure"
+    assert made.metrics == []
+
+
+def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path, digits_model: Path) -> None:
+    made = finished(settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "raise"}}), code=1)
+    assert "GraderBroken: the reward tests.support.rewards:TokenReward raised on each of the 4 trajectories" in made.text
+    assert "KeyError: 'no column for train-" in made.text
+    [failed] = made.named("failed")
+    assert failed["error"] == "GraderBroken"
     assert made.metrics == []
 
 

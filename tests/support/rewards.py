@@ -10,7 +10,7 @@ from rayloop.core.config import Settings as _Settings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 
-Fault = Literal["nan", "inf", "none", "string", "half"]
+Fault = Literal["nan", "inf", "none", "string", "half", "raise"]
 VALUES: dict[str, Any] = {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "0.7", "half": 0.5}
 
 
@@ -35,6 +35,8 @@ class TokenReward:
             (Path(self._settings.marks) / f"score-{time.time_ns()}").touch()
         time.sleep(self._settings.seconds)
         fault = self._settings.faults.get(task.id, self._settings.faults.get("*"))
+        if fault == "raise":
+            raise KeyError(f"no column for {task.id}")
         if fault is not None:
             return VALUES[fault]
         if self._settings.fade is not None and context.step >= self._settings.fade:

@@ -106,5 +106,5 @@ def test_what_the_loss_reports_is_in_the_table() -> None:
         entropy=ones,
         lag=torch.arange(5),
     ).finalize()
-    assert len(metrics) == 15
+    assert len(metrics) == 19
     assert validate(f"actor/{name}" for name in metrics) == ()

@@ -1,0 +1,228 @@
+"""Alarms about what slowly goes wrong: trajectories without a reward, excluded, flagged, and log-probs that drift apart.
+
+Leaving out what a grader failed on is harmless only while the failures are few and do not depend on what is scored. A flag is
+a statement about the policy only while it is rare. Log-probs of fresh samples agree between engine and trainer (the same
+weights) unless a publication was lost or one of the two went wrong (docs/algorithm.md, section 10).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from rayloop.core.config import Settings
+from rayloop.core.failures import AlarmStopped, GraderBroken
+from rayloop.core.types import Member, Scored, State, Unscored, UnscoredKind
+
+DRIFT = "actor/old_behaviour_mean/lag_0"
+"""Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
+
+
+class Limit(Settings):
+    """An alarm: where it warns, and where it ends the run. null: never."""
+
+    warn: float | None = Field(None, ge=0)
+    """Above this an event and a line on the terminal, once until it is well again. Raise it when you know the reason."""
+    stop: float | None = Field(None, ge=0)
+    """Above this the run ends with exit code 1. Set it for runs that nobody watches."""
+
+    @model_validator(mode="after")
+    def _order(self) -> Limit:
+        if self.warn is not None and self.stop is not None and self.stop < self.warn:
+            raise ValueError(f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why")
+        return self
+
+
+_GRADERS = ("grader_error", "grader_timeout", "judge_invalid", "judge_changed", "invalid_component")
+FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
+
+
+class AlarmSettings(Settings):
+    """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last ``window``
+    trajectories, each as 0 to 1."""
+
+    window: int = Field(512, ge=2)
+    """Trajectories that are looked back upon. Raise it for very large steps."""
+    least: int = Field(8, ge=2)
+    """No alarm about a share before this many trajectories are concerned."""
+    unscored: Limit = Limit(warn=0.05)
+    """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost."""
+    excluded: Limit = Limit(warn=0.25)
+    """Trajectories left out of training for any such reason, or because too few of their group had a reward."""
+    flags: dict[str, Limit] = FLAGS
+    """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named. What is not given here keeps its
+    default: 0.05 for ``grader_error``, ``grader_timeout``, ``judge_invalid``, ``judge_changed``, ``invalid_component``; 0.9 for
+    the others, which tell about the policy."""
+    correlation: float = Field(0.3, ge=0, le=1)
+    """Warn when having no reward is correlated this much with the length or with being of one data source. 1: never."""
+    logprobs: Limit = Limit()
+    """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
+    ``logprob_steps``. Without ``warn``: 1e-3 in float32, 0.1 in bfloat16, or ``publish.tolerance`` if that is higher."""
+    logprob_steps: int = Field(3, ge=1)
+    """Steps over which the difference is averaged; there is no alarm before so many."""
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _defaults_stay(cls, value: Any) -> Any:
+        return {**FLAGS, **value} if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    source: str
+    length: int
+    unscored: Unscored | None
+    excluded: bool
+    flags: tuple[str, ...]
+
+
+class Alarms:
+    """``groups`` is told of every finished group's members, ``step`` of every step's metrics.
+
+    ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
+    first traceback, and an ``unscored`` for the first trajectory of each kind. Both methods raise AlarmStopped, ``groups`` also
+    GraderBroken when the reward raised on every trajectory of the first group that reached it.
+    """
+
+    def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:
+        """``drift``: where the log-prob alarm warns. ``reward``: the dotted name of the reward, for messages."""
+        self.settings, self._reward, self._tell = settings, reward, tell
+        given = settings.logprobs
+        warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
+        self._drift_limit = Limit(warn=warn, stop=given.stop)
+        self._seen: deque[_Seen] = deque(maxlen=settings.window)
+        self._drift: deque[float] = deque(maxlen=settings.logprob_steps)
+        self._active: set[str] = set()
+        self._kinds: set[UnscoredKind] = set()
+        self._trace = ""
+        self._reached_grader = False
+
+    def groups(self, members: Iterable[Member]) -> None:
+        fresh = [member for member in members if not member.replayed]
+        for member in fresh:
+            self._first_of_its_kind(member)
+            unscored = member.outcome if isinstance(member.outcome, Unscored) else None
+            excluded = member.fate is not None and member.fate.state is State.EXCLUDED
+            flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
+            self._seen.append(_Seen(member.summary.source, member.summary.length, unscored, excluded, tuple(set(flags))))
+        self._first_group(fresh)
+        self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Steps without samples of lag 0 say nothing about drift."""
+        if DRIFT not in metrics:
+            return
+        self._drift.append(metrics[DRIFT])
+        if len(self._drift) < self.settings.logprob_steps:
+            return
+        value = mean(self._drift)
+        text = (
+            f"trainer and engine differ by {value:.2e} nats per token of the same weights, mean of {len(self._drift)} steps: a "
+            "publication did not arrive, or dtype, attention or sampling of the two differ"
+        )
+        self._raise_or_tell("logprobs", {"logprobs": (value, self._drift_limit, text)})
+
+    def _first_of_its_kind(self, member: Member) -> None:
+        outcome, where = member.outcome, {"trajectory": str(member.summary.id), "task": member.summary.task_id}
+        if outcome.trace and not self._trace:
+            self._trace = outcome.trace
+            self._tell("grader_error", **where, why=_last_line(outcome.trace), traceback=outcome.trace)
+        if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
+            self._kinds.add(outcome.kind)
+            self._tell("unscored", **where, outcome=str(outcome.kind), why=outcome.reason)
+
+    def _first_group(self, members: Sequence[Member]) -> None:
+        reached = [member for member in members if member.summary.length]
+        if self._reached_grader or not reached:
+            return
+        self._reached_grader = True
+        if all(_grader_raised(member) for member in reached):
+            raise GraderBroken(
+                f"the reward {self._reward} raised on each of the {len(reached)} trajectories of the first group. Repair it, and "
+                "look at it with `python -m cluster try CONFIG`: a dataset column that is missing, or an answer of a form that it "
+                f"does not expect, are the usual reasons.\n{self._trace}"
+            )
+
+    def _shares(self) -> dict[str, Alarm]:
+        total, found = len(self._seen), dict[str, Alarm]()
+        lost = [seen.unscored for seen in self._seen if seen.unscored is not None]
+        if lost:
+            text = f"{len(lost)} of the last {total} trajectories have no reward ({', '.join(reasons(lost))})"
+            found["unscored"] = (self._share(len(lost), total), self.settings.unscored, text)
+        if excluded := sum(seen.excluded for seen in self._seen):
+            text = f"{excluded} of the last {total} trajectories were excluded from training"
+            found["excluded"] = (self._share(excluded, total), self.settings.excluded, text)
+        scored = total - len(lost)
+        for name, count in Counter(flag for seen in self._seen for flag in seen.flags).items():
+            limit = self.settings.flags.get(name) or self.settings.flags["*"]
+            text = f"{count} of the last {scored} scored trajectories carry the flag {name}"
+            found[f"flags.{name}"] = (self._share(count, scored), limit, text)
+        return found
+
+    def _share(self, count: int, total: int) -> float:
+        return count / total if count >= self.settings.least else 0.0
+
+    def _correlations(self) -> dict[str, Alarm]:
+        """Among the trajectories that were played: those without a length have nothing that could explain them."""
+        played = [seen for seen in self._seen if seen.length]
+        unscored = [float(seen.unscored is not None) for seen in played]
+        if sum(unscored) < self.settings.least:
+            return {}
+        limit, found = Limit(warn=self.settings.correlation), dict[str, Alarm]()
+        r = correlation(unscored, [float(seen.length) for seen in played])
+        text = f"{'longer' if r > 0 else 'shorter'} trajectories have no reward more often (r = {r:.2f})"
+        found["length"] = (min(abs(r), 1.0), limit, text)
+        for source in dict.fromkeys(seen.source for seen in played):
+            r = correlation(unscored, [float(seen.source == source) for seen in played])
+            text = f"trajectories of {source or 'no source'} have no reward more often (r = {r:.2f})"
+            found[f"source {source}"] = (min(r, 1.0), limit, text)
+        return found
+
+    def _raise_or_tell(self, kind: str, found: Mapping[str, Alarm]) -> None:
+        now = {f"{kind} {name}" for name, (value, limit, _) in found.items() if _above(value, limit.warn)}
+        for name, (value, limit, text) in found.items():
+            if _above(value, limit.stop):
+                raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
+            if f"{kind} {name}" in now - self._active:
+                self._tell("alarm", alarm=name, why=text)
+        self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
+
+
+Alarm = tuple[float, Limit, str]
+"""The value that is watched, its limits, and what it means in words."""
+
+
+def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
+    """The most frequent kinds, each with one of its reasons: ``invalid_reward 8: the reward source returned None, ...``."""
+    outcomes = list(lost)
+    example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    return [f"{kind} {n}" + (f": {example[kind]}" if kind in example else "") for kind, n in kinds.most_common(most)]
+
+
+def _above(value: float, limit: float | None) -> bool:
+    return limit is not None and value > limit
+
+
+def _grader_raised(member: Member) -> bool:
+    if isinstance(member.outcome, Scored):
+        return "grader_error" in member.outcome.flags
+    return member.outcome.kind is UnscoredKind.GRADER_ERROR
+
+
+def _last_line(trace: str) -> str:
+    return trace.rstrip().splitlines()[-1]
+
+
+def correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Pearson's coefficient, 0 when one of the two does not vary."""
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    product = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
+    spread = sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b)
+    return product / math.sqrt(spread) if spread > 0 else 0.0

@@ -1,0 +1,213 @@
+"""Alarms: shares without reward, excluded and flagged, what explains them, drift of log-probs, and a broken grader."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rayloop.core.failures import AlarmStopped, GraderBroken
+from rayloop.core.types import (
+    EndReason,
+    Fate,
+    Member,
+    Outcome,
+    Scored,
+    State,
+    Summary,
+    TrajectoryId,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
+from rayloop.grpo.alarms import DRIFT, FLAGS, Alarms, AlarmSettings, Limit, correlation, reasons
+
+LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
+CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")
+
+
+def member(outcome: Outcome = Scored(1.0), source: str = "chart", length: int = 100, **changes: Any) -> Member:
+    summary = Summary(
+        TrajectoryId(1, 0), 0, "t", source, EndReason.DONE, length, 10, 1, 0, 0, True, Version(0, 0), Version(0, 0)
+    )
+    return replace(Member(summary, outcome), **changes)
+
+
+class Watched:
+    """Alarms, and what they told."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._tell)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self.told.append({"event": event, **fields})
+
+    def observe(self, members: list[Member]) -> list[str]:
+        """The alarms that these members raise, in words."""
+        self.told.clear()
+        self.alarms.groups(members)
+        return [event["why"] for event in self.told if event["event"] == "alarm"]
+
+    def drift(self, *values: float) -> list[str]:
+        self.told.clear()
+        for value in values:
+            self.alarms.step({DRIFT: value})
+        return [event["why"] for event in self.told]
+
+
+def test_a_few_without_reward_are_no_alarm() -> None:
+    assert Watched().observe([member()] * 200 + [member(LOST)] * 7) == []
+
+
+def test_the_share_alarms_once_and_again_after_it_was_well() -> None:
+    watch = Watched(window=100)
+    (alarm,) = watch.observe([member()] * 80 + [member(LOST)] * 20)
+    assert alarm == "20 of the last 100 trajectories have no reward (reward_unavailable 20)"
+    assert watch.told[-1]["alarm"] == "unscored"
+    assert watch.observe([member(LOST)]) == []
+    assert watch.observe([member()] * 100) == []
+    assert len(watch.observe([member(LOST)] * 20)) == 1
+
+
+def test_the_reason_is_told_with_the_first_of_a_kind_and_with_the_alarm() -> None:
+    watch, why = Watched(), "the reward source returned None, not a finite number"
+    (alarm,) = watch.observe([member(Unscored(UnscoredKind.INVALID_REWARD, why))] * 20)
+    assert alarm == f"20 of the last 20 trajectories have no reward (invalid_reward 20: {why})"
+    first = {"event": "unscored", "trajectory": "1/0", "task": "t", "outcome": "invalid_reward", "why": why}
+    assert [event for event in watch.told if event["event"] == "unscored"] == [first]
+
+
+def test_episodes_that_failed_before_they_were_scored_count() -> None:
+    """A quarter of all episodes times out: a bias towards short ones that nobody would see."""
+    failed = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "no end within 3600 s"), length=0)
+    (alarm,) = Watched().observe([member(), member(), member(), failed] * 25)
+    assert "25 of the last 100 trajectories have no reward (environment_failure 25: no end within 3600 s)" in alarm
+
+
+def test_replayed_members_are_not_counted_again() -> None:
+    assert Watched().observe([member(LOST, replayed=True)] * 50) == []
+
+
+@pytest.mark.parametrize("flag", ["grader_error", "judge_invalid"])
+def test_flags_of_failing_graders_alarm_early(flag: str) -> None:
+    watch = Watched()
+    assert watch.observe([member()] * 192 + [member(Scored(0.0, {}, (flag,)))] * 8) == []
+    (alarm,) = watch.observe([member(Scored(0.0, {}, (flag,)))] * 8)
+    assert alarm == f"16 of the last 208 scored trajectories carry the flag {flag}"
+    assert watch.told[-1]["alarm"] == f"flags.{flag}"
+
+
+def test_flags_about_the_policy_alarm_when_nearly_all_carry_them() -> None:
+    bad = member(Scored(0.0, {}, ("unparsable",)))
+    assert Watched().observe([bad] * 80 + [member()] * 20) == []
+    assert len(Watched().observe([bad] * 95 + [member()] * 5)) == 1
+
+
+def test_limits_of_one_flag_leave_those_of_the_others() -> None:
+    settings = AlarmSettings.model_validate({"flags": {"unparsable": {"stop": 0.5}}})
+    assert settings.flags == {**FLAGS, "unparsable": Limit(stop=0.5)}
+    assert Watched(flags={"unparsable": {"warn": None}}).observe([member(Scored(0.0, {}, ("unparsable",)))] * 50) == []
+
+
+def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
+    lonely = member(fate=Fate(State.EXCLUDED, "min_group"))
+    filtered = member(fate=Fate(State.FILTERED, "all_equal"))
+    (alarm,) = Watched().observe([lonely] * 30 + [filtered] * 30)
+    assert alarm == "30 of the last 60 trajectories were excluded from training"
+
+
+@pytest.mark.parametrize(
+    ("settings", "bad", "message"),
+    [
+        ({"unscored": {"stop": 0.3}}, member(LOST), r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3"),
+        ({"excluded": {"stop": 0.3}}, member(LOST, fate=Fate(State.EXCLUDED)), r"excluded from training; alarms\.excluded"),
+        ({"flags": {"odd": {"stop": 0.3}}}, member(Scored(1.0, {}, ("odd",))), r"flag odd; alarms\.flags\.odd\.stop"),
+    ],
+)
+def test_a_limit_that_stops_ends_the_run(settings: dict[str, Any], bad: Member, message: str) -> None:
+    watch = Watched(**settings)
+    watch.observe([member()] * 20)
+    with pytest.raises(AlarmStopped, match=message):
+        watch.observe([bad] * 20)
+
+
+def test_a_stop_below_the_warning_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"stop \(0.1\) is below warn \(0.5\)"):
+        Limit(warn=0.5, stop=0.1)
+
+
+def test_a_data_source_that_is_hit_is_named() -> None:
+    mixed = [member(LOST, "chart"), *[member(source="chart")], *[member(source="math")] * 6]
+    (alarm,) = Watched(unscored={"warn": 0.5}).observe(mixed * 10)
+    assert alarm.startswith("trajectories of chart have no reward more often (r = 0.6")
+
+
+@pytest.mark.parametrize(("length", "word"), [(900, "longer"), (10, "shorter")])
+def test_a_length_that_is_hit_is_named(length: int, word: str) -> None:
+    (alarm,) = Watched(unscored={"warn": 0.5}).observe([member(LOST, length=length), *[member()] * 5] * 10)
+    assert alarm.startswith(f"{word} trajectories have no reward more often (r = {'' if length > 100 else '-'}1.00)")
+
+
+def test_what_was_never_played_explains_nothing_by_its_length() -> None:
+    failed = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
+    assert Watched(unscored={"warn": 1}).observe([member()] * 10 + [failed] * 50) == []
+
+
+def test_correlation() -> None:
+    assert math.isclose(correlation([1, 2, 3], [2, 4, 6]), 1)
+    assert math.isclose(correlation([1, 2, 3], [3, 2, 1]), -1)
+    assert correlation([1, 1, 1], [1, 2, 3]) == 0
+
+
+def test_drift_is_told_after_some_steps_once_until_it_is_well() -> None:
+    watch = Watched()
+    assert watch.drift(0.5, 0.5) == [], "two steps prove nothing"
+    (alarm,) = watch.drift(0.5)
+    assert "differ by 5.00e-01 nats" in alarm
+    assert watch.drift(0.5) == []
+    assert watch.drift(1e-6, 1e-6, 1e-6, 1e-6) == []
+    assert len(watch.drift(0.5)) == 1
+
+
+def test_samples_of_older_weights_are_no_drift() -> None:
+    watch = Watched()
+    for _ in range(5):
+        watch.alarms.step({"actor/old_behaviour_mean": 0.5, "actor/old_behaviour_mean/lag_1": 0.5})
+    assert watch.told == []
+
+
+def test_drift_may_stop_the_run_below_the_usual_warning() -> None:
+    with pytest.raises(AlarmStopped, match=r"alarms\.logprobs\.stop is 0\.0001"):
+        Watched(logprobs={"stop": 1e-4}).drift(2e-4, 2e-4, 2e-4)
+
+
+def test_the_first_traceback_is_an_event_the_others_are_not() -> None:
+    watch = Watched()
+    watch.observe([member(CRASHED), member(CRASHED), member()])
+    (told,) = [event for event in watch.told if event["event"] == "grader_error"]
+    assert told["why"] == "KeyError: 'x'"
+    assert told["traceback"] == CRASHED.trace
+
+
+@pytest.mark.parametrize("outcome", [CRASHED, Scored(0.0, {}, ("grader_error",), CRASHED.trace)], ids=["exclude", "fail"])
+def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run(outcome: Outcome) -> None:
+    never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
+    watch = Watched()
+    watch.observe([never_played])
+    with pytest.raises(GraderBroken, match=r"(?s)my:Reward raised on each of the 3 trajectories.*try CONFIG.*KeyError: 'x'"):
+        watch.observe([member(outcome)] * 3 + [never_played])
+
+
+def test_a_later_group_on_which_the_grader_fails_does_not_end_the_run() -> None:
+    watch = Watched()
+    watch.observe([member(CRASHED), member()])
+    watch.observe([member(CRASHED)] * 4)
+
+
+def test_reasons_are_the_most_frequent_kinds_with_an_example() -> None:
+    lost = [LOST, CRASHED, replace(CRASHED, reason="KeyError: 'y'")]
+    assert reasons(lost) == ["grader_error 2: my:Reward: KeyError: 'x'", "reward_unavailable 1"]
