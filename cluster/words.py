@@ -97,7 +97,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
     "alarm": lambda record: f"ALARM: {record['why']}",
     "unscored": lambda record: (
-        f"trajectory {record['trajectory']} of task {record['task']} has no reward, the first as {record['outcome']}: {record['why']}"
+        f"trajectory {record['trajectory']} of task {record['task']}: no reward, the first {record['outcome']}: {record['why']}"
     ),
     "grader_error": lambda record: (
         f"the grader raised on trajectory {record['trajectory']} of task {record['task']}; further tracebacks are in logs/"
