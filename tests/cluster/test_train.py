@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cluster.cli import main
 from cluster.config import RunConfig
 from rayloop.core.config import load
 from tests.support.marks import Marks, marked, next_mark
-from tests.support.runs import ROOT, finished, ledger_closes, run, settings
+from tests.support.runs import finished, ledger_closes, run, settings
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,7 +39,10 @@ def with_evaluation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, digits_model: Path) -> None:
+def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_that_fails(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard has what metrics.jsonl has; when its folder cannot be opened, the run that continues does without."""
     marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path,
@@ -48,18 +51,15 @@ def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, dig
         checkpoint__every=8,
         reward__source__with={"seconds": 0.5},
         rollout__sampling={"max_tokens": 300, "min_tokens": 300},
+        loggers=[{"kind": "tensorboard"}],
     )
     config = with_evaluation(marked(config, marks), tmp_path)
     with run(config) as made:
         made.until_event("trained", step=1)
         assert not [name for name in LIGHT for process in made.actors(name) if maps_torch(process)]
         assert all(maps_torch(made.actor(name)) for name in HEAVY), "the check must be able to see torch"
-        refused = subprocess.run(
-            [sys.executable, "-m", "cluster", "train", str(tmp_path / "run-0.yaml")],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert refused.returncode == 2, refused.stderr
-        assert f"process {made.process.pid} on" in refused.stderr
+        assert main(["train", str(tmp_path / "run-0.yaml")]) == 2
+        assert f"process {made.process.pid} on" in capsys.readouterr().err
 
         next_mark(made, marks, "reset", 8)
         made.process.send_signal(signal.SIGTERM)
@@ -68,7 +68,13 @@ def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, dig
     assert f"stopped at step {done} of 8, saved" in made.text
     assert made.named("preempted")[0]["ledger"]["in_flight"] > 0, "the signal came while episodes were under way"
     assert [e["step"] for e in made.named("checkpoint")] == [done]
+    rewards = EventAccumulator(str(made.folder / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [event.step for event in rewards] == list(range(1, done + 1))
+    assert rewards[-1].value == pytest.approx(made.metrics[-1]["reward/mean"])
+    assert not made.named("logger_failed")
 
+    (made.folder / "tensorboard").rename(tmp_path / "first")
+    (made.folder / "tensorboard").write_text("no folder")
     resumed = finished(config)
     assert [record["step"] for record in resumed.metrics] == list(range(1, 9))
     begin = resumed.named("begin")[1]
@@ -81,6 +87,10 @@ def test_a_run_is_preempted_while_it_generates_and_continues(tmp_path: Path, dig
     for evaluated in resumed.named("evaluated"):
         assert (evaluated["val/scored"], evaluated["val/unscored"]) == (4, 0)
         assert evaluated["val/digits/reward/mean"] == evaluated["val/reward/mean"]
+
+    (failed,) = resumed.named("logger_failed")
+    assert (failed["logger"], failed["why"].partition(":")[0]) == ("tensorboard", "FileExistsError")
+    assert "logger_failed" in resumed.text
 
     again = main(["train", str(tmp_path / "run-0.yaml"), "checkpoint.resume=never"])
     assert again == 2, "never continues nothing"
