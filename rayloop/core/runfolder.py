@@ -49,7 +49,8 @@ class RunFolder:
         Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock:
+        try:
+            self.lock.acquire()
             if resume == "never" and self.used:
                 raise RunNameInUse(
                     f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "
@@ -57,10 +58,10 @@ class RunFolder:
                 )
             for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
                 folder.mkdir(exist_ok=True)
-            try:
-                yield self
-            finally:
-                self.close()
+            yield self
+        finally:  # a signal may have ended acquire itself
+            self.close()
+            self.lock.release()
 
     @property
     def used(self) -> bool:

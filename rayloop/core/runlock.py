@@ -14,7 +14,6 @@ import socket
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -57,7 +56,7 @@ class Holder:
 
 
 class RunLock:
-    """Held from ``acquire`` to ``release``, with a heartbeat in between. Also a context manager."""
+    """Held from ``acquire`` to ``release``, with a heartbeat in between."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,23 +85,14 @@ class RunLock:
         return former
 
     def release(self) -> None:
-        """Leave the lock empty, if this process holds it."""
+        """Leave the lock empty, if this process holds it; also when ``acquire`` was interrupted."""
         self._stopped.set()
-        if self._heart is not None:
+        if self._heart is not None and self._heart.is_alive():
             self._heart.join()
         with self.path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _read(file) == Holder.this_process():
                 _write(file, "")
-
-    def __enter__(self) -> RunLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT):

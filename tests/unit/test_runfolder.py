@@ -67,6 +67,17 @@ def test_the_lock_of_a_killed_process_is_recovered(tmp_path: Path, other_process
         assert json.loads(folder.lock.path.read_text())["pid"] == Holder.this_process().pid
 
 
+def test_a_stop_while_the_lock_is_taken_leaves_it_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise SystemExit(15)
+
+    folder = RunFolder(tmp_path, "run")
+    monkeypatch.setattr(runlock.threading, "Thread", stopped)
+    with pytest.raises(SystemExit), folder.acquired():
+        pass
+    assert folder.lock.path.read_text() == ""
+
+
 def test_a_released_lock_is_free(tmp_path: Path, other_process: subprocess.Popen) -> None:
     other_process.communicate()
     assert (tmp_path / "run" / "run.lock").read_text() == ""
