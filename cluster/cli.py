@@ -9,7 +9,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cluster import bench, doctor, judge_commands, node, slurm, submit
@@ -18,6 +19,16 @@ from cluster.environment import joined_cluster, private_cluster
 from cluster.preflight import preflight
 from rayloop.core.config import Component, check_components, dump, load
 from rayloop.core.failures import ConfigError, RayloopError
+
+EXAMPLES = """examples:
+  python -m cluster train recipes/arc_vision/quickstart.yaml steps=20     train; the same command continues a run that ended
+  python -m cluster try recipes/arc_vision/quickstart.yaml --row 7        one row, two answers and their rewards, in seconds
+  python -m cluster train mine.yaml policy.optimizer.lr=3e-4 --print-config
+  python -m cluster eval mine.yaml --checkpoint runs/mine --controls
+  python -m cluster report runs/mine
+  python -m cluster judge serve
+
+COMMAND --help tells more. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,34 +55,57 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     if wrong or (rest and "overrides" not in arguments):
         parser().error(f"unrecognized arguments: {' '.join(wrong or rest)}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def versions() -> str:
+    """Ours, and those of what runs are made of; ``?`` for what is not installed."""
+
+    def of(name: str) -> str:
+        with suppress(PackageNotFoundError):
+            return version(name)
+        return "?"
+
+    return "rayloop " + ", ".join([of("rayloop"), *(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "vllm"))])
+
+
+def add_run(parser: argparse.ArgumentParser, example: str) -> None:
+    """A run's configuration and the values to change in it."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of a run")
+    add_overrides(parser, f"values to change, for example {example}")
+
+
+def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    """``key=value``, any number of them; the default keeps argparse from calling them required."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m cluster", description="Train vision-language agents with GRPO on Ray."
+        prog="python -m cluster",
+        description="Train vision-language agents with GRPO on Ray.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a policy, or continue a run")
-    train.add_argument("config", type=Path, help="YAML file of the run")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=20 model.path=/models/qwen")
+    add_run(train, "steps=20 model.path=/models/qwen")
     add_cluster(train)
     train.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     train.set_defaults(command=_train)
     trial = commands.add_parser("try", help="one row as the model sees it, two answers, and what the reward says; in seconds")
-    trial.add_argument("config", type=Path, help="YAML file of a run")
-    trial.add_argument("overrides", nargs="*", metavar="key=value")
+    add_run(trial, "rollout.sampling.max_tokens=200")
     trial.add_argument("--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)")
     trial.set_defaults(command=_try)
     sft = commands.add_parser("sft", help="supervised steps on the answers of the training rows")
-    sft.add_argument("config", type=Path, help="YAML file of the stage (docs/sft.md)")
-    sft.add_argument("overrides", nargs="*", metavar="key=value", help="for example steps=200 output=runs/models/mine")
+    sft.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the stage (docs/sft.md)")
+    add_overrides(sft, "values to change, for example steps=200 output=runs/models/mine")
     add_cluster(sft)
     sft.set_defaults(command=_sft)
     evaluate = commands.add_parser("eval", help="measure a checkpoint on held-out rows, with controls")
-    evaluate.add_argument("config", type=Path, help="YAML file of a run")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value")
+    add_run(evaluate, "evaluation.limit=100")
     evaluate.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
     evaluate.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     evaluate.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
@@ -82,7 +116,9 @@ def parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
     export.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
     export.add_argument("out", type=Path, help="new folder")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 halves the folder and rounds the weights"
+    )
     export.set_defaults(command=_export)
     report = commands.add_parser("report", help="write a run's curves and trajectories as one HTML file")
     report.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
@@ -94,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     node.add_arguments(commands.add_parser("node", help="one Ray node of a cluster, which finds the others"))
     slurm.add_arguments(commands.add_parser("slurm", help="a cluster on Slurm, and its end"))
     judge_commands.add_arguments(commands.add_parser("judge", help="serve a judge, and ask one that is served"))
-    bench.add_arguments(commands.add_parser("bench", help="measure one GRPO step, alone or beside TRL's"))
+    bench.add_arguments(commands.add_parser("bench", help="what a step, publication or judge costs, beside rivals"))
     _add_data(commands.add_parser("data", help="make and check datasets"))
     return top
 
@@ -123,13 +159,17 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     datasets = prepare.add_subparsers(required=True, metavar="DATASET")
     miniwob = datasets.add_parser("miniwob", help="UI grounding on MiniWoB++ pages, rendered by a real Chromium")
     miniwob.add_argument("--out", type=Path, required=True, help="folder to write into")
-    miniwob.add_argument("--rows", nargs="*", default=[], metavar="SPLIT=N", help="other numbers of rows than shipped")
+    miniwob.add_argument(
+        "--rows", action="append", default=[], metavar="SPLIT=N", help="another number of rows than shipped; may be repeated"
+    )
     miniwob.add_argument("--browser", help="the Chromium to use (default: the system's)")
     miniwob.add_argument("--jobs", type=int, default=2, help="browsers at once")
     miniwob.set_defaults(command=_prepare_miniwob)
     validate = actions.add_parser("validate", help="name the rows that a run could not use")
-    validate.add_argument("file", type=Path, help="YAML file of a run (its data, read as the run would), or JSONL or parquet")
-    validate.add_argument("overrides", nargs="*", metavar="key=value", help="with a run")
+    validate.add_argument(
+        "file", type=Path, metavar="FILE", help="YAML file of a run (its data, read as the run would), JSONL or parquet"
+    )
+    add_overrides(validate, "with a run: values to change")
     validate.add_argument(
         "--reader", metavar="MODULE:CLASS", default="rayloop.core.dataset:ChatRows", help="with a data file (default: %(default)s)"
     )

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="serve a judge until a signal comes")
     serve.add_argument("config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU")
-    serve.add_argument("overrides", nargs="*", metavar="key=value", help="for example http_options.port=8001")
+    serve.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example http_options.port=8001")
     serve.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="for clients with url: auto")
     add_cluster(serve)
     serve.set_defaults(command=_serve)
@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(command=_check)
     calibrate = actions.add_parser("calibrate", help="judge labelled answers; exit code 1 below the gate")
     _add_target(calibrate)
-    calibrate.add_argument("--gate", nargs="*", default=[], metavar="key=value", help="for example min_kappa=0.7")
+    calibrate.add_argument(
+        "--gate", action="append", default=[], metavar="key=value", help="for example min_kappa=0.7; may be repeated"
+    )
     calibrate.add_argument("--drift", action="store_true", help="the subset that runs repeat, for a quick look")
     calibrate.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for each verdict")
     calibrate.set_defaults(command=_calibrate)

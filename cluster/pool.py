@@ -93,7 +93,7 @@ class Pool:
             if self._admit is not None:
                 await self._admit(worker.handle)
         except RayActorError as error:
-            raise WorkerStartFailed(f"a {self.role} actor did not start: {last_line(error)}") from error
+            raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
         except BaseException:
             ray.kill(worker.handle)
             raise

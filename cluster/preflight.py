@@ -11,6 +11,7 @@ from cluster.environment import in_job
 from cluster.loggers import installed
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_weights
+from rayloop.envs.rendering import Renderer
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -40,6 +41,8 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
         )
+    if Path(model).is_dir():
+        Renderer(config.model, config.environment.episode.max_image_pixels)  # raises for tokenizer and chat template
 
 
 def trainable(config: RunConfig) -> None:

@@ -129,15 +129,17 @@ class Publisher:
 
     async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:
         """Payloads of fresh episodes on the tasks, at the run's own sampling settings. Tasks with bad data are passed over."""
-        payloads = []
+        payloads, reason = [], ""
         for number, task in enumerate(tasks):
             seed = derive(self.config.seed, "probe", purpose, task.id)
             request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
             played = await player.episode(request)
             if not isinstance(played, PlayFailed):
                 payloads.append(played[1])
-            elif played.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
+                continue
+            reason = played.outcome.reason
+            if played.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
                 raise WorkerLost(f"the {purpose} probe on task {task.id} failed: {played.outcome.reason}")
         if not payloads:
-            raise DataFailure(self.config.data.train, f"none of the {len(tasks)} probe tasks could be played")
+            raise DataFailure(self.config.data.train, f"none of the {len(tasks)} probe tasks could be played: {reason}")
         return payloads

@@ -35,7 +35,7 @@ class SubmissionFailed(RayloopError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example output=/shared/runs steps=200")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200")
     parser.add_argument("--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard")
     parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
     parser.add_argument("--insecure", action="store_true", help="for a cluster that was started without a token")

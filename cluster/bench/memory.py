@@ -32,7 +32,7 @@ EVERY = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change")
     parser.add_argument("--steps", type=int, default=200)
     parser.set_defaults(command=_memory)
 

@@ -163,12 +163,14 @@ def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[Base
 
 
 def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> str:
+    """A key of that very name elsewhere is what was meant, first of all one below; else one here that resembles it."""
     valid = list(keys(holder))
-    if hint := nearest(key, valid):
-        return f"unknown key{hint} Keys here: {', '.join(valid)}"
-    elsewhere = [dotted((*path, key)) for path, model in walk(root) if key in keys(model)]
-    moved = f"; it is a key of {' and '.join(elsewhere[:3])}" if elsewhere else ""
-    return f"unknown key{moved}. Keys here: {', '.join(valid) or 'none'}"
+    places = [(dotted((*path, key)), model) for path, model in walk(root) if key in keys(model)]
+    below = {model for _, model in walk(holder)}
+    near = [place for place, model in places if model in below] or [place for place, _ in places]
+    moved = " and ".join(near[:3])
+    hint = f"; it is a key of {moved}" if moved else nearest(key, valid)
+    return f"unknown key{hint}{'' if hint.endswith('?') else '.'} Keys here: {', '.join(valid) or 'none'}"
 
 
 def short(value: Any, limit: int = 80) -> str:

@@ -221,7 +221,7 @@ def test_a_constructor_that_raises_is_named() -> None:
     async def start() -> None:
         await Fixture(1, good=0).pool.start()
 
-    with pytest.raises(WorkerStartFailed, match=r"a tester actor did not start: .*no model at /models/gone"):
+    with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
         asyncio.run(start())
 
 

@@ -14,12 +14,13 @@ from cluster.evaluation import on_training_rows
 from cluster.preflight import preflight
 from rayloop.core.failures import ConfigError
 
+MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
+
 
 def config(folder: Path, **changes: Any) -> RunConfig:
-    (folder / "model").mkdir(exist_ok=True)
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
-        "name": "run", "steps": 1, "model": {"path": str(folder / "model")}, "data": {"train": str(folder / "rows.jsonl")},
+        "name": "run", "steps": 1, "model": {"path": str(MODEL)}, "data": {"train": str(folder / "rows.jsonl")},
         "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
     }  # fmt: skip
     return RunConfig.model_validate(values | changes)

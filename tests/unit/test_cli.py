@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.cli import evaluation_folder
+from cluster.cli import evaluation_folder, main, parsed
 from cluster.config import RunConfig
+from cluster.preflight import preflight
+from rayloop.core.config import load
+from rayloop.core.failures import ConfigError
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
 
 RUN: dict[str, Any] = {
     "name": "mine", "steps": 1, "model": {"path": "nowhere"}, "data": {"train": "nowhere.jsonl"}, "output": "out",
@@ -33,3 +44,90 @@ def test_an_evaluation_is_kept_beside_the_run_whose_checkpoint_it_measures(
     (tmp_path / "models/qwen").mkdir(parents=True)
     named = None if checkpoint is None else tmp_path / checkpoint
     assert evaluation_folder(RunConfig.model_validate(RUN), named) == Path(folder.format(tmp_path))
+
+
+def command(folder: Path, *words: str, module: str = "cluster") -> tuple[int, str]:
+    """Exit code and output of ``python -m cluster`` in a folder of a person's own."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["judge.py", "recipes/__init__.py", "actors.py"])
+def test_a_module_that_hides_ours_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    code, text = command(tmp_path, "train", "run.yaml")
+    theirs = tmp_path / name.removesuffix("/__init__.py")
+    assert code == 2
+    assert f"{theirs} is imported in place of rayloop's own package" in text
+    assert "Rename it" in text
+    assert "Traceback" not in text
+
+
+def test_other_files_and_folders_beside_it_do_no_harm(tmp_path: Path) -> None:
+    for folder in ("recipes", "tests", "benchmarks", "data"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "judges.py").write_text("")
+    code, text = command(tmp_path, "train", "absent.yaml")
+    assert code == 2
+    assert "absent.yaml" in text
+    assert "in place of" not in text
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["--version"], r"^rayloop \S+, ray [\d.]+, torch [\d.]+"),
+        (["--help"], r"python -m cluster try \S+\.yaml"),
+        (["bench", "--help"], "publish"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+        assert re.search(told, capsys.readouterr().out)
+
+
+def test_train_without_a_configuration_asks_for_that_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "the following arguments are required: CONFIG\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "positional", "option"),
+    [
+        (["doctor", "--port", "8265", "run.yaml"], ("config", Path("run.yaml")), ("port", [8265])),
+        (["doctor", "--port", "1", "--port", "2"], ("config", None), ("port", [1, 2])),
+        (["judge", "calibrate", "--gate", "min_kappa=0.7", "auto"], ("url", "auto"), ("gate", ["min_kappa=0.7"])),
+        (["train", "run.yaml", "--insecure", "steps=3"], ("config", Path("run.yaml")), ("overrides", ["steps=3"])),
+    ],
+)
+def test_options_leave_the_words_behind_them_alone(
+    words: list[str], positional: tuple[str, Any], option: tuple[str, Any]
+) -> None:
+    found = vars(parsed(words))
+    assert found[positional[0]] == positional[1]
+    assert found[option[0]] == option[1]
+
+
+def test_a_key_of_a_section_below_is_named_with_its_whole_path() -> None:
+    told = r"algorithm\.max_staleness: unknown key; it is a key of algorithm\.staleness\.max_staleness\."
+    with pytest.raises(ConfigError, match=told):
+        load(QUICKSTART, ["algorithm.max_staleness=1"], RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("removed", "why"), [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "chat template")]
+)
+def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts(
+    tmp_path: Path, text_folder: Path, removed: str, why: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(text_folder, folder)
+    (folder / removed).unlink()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    config = {**RUN, "model": {"path": str(folder)}, "data": {"train": str(tmp_path / "rows.jsonl")}}
+    with pytest.raises(ConfigError, match=why):
+        preflight(RunConfig.model_validate(config))
