@@ -32,8 +32,10 @@ from cluster.services import Services
 from cluster.state import capture, reinstate
 from cluster.waits import unless
 from cluster.watchdog import watch
-from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
+from cluster.words import quoted
+from rayloop.core.failures import CheckpointError, GenerationBudgetSpent, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.ledger import Ledger
+from rayloop.core.runfolder import RolloutRecord
 from rayloop.core.types import Group, State, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
@@ -214,7 +216,15 @@ class Driver(Actor):
     @timed("gen")
     async def collect(self) -> tuple[Group, ...]:
         """The groups of this step: ready ones, ranked and cut to the target."""
-        return await self.production.collect(self.version, self.inherited)
+        try:
+            return await self.production.collect(self.version, self.inherited)
+        except GenerationBudgetSpent as error:
+            raise await self.unusable(error) from None
+
+    async def unusable(self, error: GenerationBudgetSpent) -> GenerationBudgetSpent:
+        """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
+        records = await self.dump(list(self.production.finished[: self.config.keep_rollouts or 1]), self.step + 1)
+        return GenerationBudgetSpent(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
 
     async def annotate(self, group: Group) -> Group:
         """Attach the reference's log-probs (as references) to the kept members."""
@@ -266,19 +276,20 @@ class Driver(Actor):
         self.production.alarms.step(report)
         trained = {group.issue: group for group in groups}
         sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
-        await self.dump(sample[: self.config.keep_rollouts])
+        await self.dump(sample[: self.config.keep_rollouts], self.step)
         self.reporter.step(
             self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.metrics()
         )
         self.timings.clear()
 
-    async def dump(self, groups: list[Group]) -> None:
-        """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records."""
+    async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
+        """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""
         described = await asyncio.gather(*(self.player.describe(group) for group in groups))
         records = [record for rows, _ in described for record in rows]
         images = {sha: data for _, found in described for sha, data in found.items()}
-        if records:
-            self.reporter.rollouts(self.step, records, images)
+        if records and self.config.keep_rollouts:
+            self.reporter.rollouts(step, records, images)
+        return records
 
     @timed("save_checkpoint")
     async def checkpoint(self) -> None:

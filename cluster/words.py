@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
 from cluster.controls import table
+from rayloop.core.runfolder import RolloutRecord
+from rayloop.core.schema import short
 
 Record = Mapping[str, Any]
 
@@ -37,6 +39,17 @@ def number(value: Any) -> str:
 def sampled(temperature: float) -> str:
     """How answers were drawn."""
     return "greedy" if temperature == 0 else f"T={temperature:g}"
+
+
+def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[str]:
+    """For each record a sentence with the last answer and what the reward said of it; then where the rest is, if it is kept."""
+    for r in records:
+        answer = next((turn.text for turn in reversed(r.turns) if turn.sampled), "")
+        reward = f"no reward ({r.unscored})" if r.reward is None else f"reward {number(r.reward)}"
+        flags = f" ({', '.join(r.flags)})" if r.flags else ""
+        yield f"For example task {r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
+    if records and kept:
+        yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m cluster report` shows."
 
 
 def _fields(record: Record) -> str:

@@ -136,6 +136,8 @@ def test_groups_that_never_differ_stop_the_run_with_the_counts(tmp_path: Path, d
     assert "filtered[all_equal] 32" in made.text
     [failed] = made.named("failed")
     assert failed["error"] == "GenerationBudgetSpent"
+    assert "was answered '" in made.text
+    assert len((made.folder / "rollouts/step_000001.jsonl").read_text().splitlines()) == 4 * 4, "keep_rollouts groups"
     assert failed["ledger"]["filtered[all_equal]"] == 32
     ledger_closes(failed["ledger"])
     assert made.metrics == []

@@ -1,0 +1,72 @@
+"""A step that gets no trajectories: what was played is kept, and the error quotes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config import RunConfig
+from cluster.driver import Driver
+from rayloop.core.failures import GenerationBudgetSpent
+from rayloop.core.runfolder import RolloutRecord, RolloutTurn
+from tests.support.runs import settings
+
+
+def record(group: int, **fields: Any) -> RolloutRecord:
+    said = (("assistant", "7 or 8, " * 100, True), ("user", "go on", False), ("assistant", "9", True))
+    turns = tuple(RolloutTurn(*turn) for turn in said)
+    values = {"reward": 0.0, "flags": ("unparsable",), "truth": [1, 2], **fields}
+    return RolloutRecord(group, 0, 0, f"task-{group}", "", "prompt", (), turns, "done", **values)
+
+
+class Player:
+    """Describes groups, which are numbers here."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    async def describe(self, group: int) -> tuple[list[RolloutRecord], dict[str, bytes]]:
+        return [record(group, **self.fields)], {}
+
+
+class Production:
+    finished = (1, 2, 3, 4, 5, 6)
+
+    async def collect(self, version: Any, inherited: Any) -> Any:
+        raise GenerationBudgetSpent("0 of 8 trajectories survived.")
+
+
+def failed(folder: Path, keep: int, **fields: Any) -> str:
+    config = RunConfig.model_validate(settings(folder, folder, keep_rollouts=keep))
+    driver = Driver(config, str(folder), "auto")
+    driver.production, driver.player = Production(), Player(**fields)  # type: ignore[assignment]
+    driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
+    with pytest.raises(GenerationBudgetSpent) as error:
+        asyncio.run(driver.collect())
+    return str(error.value)
+
+
+def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    why = failed(tmp_path, 4)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    assert [row["group"] for row in rows] == [1, 2, 3, 4]
+    assert why.startswith("0 of 8 trajectories survived.")
+    assert "task task-1, truth [1, 2], was answered '9': reward 0 (unparsable)" in why
+    assert "rollouts/step_000001.jsonl" in why
+
+
+def test_an_answer_without_a_reward_is_quoted_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    assert "no reward (grader_error: KeyError)" in failed(tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=())
+
+
+def test_without_kept_rollouts_only_the_quote_is_left(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    assert "was answered" in failed(tmp_path, 0)
+    assert not list((tmp_path / "rollouts").iterdir())
