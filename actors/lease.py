@@ -8,8 +8,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError
 
+from actors.lost import cause
 from rayloop.core.failures import WorkerLost
 from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
 
@@ -17,11 +18,6 @@ LOST = (RayActorError, ObjectLostError, WorkerLost, TimeoutError)
 """What a request sees when its engine died, became unreachable, lost the answer, or outlived the deadline."""
 
 logger = logging.getLogger(__name__)
-
-
-def cause(error: BaseException) -> BaseException:
-    """The error raised inside the actor, without Ray's wrapping."""
-    return error.cause if isinstance(error, RayTaskError) else error
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from actors.base import Actor
+from actors.lost import fetch
 from rayloop.core.protocols import Manifest, Meeting, TrainItem
-from rayloop.core.types import Trajectory, Version
+from rayloop.core.types import TrajectoryId, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
 from rayloop.grpo.settings import LossSettings
 
@@ -20,6 +21,7 @@ from rayloop.grpo.settings import LossSettings
 class Assignment:
     """One trajectory to train on, by reference: ``payload`` and ``reference`` are object references."""
 
+    id: TrajectoryId
     payload: Any
     advantage: float
     reference: Any = None
@@ -69,6 +71,7 @@ class PolicyRank(Actor):
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
+        self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
 
     def address(self) -> str:
         """Where rank 0 can be reached by the others: tcp://host:port, a port that was free a moment ago."""
@@ -90,32 +93,38 @@ class PolicyRank(Actor):
         )  # fmt: skip
         self.transport = transport(s.transport, s.folder)
 
-    def train(self, updates: Sequence[Sequence[Assignment]]) -> dict[str, float]:
-        """Run the step's optimizer updates on this rank's share. Returns metrics reduced over all ranks."""
+    def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
+        """Get hold of this rank's share of the next step; waits for no other rank.
+
+        Returns the trajectories whose payload or reference log-probs are gone: the rest must then be assigned anew.
+        """
         began = time.perf_counter()
-        payloads = _fetch([a.payload for update in updates for a in update])
-        references = _fetch([a.reference for update in updates for a in update if a.reference is not None])
+        assigned = [a for update in updates for a in update]
+        found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
+        self._fetched = (updates, found, time.perf_counter() - began)
+        return [a.id for a in assigned if a.payload in gone or a.reference in gone]
+
+    def train(self) -> dict[str, float]:
+        """Run the optimizer updates of the step whose share was fetched last. Returns metrics reduced over all ranks."""
+        (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
+        references = found
         if self.settings.adapter_reference:
-            distinct = list(payloads)
-            found = self.engine.logprobs([payloads[ref] for ref in distinct], reference=True)
-            references = dict(zip(distinct, found, strict=True))
+            distinct = list(dict.fromkeys(a.payload for update in updates for a in update))
+            scored = self.engine.logprobs([found[ref] for ref in distinct], reference=True)
+            references = dict(zip(distinct, scored, strict=True))
             updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
-        fetched = time.perf_counter() - began
         report = self.engine.train(
             [
-                [
-                    TrainItem(payloads[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag)
-                    for a in update
-                ]
+                [TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
                 for update in updates
             ]
         )
-        return {**report, "timing_s/fetch": fetched}
+        return {**report, "timing_s/fetch": seconds}
 
     def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> list[dict[str, float]]:
-        """Behaviour log-probs against the trainer's, one row of sums per trajectory (see ``Comparison``)."""
-        fetched = _fetch(payloads)
-        trajectories = [fetched[ref] for ref in payloads]
+        """Behaviour log-probs against the trainer's, one row of sums per trajectory that is not lost (see ``Comparison``)."""
+        fetched, _ = fetch(payloads)
+        trajectories = [fetched[ref] for ref in payloads if ref in fetched]
         found = self.engine.logprobs(trajectories)
         swapped = self.engine.logprobs(trajectories, swap_images=True) if swap_images else found
         rows = []
@@ -160,9 +169,3 @@ class PolicyRank(Actor):
 
     def load(self, folder: str) -> None:
         self.engine.load(folder)
-
-
-def _fetch(refs: Sequence[Any]) -> dict[Any, Trajectory | Any]:
-    """Resolve object references, each once."""
-    distinct = list(dict.fromkeys(refs))
-    return dict(zip(distinct, ray.get(distinct), strict=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from actors.base import Actor
-from rayloop.core.types import Trajectory
+from actors.lost import fetch
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 
@@ -23,7 +24,14 @@ class ReferenceActor(Actor):
     def health(self) -> None:
         return None
 
-    async def annotate(self, *trajectories: Trajectory) -> tuple[Any, ...]:
-        """(None, array, ...): one float32 array [sampled_tokens] per trajectory; the driver awaits the None only."""
-        found = await asyncio.get_running_loop().run_in_executor(self._worker, self.scorer.logprobs, trajectories)
-        return (None, *found)
+    async def annotate(self, payloads: Sequence[Any]) -> tuple[Any, ...]:
+        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only.
+
+        Payloads are references to trajectories. ``lost`` are the positions of those that are gone; their arrays are None.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._annotate, payloads)
+
+    def _annotate(self, payloads: Sequence[Any]) -> tuple[Any, ...]:
+        found, gone = fetch(payloads)
+        arrays = dict(zip(found, self.scorer.logprobs(list(found.values())), strict=True)) if found else {}
+        return [i for i, ref in enumerate(payloads) if ref in gone], *(arrays.get(ref) for ref in payloads)

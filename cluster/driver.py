@@ -25,7 +25,7 @@ from cluster.config import RunConfig
 from cluster.evaluation import blind, on_training_rows, play, plays
 from cluster.player import Player
 from cluster.pool import brief, cause
-from cluster.production import Production
+from cluster.production import Production, without
 from cluster.publication import Publisher
 from cluster.report import Reporter
 from cluster.services import Services
@@ -36,7 +36,7 @@ from cluster.words import quoted
 from rayloop.core.failures import CheckpointError, GenerationBudgetSpent, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.ledger import Ledger
 from rayloop.core.runfolder import RolloutRecord
-from rayloop.core.types import Group, State, Version
+from rayloop.core.types import Group, State, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 
@@ -215,9 +215,9 @@ class Driver(Actor):
 
     @timed("gen")
     async def collect(self) -> tuple[Group, ...]:
-        """The groups of this step: ready ones, ranked and cut to the target."""
+        """The groups of this step: ready ones, ranked and cut to the target, and fetched by the ranks."""
         try:
-            return await self.production.collect(self.version, self.inherited)
+            return await self.production.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
             raise await self.unusable(error) from None
 
@@ -226,26 +226,36 @@ class Driver(Actor):
         records = await self.dump(list(self.production.finished[: self.config.keep_rollouts or 1]), self.step + 1)
         return GenerationBudgetSpent(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
 
+    async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
+        """Each rank fetches its share, before any of them waits for another. Returns the trajectories that are lost."""
+        c = self.config.algorithm
+        fetched = self.services.policy.fetch(
+            groups, seed=self.config.seed, version=self.version, nominal=c.target,
+            treat_as_on_policy=c.replay.treat_as_on_policy,
+        )  # fmt: skip
+        return await unless(self.stopping, fetched)
+
     async def annotate(self, group: Group) -> Group:
-        """Attach the reference's log-probs (as references) to the kept members."""
+        """Attach the reference's log-probs (as references) to the kept members; those whose payloads are lost are excluded."""
         kept = [(i, m) for i, m in enumerate(group.members) if m.kept]
         if self.services.reference is None or not kept:
             return group
         c = self.config.reference
         payloads = [member.payload for _, member in kept]
-        _, *arrays = await self.services.reference.call(
-            "annotate", *payloads, deadline=c.timeout, attempts=c.attempts, returns=1 + len(kept)
+        lost, *arrays = await self.services.reference.call(
+            "annotate", payloads, deadline=c.timeout, attempts=c.attempts, returns=1 + len(kept)
         )
-        return group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
+        group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
+        if lost:
+            ids = {kept[i][1].summary.id for i in lost}
+            self.production.lose(ids)
+            group = without(group, ids)
+        return group
 
     @timed("update_actor")
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
-        """One step of the trainer; each rank fetches and packs its share."""
-        on_policy = self.config.algorithm.replay.treat_as_on_policy
-        nominal = self.config.algorithm.target
-        report = await self.services.policy.train(
-            groups, seed=self.config.seed, version=self.version, treat_as_on_policy=on_policy, nominal=nominal
-        )
+        """One step of the trainer, on what the ranks hold; each packs its share."""
+        report = await self.services.policy.train()
         self.production.settle(groups, State.TRAINED)
         self.reporter.trained(self.step + 1, groups)
         return report

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError
 
 from actors.lease import Lease
+from actors.lost import object_lost
 from cluster.admission import Admission
 from cluster.config import RunConfig
-from cluster.pool import brief, cause, is_lost
+from cluster.pool import brief, is_lost
 from cluster.services import Services
 from cluster.waits import within
 from rayloop.core.failures import WorkerLost
@@ -156,7 +156,7 @@ class Player:
         except WorkerLost as error:
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
         except Exception as error:
-            if isinstance(error, ObjectLostError) or isinstance(cause(error), ObjectLostError):
+            if object_lost(error):
                 return Unscored(UnscoredKind.PAYLOAD_LOST, brief(error))
             raise
         return outcome
@@ -172,7 +172,9 @@ class Player:
             found: tuple[list[RolloutRecord], dict[str, bytes]] = await self.services.reward.call(
                 "describe", bare, *(m.payload for m in members), deadline=c.timeout, attempts=c.attempts
             )
-        except (WorkerLost, ObjectLostError) as error:
+        except Exception as error:
+            if not isinstance(error, WorkerLost) and not object_lost(error):
+                raise
             self._event("rollouts_not_written", group=group.issue, why=brief(error))
             return [], {}
         return found

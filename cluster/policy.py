@@ -12,9 +12,9 @@ from actors.policy import Assignment, Comparison
 from cluster.config import PolicySettings
 from cluster.pool import brief, cause, is_lost
 from cluster.waits import within
-from rayloop.core.failures import PolicyLost
+from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.protocols import Manifest, Meeting
-from rayloop.core.types import Group, Member, Version
+from rayloop.core.types import Group, Member, TrajectoryId, Version
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.shares import shares
 from rayloop.grpo.staleness import lag
@@ -64,19 +64,20 @@ class PolicyGroup:
             for call in calls:
                 call.cancel()
 
-    async def train(
+    async def fetch(
         self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
-    ) -> dict[str, float]:
-        """One training step on the kept members of the groups; each rank fetches and packs its share.
+    ) -> set[TrajectoryId]:
+        """Let each rank fetch its share of a training step on the kept members of the groups, before any begins one.
 
         Mini-batches are cut at group boundaries and shuffled by seed and step; within one, trajectories are spread over
-        the ranks by length. ``nominal`` is the number of trajectories of a full step. Returns the trainer's metrics.
+        the ranks by length. ``nominal`` is the number of trajectories of a full step. Returns the trajectories that are lost
+        with the node that held them; unless there are none, the step must be fetched again without them.
         """
 
         def assignment(member: Member) -> Assignment:
             assert member.advantage is not None
             return Assignment(
-                member.payload, member.advantage, member.reference,
+                member.summary.id, member.payload, member.advantage, member.reference,
                 on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
             )  # fmt: skip
 
@@ -86,12 +87,21 @@ class PolicyGroup:
             members = [member for index in update for member in groups[index].kept]
             for rank, share in enumerate(shares([m.summary.length for m in members], len(self.ranks))):
                 plan[rank].append([assignment(members[i]) for i in share])
-        return (await self._each("train", [(p,) for p in plan]))[0]
+        return {id for lost in await self._each("fetch", [(p,) for p in plan]) for id in lost}
+
+    async def train(self) -> dict[str, float]:
+        """One training step on what was fetched last. Returns the trainer's metrics."""
+        return (await self._all("train"))[0]
 
     async def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> Comparison:
-        """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories."""
+        """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories.
+
+        Raises WorkerLost when all of them are gone.
+        """
         args = [([payloads[i] for i in share],) for share in shares([1] * len(payloads), len(self.ranks))]
         rows = [row for part in await self._each("compare", args, swap_images=swap_images) for row in part]
+        if not rows:
+            raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
         return Comparison(
             int(tokens), sum(row["sum"] for row in rows) / max(1, tokens), max(row["max"] for row in rows),

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from actors.lease import Lease
+from actors.lost import cause as cause
+from actors.lost import object_lost
 from cluster.config import RecoverySettings
 from cluster.waits import within
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
@@ -28,14 +30,7 @@ LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
 
 def is_lost(error: BaseException) -> bool:
     """Whether the error says that the worker, not the work, is the problem."""
-    return isinstance(error, LOST) and not isinstance(error, ObjectLostError)
-
-
-def cause(error: BaseException) -> BaseException:
-    """The error raised inside the actor, without Ray's wrapping."""
-    while isinstance(error, RayTaskError) and error.cause is not None:
-        error = error.cause
-    return error
+    return isinstance(error, LOST) and not object_lost(error)
 
 
 def brief(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from cluster.config import RunConfig
 from cluster.player import Player
@@ -28,6 +28,7 @@ from rayloop.core.types import (
     Scored,
     State,
     Task,
+    TrajectoryId,
     Unscored,
     UnscoredKind,
     Version,
@@ -38,6 +39,11 @@ from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, expired, open_slots
 
 Finish = Callable[[Group], Awaitable[Group]]
+Hold = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]
+
+
+async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
+    return ()
 
 
 class Production:
@@ -199,10 +205,13 @@ class Production:
 
     # Taking a step's groups ----------------------------------------------------------------------------------------
 
-    async def collect(self, version: Version, inherited: dict[int, int]) -> tuple[Group, ...]:
+    async def collect(
+        self, version: Version, inherited: dict[int, int], hold: Hold = _nothing_lost
+    ) -> tuple[Group, ...]:
         """Wait until the step's target is ready, with all that must not wait longer, or its budget is spent; rank and cut.
 
-        ``version`` is the one that will train. Raises GenerationBudgetSpent, Stalled, Preempted.
+        ``version`` is the one that will train, and ``hold`` makes sure that it can: it returns the trajectories that are lost,
+        which are then excluded and made up for. Raises GenerationBudgetSpent, Stalled, Preempted.
         """
         c = self.config.algorithm
         self._collecting = True
@@ -214,17 +223,21 @@ class Production:
                 if self._bad is not None and self.config.data.strict:
                     raise self._bad
                 self._expire(version, inherited)
-                if self._verdict(self._owed(version, inherited)) is Verdict.TRAIN:
+                if self._verdict(self._owed(version, inherited)) is not Verdict.TRAIN:
+                    await self._change()
+                    continue
+                chosen = select(self.ready, c.target, c.filtering, oldest_first=c.carry_over)
+                before = {group.issue for group in self.ready}
+                if not (lost := await hold(chosen.train)):
                     break
-                await self._change()
+                self.lose(lost)
         finally:
             self._collecting = False
-        chosen = select(self.ready, c.target, c.filtering, oldest_first=c.carry_over)
         self.settle(chosen.train, None)
+        self.ready = [group for group in self.ready if group.issue not in before]  # those that came while they were fetched
         if c.carry_over:
-            self.ready = list(chosen.left_over)
+            self.ready = sorted([*chosen.left_over, *self.ready], key=lambda g: g.issue)
         else:
-            self.ready = []
             self.settle([_with_fate(g, Fate(State.SURPLUS, "left_over")) for g in chosen.left_over], None)
         self.issued_this_step = 0
         self._taken = sum(len(group.kept) for group in chosen.train)
@@ -267,6 +280,16 @@ class Production:
         groups = [expired(group, version, limit, inherited) for group in self.ready]
         self.settle([now for now, before in zip(groups, self.ready, strict=True) if now is not before], None)
         self.ready = [group for group in groups if group.kept]
+
+    def lose(self, ids: Collection[TrajectoryId]) -> None:
+        """These trajectories were scored, and their payloads are gone with the node that held them: nobody can train on them."""
+        self.reporter.event("payload_lost", trajectories=sorted(map(str, ids)))
+        self.buffer.forget(ids)
+        self.finished = [without(group, ids) for group in self.finished]
+        remaining = [without(group, ids) for group in self.ready]
+        self.settle(remaining, None)
+        self.ready = [group for group in remaining if group.kept]
+        self._notify()
 
     def settle(self, groups: Sequence[Group], state: State | None) -> None:
         """Write final states into the ledger: ``state`` for kept members, or, with None, the new fates of the others."""
@@ -331,6 +354,13 @@ class Production:
         self.settle([_with_fate(group, Fate(State.SURPLUS, "run_ended")) for group in self.ready], None)
         self.in_flight.clear()
         self.ready = []
+
+
+def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
+    """The group after the payloads of these trajectories were lost. Rewards and advantages of the others stay."""
+    fate = Fate(State.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
+    gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
+    return group.map({i: dataclasses.replace(m, fate=fate, payload=None, reference=None) for i, m in gone.items()})
 
 
 def _with_fate(group: Group, fate: Fate) -> Group:

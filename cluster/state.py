@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayloop.core.types import Group, Member
+from actors.lost import object_lost
+from cluster.waits import within
+from rayloop.core.failures import CheckpointError, WorkerLost
+from rayloop.core.types import Group, Member, TrajectoryId
 
 if TYPE_CHECKING:
     from cluster.driver import Driver
 
 
 async def capture(driver: Driver) -> dict[str, Any]:
-    """Everything as plain values. Ready groups and the replay buffer carry the bytes that their references stand for."""
+    """Everything as plain values. Ready groups and the replay buffer carry the bytes that their references stand for.
+
+    Trajectories whose bytes are gone are excluded first. Raises CheckpointError when bytes do not come within
+    ``policy.step_timeout``.
+    """
+    values: dict[Any, Any] = {}
+    while True:
+        state = _snapshot(driver)
+        members = [m for g in state["ready"] for m in g.kept] + [m for ms in state["replay"].values() for m in ms]
+        try:
+            lost = await within(driver.config.policy.step_timeout, _resolve(members, values), "payloads for the checkpoint")
+        except WorkerLost as error:
+            raise CheckpointError(str(error)) from error
+        if not lost:
+            ready = [dataclasses.replace(g, members=_inline(g.members, values)) for g in state["ready"]]
+            replay = {task: _inline(members, values) for task, members in state["replay"].items()}
+            return {**state, "ready": ready, "replay": replay}
+        driver.production.lose(lost)
+
+
+def _snapshot(driver: Driver) -> dict[str, Any]:
+    """The state of one moment, with references: production goes on while they are resolved."""
     production = driver.production
-    state = {  # all of one moment: production goes on while the references below are resolved
+    return {
         "step": driver.step,
         "version": driver.version,
         "inherited": dict(driver.inherited),
@@ -33,9 +58,6 @@ async def capture(driver: Driver) -> dict[str, Any]:
         "issued_this_step": production.issued_this_step,
         "replay": production.buffer.state(),
     }
-    ready = [dataclasses.replace(g, members=await _inline(g.members)) for g in state["ready"]]
-    replay = {task: await _inline(members) for task, members in state["replay"].items()}
-    return {**state, "ready": ready, "replay": replay}
 
 
 def reinstate(driver: Driver, state: dict[str, Any]) -> None:
@@ -65,17 +87,31 @@ def _bare(group: Group) -> Group:
     )
 
 
-async def _inline(members: tuple[Member, ...]) -> tuple[Member, ...]:
+async def _resolve(members: Sequence[Member], values: dict[Any, Any]) -> set[TrajectoryId]:
+    """Add to ``values`` what the members' references stand for. Returns the trajectories of which something is lost."""
+    refs = {ref for m in members for ref in (m.payload, m.reference) if ref is not None and ref not in values}
+
+    async def one(ref: Any) -> None:
+        try:
+            values[ref] = await ref
+        except Exception as error:
+            if not object_lost(error):
+                raise
+
+    await asyncio.gather(*map(one, refs))
+    return {m.summary.id for m in members if any(r is not None and r not in values for r in (m.payload, m.reference))}
+
+
+def _inline(members: tuple[Member, ...], values: Mapping[Any, Any]) -> tuple[Member, ...]:
     """Members with references replaced by what they refer to; members that left their group keep no payload."""
 
-    async def one(member: Member) -> Member:
+    def one(member: Member) -> Member:
         if not member.kept:
             return dataclasses.replace(member, payload=None, reference=None)
-        payload = await member.payload
-        reference = None if member.reference is None else await member.reference
-        return dataclasses.replace(member, payload=payload, reference=reference)
+        reference = None if member.reference is None else values[member.reference]
+        return dataclasses.replace(member, payload=values[member.payload], reference=reference)
 
-    return tuple(await asyncio.gather(*(one(member) for member in members)))
+    return tuple(map(one, members))
 
 
 def _own(group: Group) -> Group:

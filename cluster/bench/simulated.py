@@ -21,7 +21,7 @@ from cluster.publication import Publisher
 from cluster.services import CONCURRENCY, Services
 from rayloop.core.config import load as load_config
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import EndReason, Group, Outcome, PlayRequest, Scored, Summary, Task, Version
+from rayloop.core.types import EndReason, Group, Outcome, PlayRequest, Scored, Summary, Task, TrajectoryId, Version
 
 if TYPE_CHECKING:
     from cluster.bench.scale import Load
@@ -82,7 +82,10 @@ class SimulatedPolicy:
     async def export(self, version: Version) -> tuple[Manifest, None]:
         return Manifest(version, {}), None
 
-    async def train(self, groups: Sequence[Group], **options: Any) -> dict[str, float]:
+    async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
+        return set()
+
+    async def train(self) -> dict[str, float]:
         await asyncio.sleep(self._seconds)
         return {}
 

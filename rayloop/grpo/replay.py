@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.seeds import derive
-from rayloop.core.types import Fate, Group, Member, State
+from rayloop.core.types import Fate, Group, Member, State, TrajectoryId
 from rayloop.grpo.settings import ReplaySettings
 
 REPLACED = Fate(State.SURPLUS, "replaced_by_replay")
@@ -56,6 +56,11 @@ class ReplayBuffer:
             if not member.replayed and _result(member) > self._settings.success_above:
                 slots = self._stored.setdefault(group.task.id, deque(maxlen=self._settings.capacity))
                 slots.append(replace(member, advantage=None, reference=None))
+
+    def forget(self, ids: Collection[TrajectoryId]) -> None:
+        """These trajectories' payloads are gone."""
+        for task, members in self._stored.items():
+            self._stored[task] = deque((m for m in members if m.summary.id not in ids), members.maxlen)
 
     def _failed(self, group: Group) -> bool:
         results = [_result(member) for member in group.scored]

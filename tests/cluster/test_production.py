@@ -51,7 +51,7 @@ class Reporter:
         self.bad: list[DataFailure] = []
         self.events: list[tuple[str, str]] = []
 
-    def event(self, kind: str, *, why: str, **fields: Any) -> None:
+    def event(self, kind: str, *, why: str = "", **fields: Any) -> None:
         self.events.append((kind, why))
 
     def bad_row(self, failure: DataFailure) -> None:
@@ -390,16 +390,17 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
         await asyncio.sleep(request.id.group)
         return spread(request)
 
-    async def inline(members: tuple[Member, ...]) -> tuple[Member, ...]:
-        return members
+    async def resolve(members: list[Member], values: dict[Any, Any]) -> set[TrajectoryId]:
+        values.update({member.payload: member.payload for member in members})
+        return set()
 
-    monkeypatch.setattr(cluster.state, "_inline", inline)
+    monkeypatch.setattr(cluster.state, "_resolve", resolve)
     monkeypatch.setattr(cluster.state, "_own", lambda group: group)
     changes = {"algorithm__filtering": {"groups_per_generation": 5}, "rollout__deterministic": True}
 
     def part(loop: Loop) -> Any:
         return SimpleNamespace(
-            step=0, version=loop.version, inherited={}, ledger=loop.ledger, production=loop.production
+            config=loop.config, step=0, version=loop.version, inherited={}, ledger=loop.ledger, production=loop.production
         )
 
     async def steps(loop: Loop, until: float | None = None) -> list[list[int]]:
@@ -601,6 +602,38 @@ def test_an_error_of_production_ends_the_wait_for_it(tmp_path: Path) -> None:
     loop = Loop(tmp_path, play)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         loop.run(loop.step)
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: int) -> None:
+    """The trainer finds twice that payloads are gone; other groups arrive while it looks."""
+    changes: dict[str, Any] = {"algorithm__staleness": {"max_staleness": stale}} if stale else {}
+    loop = Loop(tmp_path, differs, **changes, algorithm__filtering={"carry_over": stale > 0})
+    held: list[list[int]] = []
+
+    async def hold(groups: tuple[Group, ...]) -> set[TrajectoryId]:
+        held.append(issues(groups))
+        await asyncio.sleep(0.01)
+        return {groups[0].kept[0].summary.id} if len(held) <= 2 else set()
+
+    async def test() -> list[tuple[Group, ...]]:
+        steps = []
+        for _ in range(3):
+            steps.append(await loop.production.collect(loop.version, {}, hold))
+            loop.production.settle(steps[-1], State.TRAINED)
+            loop.version = Version(1, loop.version.step + 1)
+            loop.production.published(loop.version)
+        return steps
+
+    steps = loop.run(test)
+    assert len(held) == 5
+    assert [sum(len(group.kept) for group in step) for step in steps] == [8, 8, 8], "made up for within the step"
+    taken = [m.summary.id for step in steps for group in step for m in group.kept]
+    assert len(taken) == len(set(taken))
+    counts = loop.ledger.counts()
+    ledger_closes(counts)
+    assert (counts["trained"], counts["excluded[payload_lost]"]) == (24, 2)
+    assert [kind for kind, _ in loop.reporter.events] == ["payload_lost"] * 2
 
 
 def test_no_wake_up_is_lost(tmp_path: Path) -> None:

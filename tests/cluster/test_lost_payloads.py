@@ -1,0 +1,251 @@
+"""Payloads that are really lost, after they were scored: their owner is killed. Nothing hangs, nothing ends, each is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import ObjectLostError
+
+from actors.base import GROUPS
+from actors.lost import fetch, object_lost
+from actors.policy import PolicyRank, RankSettings
+from actors.reference import ReferenceActor
+from cluster.config import RunConfig
+from cluster.driver import Driver
+from cluster.policy import PolicyGroup
+from cluster.pool import Pool
+from cluster.production import Production
+from cluster.state import capture
+from cluster.waits import WAITS
+from rayloop.core.failures import CheckpointError, WorkerLost
+from rayloop.core.types import EndReason, Fate, Group, Member, Scored, State, Summary, Task, TrajectoryId, Version
+from tests.engines.training import trajectory
+from tests.support.runs import eventually, settings
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """Owns what it puts: when it dies, that is lost for everybody."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def put(self, value: Any) -> list[Any]:
+        self._kept.append(ray.put(value))
+        return [self._kept[-1]]
+
+    async def take(self, value: Any) -> None: ...
+
+    async def never(self) -> None:
+        await asyncio.sleep(1000)
+
+
+def kill(holder: Any) -> None:
+    """Returns when everybody knows that it is dead."""
+    [sign] = ray.get(holder.put.remote("of life"))
+    ray.kill(holder)
+    eventually(lambda: fetch([sign])[1], "the owner is known to be dead", 30)
+
+
+class Stage:
+    """A driver with a step's groups: two groups of four, ready. ``lose`` kills the owner of some of their payloads."""
+
+    def __init__(self, folder: Path, model: Path, lost: set[TrajectoryId], **changes: Any) -> None:
+        self.config = RunConfig.model_validate(settings(folder, model, **changes))
+        (folder / "run").mkdir()
+        self.driver = Driver(self.config, str(folder / "run"), "auto")
+        self.production = self.driver.production = Production(self.config, self.driver.ledger, self.driver.reporter)
+        self.driver.version = Version(1, 0)
+        self._holder = Holder.remote()
+        self.groups = tuple(self._group(model, issue, lost) for issue in (1, 2))
+        for group in self.groups:
+            ids = [member.summary.id for member in group.members]
+            self.driver.ledger.issue(ids)
+            for id in ids:
+                self.driver.ledger.move(id, Fate(State.READY))
+        self.production.ready = list(self.groups)
+        self.production.next_number = 2
+
+    def _group(self, model: Path, issue: int, lost: set[TrajectoryId]) -> Group:
+        members = []
+        for sample in range(4):
+            id = TrajectoryId(issue, sample)
+            payload = dataclasses.replace(trajectory(model, 10 * issue + sample, [(5, None, 3 + sample)]), id=id)
+            summary = Summary(
+                id, 0, "t", "", EndReason.DONE, length=8 + sample, sampled_tokens=3 + sample, turns=1, images=0,
+                observation_images=0, images_consistent=True, first_version=Version(1, 0), last_version=Version(1, 0),
+            )  # fmt: skip
+            ref = ray.get(self._holder.put.remote(payload))[0] if id in lost else ray.put(payload)
+            members.append(Member(summary, Scored(float(sample)), ref, advantage=sample - 1.5))
+        return Group(issue, Task("t", ()), tuple(members), mean=1.5, std=1.3)
+
+    def lose(self) -> None:
+        kill(self._holder)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for kind, record in self.driver.reporter.updates if record.get("event") == name]
+
+
+LOST = {TrajectoryId(1, 2), TrajectoryId(2, 0)}
+
+
+def ids(groups: Any) -> set[TrajectoryId]:
+    return {member.summary.id for group in groups for member in group.kept}
+
+
+# What Ray says ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_object_is_told_from_a_lost_worker() -> None:
+    holder, other = Holder.remote(), Holder.remote()
+    [gone] = ray.get(holder.put.remote("gone"))
+    there = ray.put("there")
+    kill(holder)
+    assert fetch([there, gone, there]) == ({there: "there"}, {gone})
+    with pytest.raises(ObjectLostError) as as_argument:
+        ray.get(other.take.remote(gone), timeout=30)
+    assert object_lost(as_argument.value)
+    with pytest.raises(ray.exceptions.RayActorError) as worker:
+        ray.get(holder.put.remote(1), timeout=30)
+    assert not object_lost(worker.value)
+
+
+# Training --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_model: Path, ranks: int) -> None:
+    stage = Stage(tmp_path, digits_model, LOST, policy__ranks=ranks)
+    c = stage.config
+    made = RankSettings(
+        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0
+    )
+    rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
+    policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks))
+
+    async def steps() -> tuple[set[TrajectoryId], dict[str, float]]:
+        await policy.start()
+        stage.driver.services.policy = policy
+        stage.lose()
+        began = time.monotonic()
+        lost = await stage.driver.hold(stage.groups)
+        assert time.monotonic() - began < c.policy.step_timeout
+        stage.production.lose(lost)
+        assert await stage.driver.hold(tuple(stage.production.ready)) == set()
+        return lost, dict(await policy.train())
+
+    try:
+        lost, report = asyncio.run(steps())
+    finally:
+        policy.stop()
+    assert lost == LOST
+    assert report["actor/sequences"] == 8 - len(LOST)
+    assert report["actor/updates"] == 1
+    stage.production.settle(stage.production.ready, State.TRAINED)
+    stage.driver.ledger.check()
+    counts = stage.driver.ledger.counts()
+    assert (counts["trained"], counts["excluded[payload_lost]"], counts["ready"]) == (6, 2, 0)
+    assert stage.events("payload_lost")[0]["trajectories"] == ["1/2", "2/0"]
+
+
+def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_model: Path) -> None:
+    """Parity of no tokens would pass."""
+    policy = PolicyGroup(RunConfig.model_validate(settings(tmp_path, digits_model)).policy, lambda rank: None)
+
+    class NothingFound:
+        compare = SimpleNamespace(remote=lambda *args, **kwargs: asyncio.sleep(0, []))
+
+    policy.ranks = [NothingFound()]
+    with pytest.raises(WorkerLost, match="all 2 trajectories to compare were lost"):
+        asyncio.run(policy.compare(["a", "b"]))
+
+
+# The reference ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
+    kl = {"reference__kind": "actor", "policy__loss": {"kl_coef": 0.1}}
+    stage = Stage(tmp_path, digits_model, LOST, **kl)
+    stage.production.ready = []
+    c = stage.config
+    actor = ray.remote(concurrency_groups=GROUPS)(ReferenceActor)
+
+    def spawn(slot: int) -> Any:
+        return actor.options(num_cpus=1, max_concurrency=4).remote(c.model, c.policy.engine)
+
+    async def annotate() -> tuple[Group, list[Any]]:
+        pool = stage.driver.services.reference = Pool("reference", 1, spawn, c.recovery, stage.driver.reporter.event)
+        await pool.start()
+        stage.lose()
+        found = await stage.driver.annotate(stage.groups[0])
+        arrays = [await member.reference for member in found.kept]
+        pool.stop()
+        return found, arrays
+
+    group, arrays = asyncio.run(annotate())
+    assert [m.summary.id.sample for m in group.kept] == [0, 1, 3]
+    assert group.members[2].fate == Fate(State.EXCLUDED, "payload_lost")
+    assert [array.shape for array in arrays] == [(3,), (4,), (6,)]
+    assert [m.advantage for m in group.kept] == [-1.5, -0.5, 1.5], "what was lost had a reward: the baseline stays"
+    assert stage.events("payload_lost")[0]["trajectories"] == ["1/2"]
+
+
+# The checkpoint --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path) -> None:
+    stage = Stage(tmp_path, digits_model, LOST)
+    stored = stage.groups[1].members[0], stage.groups[1].members[1]
+    stage.production.buffer.restore({"t": stored})
+    stage.lose()
+    state = asyncio.run(capture(stage.driver))
+
+    kept = {TrajectoryId(g, s) for g in (1, 2) for s in range(4)} - LOST
+    assert ids(state["ready"]) == ids(stage.production.ready) == kept
+    assert [m.summary.id for m in state["replay"]["t"]] == [stored[1].summary.id]
+    assert all(m.payload.id == m.summary.id for g in state["ready"] for m in g.kept)
+    assert state["ledger"]["final"] == {"excluded[payload_lost]": 2}
+    assert len(state["ledger"]["live"]) == 6
+    stage.driver.ledger.check()
+
+
+def test_a_payload_that_does_not_come_fails_the_checkpoint_in_time(tmp_path: Path, digits_model: Path) -> None:
+    stage = Stage(tmp_path, digits_model, set(), policy__step_timeout=1.0)
+    pending = Holder.remote().never.remote()
+    first, *others = stage.groups[0].members
+    stage.production.ready = [
+        dataclasses.replace(stage.groups[0], members=(dataclasses.replace(first, payload=pending), *others))
+    ]
+
+    async def waits() -> list[str]:
+        task = asyncio.ensure_future(capture(stage.driver))
+        await asyncio.sleep(0.5)
+        shown = [wait.what for wait in WAITS.oldest()]
+        with pytest.raises(CheckpointError, match="payloads for the checkpoint did not answer within 1 s"):
+            await task
+        return shown
+
+    assert asyncio.run(waits()) == ["payloads for the checkpoint"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
