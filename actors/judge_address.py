@@ -49,5 +49,5 @@ class RayDiscovery:
         try:
             found: Address = await ray.get_actor(f"judge-{self._name}", namespace=NAMESPACE).get.remote()
             return found
-        except (ValueError, ray.exceptions.RayActorError) as error:
+        except (ValueError, ray.exceptions.RayError) as error:
             raise InfrastructureFailure(f"no judge named {self._name} is served in this Ray cluster") from error

@@ -12,7 +12,7 @@ from judge.api import JudgeVersion
 from judge.calibrate import Gate, calibrate
 from judge.client import ClientSettings, JudgeClient
 from judge.transport import Transport
-from rayloop.core.config import Component, load
+from rayloop.core.config import Component, load, local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.yaml_source import parse_value
 from serve_apps.judge_settings import CONFIGS, LOOPBACK, ServeFile
@@ -55,11 +55,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     file = load(arguments.config, arguments.overrides, ServeFile)
     (application,) = file.applications
-    if application.args.key_file is None and not arguments.insecure:
-        settings = application.args.model_copy(update={"key_file": str(arguments.announce.absolute().with_suffix(".key"))})
-        file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
-    elif application.args.key_file is None and file.http_options.host not in LOOPBACK:
+    open_ = application.args.key_file is None and (arguments.insecure or application.args.insecure)
+    if open_ and file.http_options.host not in LOOPBACK:
         raise ConfigError(f"--insecure with http_options.host {file.http_options.host}: without a key only loopback is served")
+    key = application.args.key_file or str(arguments.announce.with_suffix(".key"))
+    settings = application.args.model_copy(update={"insecure": True} if open_ else {"key_file": str(local_path(key))})
+    file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
     with cluster(arguments) as (address, temporary):
         from cluster.judge_serve import serve  # imports ray
 

@@ -6,20 +6,23 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
 from actors.judge_address import publish, unclaimed
 from cluster.session import session
 from judge.discovery import Address, announce, withdraw
-from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 from serve_apps.judge import app, gpus
-from serve_apps.judge_settings import LOOPBACK, ApplicationSettings, ServeFile
+from serve_apps.judge_settings import LOOPBACK, ApplicationSettings, HttpOptions, ServeFile
 
 POLL = 1.0
 PROXY = 60.0
@@ -33,16 +36,21 @@ class ServeFailed(InfrastructureFailure):
 def serve(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
     """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT. Returns 0.
 
-    Raises ServeFailed, and ConfigError when a judge of this name is served there already.
+    Raises ServeFailed, and ConfigError when Ray Serve is used there in a way that leaves no room for this judge.
     """
     (application,) = file.applications
     replicas = application.args.replicas
-    needed = {"CPU": replicas.max * replicas.cpus, "GPU": replicas.max * gpus(application.args)}
-    host, port = file.http_options.host, file.http_options.port or free_port(file.http_options.host)
+    each = {"CPU": replicas.cpus, "GPU": gpus(application.args), **replicas.resources}
+    needed = {name: replicas.max * amount for name, amount in each.items()}
+    host = file.http_options.host
     with session(needed, address, temporary, logs(announced)), _interruptible():
         unclaimed(application.name)
+        running = room(application, file.http_options)
+        port = running or file.http_options.port or free_port(host)
         try:
-            ray_serve.start(proxy_location=file.proxy_location, http_options={"host": host, "port": port})
+            if not running:
+                options = {"host": host, "port": port}
+                ray_serve.start(proxy_location=file.proxy_location, http_options=options)
             _deploy(application)
             place = Address(url=_url(host, port), key_file=application.args.key_file or "")
             with _findable(place, application.name, announced):
@@ -51,15 +59,50 @@ def serve(file: ServeFile, address: str | None, temporary: str | None, announced
         except KeyboardInterrupt:
             print("judge: received a signal, ending", flush=True)
         finally:
-            ray_serve.shutdown()
+            end(application.name, started=not running)
     return 0
+
+
+def room(application: ApplicationSettings, wanted: HttpOptions) -> int:
+    """The port of a Ray Serve that runs in this cluster already and has room for the application; 0: none runs.
+
+    Raises ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return 0
+    found = client.get_serve_details()
+    host, port = found["http_options"]["host"], found["http_options"]["port"]
+    if application.name in found["applications"]:
+        raise ConfigError(f"Ray Serve has an application named {application.name} in this cluster already. Choose another name")
+    for name, other in found["applications"].items():
+        if other["route_prefix"] == application.route_prefix:
+            raise ConfigError(
+                f"the application {name} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
+                "Use it, if it is a judge, or serve in a cluster of its own (without --address)"
+            )
+    if host != wanted.host or wanted.port not in (0, port):
+        raise ConfigError(
+            f"Ray Serve answers at {host}:{port} in this cluster already, and cannot answer at {wanted.host}:{wanted.port} too. "
+            f"Set http_options.host={host} http_options.port={port}, or serve in a cluster of its own (without --address)"
+        )
+    return int(port)
+
+
+def end(name: str, *, started: bool) -> None:
+    """Take back the application and, when this process has ``started`` it and nobody else uses it, Ray Serve."""
+    with suppress(RayError, RayServeException):  # gone already
+        if started and not set(ray_serve.status().applications) - {name}:
+            ray_serve.shutdown()
+        elif name in ray_serve.status().applications:
+            ray_serve.delete(name)
 
 
 def _deploy(application: ApplicationSettings) -> None:
     deployed = app(application.args.model_dump())
     try:
         ray_serve.run(deployed, name=application.name, route_prefix=application.route_prefix)
-    except RuntimeError as error:
+    except (RuntimeError, RayServeException) as error:
         raise ServeFailed(str(error)) from error
 
 
@@ -72,7 +115,8 @@ def _findable(place: Address, name: str, announced: Path) -> Iterator[None]:
         yield
     finally:
         withdraw(announced, place)
-        ray.kill(actor)
+        with suppress(RayError):
+            ray.kill(actor)
 
 
 def logs(announced: Path) -> Path:
@@ -114,11 +158,14 @@ def _url(host: str, port: int) -> str:
 
 
 def _watch(name: str) -> NoReturn:
-    """Report each change of the application's state. Raises ServeFailed when somebody else deletes it."""
+    """Report each change of the application's state. Raises ServeFailed when somebody else deletes it, or ends Ray Serve."""
     before = "RUNNING"
     while True:
         time.sleep(POLL)
-        application = ray_serve.status().applications.get(name)
+        try:
+            application = ray_serve.status().applications.get(name)
+        except (RayError, RayServeException) as error:
+            raise ServeFailed(f"somebody else ended Ray Serve, or its cluster: {str(error).splitlines()[0]}") from error
         if application is None:
             raise ServeFailed(f"the application {name} was deleted by somebody else")
         state = application.status.value

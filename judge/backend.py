@@ -18,6 +18,10 @@ class Backend(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    async def refresh(self) -> None:
+        """Look again at what verdicts depend on and others may change. Raises InfrastructureFailure when that does not answer."""
+        ...
+
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         """One result for each item, in order; their rubrics exist. Never raises for what else an item contains.
 
@@ -39,6 +43,10 @@ class ChatModel(Protocol):
 
     name: str
     settings: Mapping[str, Any]
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What is behind the name now, as far as can be known. Raises InfrastructureFailure when it does not answer."""
+        ...
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
         """Answer chat messages (OpenAI's form), the output constrained to the JSON schema.

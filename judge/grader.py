@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,11 +30,12 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded
 logger = logging.getLogger(__name__)
 
 
-def fingerprint(label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None) -> str:
-    """Of all that a verdict depends on: backend, model, sampling, rubrics, and the code of rules, prompt and parser."""
-    here = Path(__file__).parent
-    code = [(here / f"{name}.py").read_text() for name in ("rules", "quantities", "prompt", "verdict")]
-    about = [label, model.name, dict(model.settings)] if model else [label]
+def fingerprint(
+    label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
+) -> str:
+    """Of all that a verdict depends on: backend, model and what is behind its name, sampling, rubrics, and this folder's code."""
+    code = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
+    about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
 
@@ -47,6 +49,9 @@ class RuleBackend:
     def __init__(self, rubrics: Mapping[str, Rubric]) -> None:
         self.rubrics = rubrics
         self.fingerprint = fingerprint(self.label, rubrics)
+
+    async def refresh(self) -> None:
+        """Rules are the code, which does not change while it runs."""
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         return [self._one(item) for item in items]
@@ -73,14 +78,21 @@ class Grader:
     ) -> None:
         self._chat, self.label, self.rubrics, self._cache = model, label, rubrics, cache
         self.model = model.name
-        self.fingerprint = fingerprint(label, rubrics, model)
+        self.fingerprint = ""
+        """"" until the model has said what it is: nothing is judged before."""
         self._asking: dict[str, asyncio.Task[Result]] = {}
+
+    async def refresh(self) -> None:
+        identity = await self._chat.identity()
+        self.fingerprint = fingerprint(self.label, self.rubrics, self._chat, identity)
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         return await asyncio.gather(*(self._one(item) for item in items))
 
     async def _one(self, item: JudgeItem) -> Result:
         try:
+            if not self.fingerprint:
+                await self.refresh()
             return await self._judged(self.rubrics[item.rubric], item)
         except Exception as error:
             return unscored(error, self.fingerprint, self.label)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -19,7 +21,7 @@ from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.core.config import local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.private import new_secret
-from serve_apps.judge_http import web
+from serve_apps.judge_http import RETRY_AFTER, web
 from serve_apps.judge_openai import OpenAIModel
 from serve_apps.judge_service import Chat, JudgeService
 from serve_apps.judge_settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
@@ -65,10 +67,12 @@ def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubr
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError."""
-    settings = JudgeSettings.model_validate(args)
+    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
+    settings = absolute(JudgeSettings.model_validate(args))
     if settings.key_file is not None:
-        new_secret(local_path(settings.key_file), "the judge's key file")
+        new_secret(Path(settings.key_file), "the judge's key file")
+    elif not settings.insecure:
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
     limits, replicas = settings.limits, settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
@@ -77,15 +81,42 @@ def app(args: dict[str, Any]) -> Application:
     ingress: Callable[[type], Any] = serve.ingress()
     deployment = serve.deployment(
         name="Judge",
-        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings)},
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings), "resources": replicas.resources},
         max_ongoing_requests=limits.ongoing,
         max_queued_requests=limits.queued,
         health_check_period_s=5,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=min(limits.seconds, 60),
         **scale,
+        **_backpressure(),
     )(ingress(Judge))
     return deployment.bind(settings)
+
+
+def absolute(settings: JudgeSettings) -> JudgeSettings:
+    """With absolute paths: a replica runs in a folder of its own, and clients in theirs."""
+
+    def path(text: str | None) -> str | None:
+        return str(local_path(text)) if text else text
+
+    backend = settings.backend
+    if isinstance(backend, OpenAIBackendSettings):
+        backend = backend.model_copy(update={"key_file": path(backend.key_file)})
+    return settings.model_copy(
+        update={
+            "backend": backend,
+            "key_file": path(settings.key_file),
+            "rubrics": path(settings.rubrics),
+            "image_roots": tuple(str(local_path(root)) for root in settings.image_roots),
+            "cache": settings.cache.model_copy(update={"path": path(settings.cache.path)}),
+        }
+    )
+
+
+def _backpressure() -> dict[str, Any]:
+    """Serve's own 503, beyond ``queued``, says when to come back like ours; before Ray 2.60 it cannot."""
+    known = "backpressure_config" in inspect.signature(serve.deployment).parameters
+    return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}
 
 
 def gpus(settings: JudgeSettings) -> int:

@@ -231,9 +231,10 @@ def _add_questions(app: FastAPI, service: JudgeService) -> None:
         asked = wanted.get("max_completion_tokens") or wanted.get("max_tokens") or limits.chat_tokens
         tokens = {"max_tokens": min(asked, limits.chat_tokens)}
         wanted.pop("max_completion_tokens", None)
-        status, answer = await service.complete(service.chat, wanted | tokens)
+        status, answer, retry_after = await service.complete(service.chat, wanted | tokens)
         if status in (200, 400, 422, 429):
-            return Response(json.dumps(answer), status, media_type="application/json")
+            headers = {"Retry-After": retry_after or str(RETRY_AFTER)} if status == 429 else None
+            return Response(json.dumps(answer), status, headers, media_type="application/json")
         return problem(503, "model_failed", f"the model's server answered {status}")
 
 

@@ -15,6 +15,7 @@ import httpx
 from judge.backend import Reply
 from judge.discovery import read_key
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from serve_apps.judge_service import Answer
 from serve_apps.judge_settings import OpenAIBackendSettings
 
 TOP = 5
@@ -41,8 +42,12 @@ class CompletionModel(ABC):
         self._keys = {**sampling, **extra}
 
     @abstractmethod
-    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and JSON body of a chat completion. Raises DeadlineExceeded, InfrastructureFailure."""
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        """A chat completion. Raises DeadlineExceeded, InfrastructureFailure."""
+
+    @abstractmethod
+    async def identity(self) -> Mapping[str, Any]:
+        """What is behind the name now. Raises InfrastructureFailure."""
 
     @abstractmethod
     def alive(self) -> None:
@@ -58,9 +63,8 @@ class CompletionModel(ABC):
         ``max_tokens``), and so a failure of the judge's and not of the answer's.
         """
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-        status, answer = await self.complete(
-            {"model": self.name, "messages": messages, "response_format": form, **self._keys}
-        )
+        request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
+        status, answer, _ = await self.complete(request)
         if status in (400, 413, 422) and _TOO_LONG.search(json.dumps(answer)):
             raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
         if status != 200:
@@ -80,9 +84,8 @@ class OpenAIModel(CompletionModel):
     """A server's. Its errors name its URL."""
 
     def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        super().__init__(
-            settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}, {}
-        )
+        extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
+        super().__init__(settings.model, settings.max_tokens, extra, {"url": settings.url, "logprobs": settings.logprobs})
         key = read_key(settings.key_file)
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
@@ -93,16 +96,41 @@ class OpenAIModel(CompletionModel):
             transport=transport,
         )
         self._slots = asyncio.Semaphore(settings.concurrency)
+        self._timeout = settings.timeout
 
-    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        async with self._slots:
-            try:
-                answer = await self._client.post("chat/completions", json=body)
-                return answer.status_code, answer.json()
-            except httpx.TimeoutException as error:
-                raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
-            except (httpx.HTTPError, ValueError, RecursionError) as error:
-                raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._client.base_url}: no free slot within {self._timeout:g} s") from error
+        try:
+            answer = await self._client.post("chat/completions", json=body)
+            return Answer(answer.status_code, answer.json(), answer.headers.get("retry-after", ""))
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
+            raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+        finally:
+            self._slots.release()
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What the server's list of models says of ours; {} for a server without one. ``created`` is left out, since vLLM and
+        SGLang answer the time of the request.
+        """
+        try:
+            answer = await self._client.get("models")
+        except httpx.HTTPError as error:
+            raise InfrastructureFailure(f"{self._client.base_url}models: {type(error).__name__}: {error}") from error
+        except ValueError:
+            return {}
+        if answer.status_code == 429 or answer.status_code >= 500:
+            raise InfrastructureFailure(f"{self._client.base_url}models answered {answer.status_code}")
+        try:
+            (card,) = [card for card in answer.json()["data"] if card["id"] == self.name]
+            return {key: card.get(key) for key in ("root", "parent", "owned_by", "max_model_len")}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return {}
 
     def alive(self) -> None:
         """A server elsewhere comes and goes without this process."""

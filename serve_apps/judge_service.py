@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -39,13 +39,21 @@ class Overloaded(InfrastructureFailure):
     """The replica holds as many items as ``limits.held`` allows."""
 
 
+class Answer(NamedTuple):
+    """HTTP status and JSON body, both in OpenAI's form; ``retry_after`` as in the header of this name, "" without."""
+
+    status: int
+    body: Any
+    retry_after: str = ""
+
+
 class Chat(Protocol):
     """The model behind a backend, for chat completions."""
 
     name: str
 
-    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """HTTP status and JSON body, both in OpenAI's form. Raises DeadlineExceeded, InfrastructureFailure."""
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        """Raises DeadlineExceeded, InfrastructureFailure."""
         ...
 
     def alive(self) -> None:
@@ -107,15 +115,19 @@ class JudgeService:
         self, settings: JudgeSettings, backend: Backend, rubrics: Mapping[str, Rubric], chat: Chat | None, replica: str = ""
     ) -> None:
         self.settings, self.backend, self.chat = settings, backend, chat
-        self.version = JudgeVersion(
-            version=version("rayloop"), fingerprint=backend.fingerprint, backend=backend.label, model=backend.model,
-            rubrics={name: rubric.digest for name, rubric in rubrics.items()},
-        )  # fmt: skip
+        self._rubrics = {name: rubric.digest for name, rubric in rubrics.items()}
         self.metrics = Metrics(replica)
         self._roots = [Path(root).resolve() for root in settings.image_roots]
         self._known = canary(rubrics.values())
         self._held = 0
         self._unloaded, self._canary = "the canary was not judged yet", "was not judged yet"
+
+    @property
+    def version(self) -> JudgeVersion:
+        return JudgeVersion(
+            version=version("rayloop"), fingerprint=self.backend.fingerprint, backend=self.backend.label,
+            model=self.backend.model, rubrics=self._rubrics,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -138,7 +150,7 @@ class JudgeService:
         self.metrics.results(results)
         return results
 
-    async def complete(self, chat: Chat, body: Mapping[str, Any]) -> tuple[int, Any]:
+    async def complete(self, chat: Chat, body: Mapping[str, Any]) -> Answer:
         """A chat completion. Raises like ``judge``."""
         with self.metrics.request("chat"), self._holding(1):
             return await within(self.settings.limits.seconds, chat.complete(body))
@@ -159,8 +171,8 @@ class JudgeService:
         return {name: why for name, why in conditions.items() if why}
 
     def _check(self, item: JudgeItem) -> None:
-        if item.rubric not in self.version.rubrics:
-            raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self.version.rubrics)}")
+        if item.rubric not in self._rubrics:
+            raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self._rubrics)}")
         for image in item.images:
             if image != CANARY_IMAGE:
                 self._check_image(Path(image))
@@ -197,10 +209,14 @@ class JudgeService:
             self.metrics.canary.set(not self._canary)
             await asyncio.sleep(self.settings.canary.every)
 
+    async def _judged_canary(self) -> Sequence[Result]:
+        await self.backend.refresh()
+        return await self.backend.judge([known.item for known in self._known])
+
     async def _ask_canary(self) -> tuple[str, str]:
         """Why the model is not there, and why the canary fails; "" for neither."""
         try:
-            results = await within(self.settings.canary.within, self.backend.judge([known.item for known in self._known]))
+            results = await within(self.settings.canary.within, self._judged_canary())
         except DeadlineExceeded as error:
             return "", str(error)
         except Exception as error:  # the canary must outlive whatever is wrong with the backend, and say it

@@ -51,7 +51,10 @@ class VllmBackendSettings(Settings):
     gpus: bool = True
     """Ask Ray for ``engine.tensor_parallel`` GPUs per replica; off on CPUs."""
     engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
-    """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens. ``extra: {revision: ...}`` pins a model of the Hub."""
+    """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
+    revision: str | None = None
+    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit in production, so
+    that every replica loads the same model whenever it starts."""
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply."""
     max_tokens: int = Field(512, ge=16)
@@ -95,6 +98,8 @@ class ReplicaSettings(Settings):
     """Ongoing requests per replica that Serve aims at."""
     cpus: float = Field(1.0, ge=0)
     """Logical CPUs of a replica."""
+    resources: dict[str, float] = {}
+    """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it off nodes that runs use."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicaSettings:
@@ -127,7 +132,9 @@ class JudgeSettings(Settings):
     backend: BackendSettings = RuleBackendSettings()
     key_file: str | None = None
     """The bearer key that clients must show, in a file that only its owner can read and that all nodes see; made when it is
-    missing. None: everybody who reaches the port may ask."""
+    missing. Relative to the folder in which the application is deployed."""
+    insecure: bool = False
+    """Whether a judge without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
     rubrics: str | None = None
     """A folder of rubrics in place of judge/rubrics."""
     image_roots: tuple[str, ...] = ()

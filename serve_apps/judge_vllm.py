@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import ray
 
 from rayloop.core.failures import DeadlineExceeded
+from rayloop.core.model_files import model_identity
 from rayloop.engines.vllm_chat import RequestRefused, TooLong, VllmChat
 from serve_apps.judge_openai import TOP, CompletionModel
+from serve_apps.judge_service import Answer
 from serve_apps.judge_settings import VllmBackendSettings
 
 
@@ -21,16 +25,23 @@ class VllmModel(CompletionModel):
     def __init__(self, settings: VllmBackendSettings) -> None:
         about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
         super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
-        self._engine = VllmChat(settings.model, settings.engine, _scratch())
+        self._engine = VllmChat(settings.model, settings.engine, _scratch(), settings.revision)
+        self._identity = model_identity(settings.model, settings.revision) | {
+            name: version(name) for name in ("vllm", "xgrammar") if find_spec(name)
+        }
         self._timeout = settings.timeout
 
-    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Any]:
+    async def identity(self) -> Mapping[str, Any]:
+        """Of what was loaded, which stays while this process lives."""
+        return self._identity
+
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout) as limit:
-                return 200, await self._engine.complete(body)
+                return Answer(200, await self._engine.complete(body))
         except RequestRefused as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
-            return 400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}}
+            return Answer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
         except TimeoutError as error:
             if not limit.expired():
                 raise

@@ -9,9 +9,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -19,7 +21,7 @@ from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, VerdictKind
 from judge.breaker import State
 from judge.client import JudgeClient
 from tests.support.judges import ModelStub, Served
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, tagged
 
 pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
 
@@ -183,6 +185,71 @@ def test_runs_in_the_same_ray_cluster_find_it_without_a_file() -> None:
         "a judge named judge is served in this Ray cluster already",
         "no judge named judge is served in this Ray cluster",
     ], done.stderr
+
+
+def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(judge: Served, tmp_path: Path) -> None:
+    """Ray Serve has one proxy per cluster: it would ignore other options, and its end is the end of everybody's applications."""
+    replicas = [replica.pid for replica in judge.ready(2)]
+    temporary = Path(psutil.Process(judge.process.pid).environ()["TMPDIR"])
+    (token,) = temporary.glob("rayloop-*/token")
+    words = [word for process in tagged(judge.tag) for word in process.cmdline()]
+    (address,) = {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    port = judge.url.rpartition(":")[2]
+    for name, options, why in (
+        ("judge", (), "a judge named judge is served in this Ray cluster already"),
+        ("other", (), "the application judge answers at / of this cluster's Ray Serve"),
+        ("other", (f"http_options.port={port}",), "the application judge answers at / of this cluster's Ray Serve"),
+    ):
+        (tmp_path / "judge.yaml").write_text(f"applications: [{{name: {name}}}]\n")
+        made = command(
+            "serve", tmp_path / "judge.yaml", *options, "--announce", tmp_path / "judge.json",
+            "--address", address, "--token-file", token,
+        )  # fmt: skip
+        assert (made.returncode, why in made.stderr) == (2, True), made.stderr[-2000:]
+    assert judge.process.poll() is None
+    assert [replica.pid for replica in judge.ready(2)] == replicas
+
+
+ROOM = """
+from cluster.environment import private_cluster
+
+with private_cluster() as folder:
+    import ray
+    from ray import serve
+
+    from cluster.judge_serve import end, free_port, room
+    from rayloop.core.failures import ConfigError
+    from serve_apps.judge_settings import ApplicationSettings, HttpOptions
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0.1})
+    class Other:
+        def __call__(self):
+            return ""
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    judge, port = ApplicationSettings(), free_port("127.0.0.1")
+    print(">", room(judge, HttpOptions()))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    print(">", room(judge, HttpOptions(port=port)) == room(judge, HttpOptions(port=0)) == port)
+    for options in (HttpOptions(port=port % 60000 + 1), HttpOptions(host="0.0.0.0", port=port)):
+        try:
+            room(judge, options)
+        except ConfigError as error:
+            print(">", "cannot answer at" in str(error), f"port={port}" in str(error))
+    serve.run(Other.bind(), name="other", route_prefix="/other")
+    serve.run(Other.bind(), name="judge", route_prefix="/")
+    end("judge", started=True)
+    print(">", sorted(serve.status().applications))
+    end("other", started=True)
+    print(">", room(judge, HttpOptions()))
+    ray.shutdown()
+"""
+
+
+def test_a_judge_fits_into_a_ray_serve_that_has_room_and_ends_only_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", ROOM], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]  # Ray writes there, too
+    assert lines == ["0", "True", "True True", "True True", "['other']", "0"], done.stderr[-3000:]
 
 
 async def ask(client: JudgeClient, items: Sequence[JudgeItem], patience: float) -> list[JudgeVerdict | JudgeUnscored]:

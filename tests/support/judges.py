@@ -48,7 +48,7 @@ class ModelStub:
         self.bodies.append(body)
         time.sleep(self.seconds)
         if self.status != 200:
-            return Response('{"error": "as the test wants it"}', self.status)
+            return Response('{"error": "as the test wants it"}', self.status, {"Retry-After": "7"})
         text = self.verdict(body["messages"][-1]["content"]) if "response_format" in body else "Four."
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}

@@ -21,6 +21,7 @@ from judge.prompt import messages, sanitise, schema
 from judge.rubric import FOLDER, load_rubrics
 from judge.verdict import InvalidVerdict, parse
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.model_files import model_identity
 
 RUBRICS = load_rubrics()
 RIGHT = json.dumps({"reason": "The same.", "verdict": "correct"})
@@ -35,6 +36,12 @@ class Model:
         self.settings: Mapping[str, Any] = {"temperature": 0}
         self.replies, self.seconds = list(replies), seconds
         self.asked: list[Sequence[Mapping[str, Any]]] = []
+        self.root: str | Exception = "Qwen2.5-72B"
+
+    async def identity(self) -> Mapping[str, Any]:
+        if isinstance(self.root, Exception):
+            raise self.root
+        return {"root": self.root}
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
         self.asked.append(messages)
@@ -160,6 +167,48 @@ def test_the_fingerprint_is_of_all_that_matters() -> None:
     ]
     assert len(set(found)) == len(found)
     assert fingerprint("openai", RUBRICS, Model("else")) == found[2]
+
+
+def test_another_model_behind_the_same_name_is_another_judge() -> None:
+    """Nothing is judged before the model has said what it is; what it says later changes the fingerprint, and no verdict is
+    taken from the cache of the old one.
+    """
+    model = Model(RIGHT)
+    judged = grader(model)
+    model.root = InfrastructureFailure("http://model/v1/models: ConnectError")
+    (unknown,) = judge(judged, item())
+    assert isinstance(unknown, JudgeUnscored)
+    assert unknown.kind is NoVerdict.UNAVAILABLE
+    found = []
+    for root in ("Qwen2.5-72B", "Qwen2.5-7B", "Qwen2.5-72B"):
+        model.root = root
+        asyncio.run(judged.refresh())
+        (verdict,) = judge(judged, item())
+        assert isinstance(verdict, JudgeVerdict)
+        found.append((verdict.fingerprint, verdict.cached))
+    (first, _), (second, cached), third = found
+    assert first != second
+    assert not cached
+    assert third == (first, True)
+
+
+def test_a_models_files_say_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 10)
+    found = [model_identity(str(tmp_path))]
+    for name, content in (("config.json", "{ }"), ("chat_template.jinja", "{{ x }}"), ("model.safetensors", "w" * 11)):
+        (tmp_path / name).write_text(content)
+        found.append(model_identity(str(tmp_path)))
+    assert len({one["files"] for one in found}) == 4
+    assert model_identity(str(tmp_path)) == found[-1]
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert model_identity("a/b") == {"commit": "0123abc"}
 
 
 INVALID = [

@@ -280,6 +280,7 @@ def test_a_model_server_that_fails_is_unscored(status: int, kind: str, chat: int
             assert (result["outcome"], result["kind"]) == ("unscored", kind)
             said = await http.post("/v1/chat/completions", headers=KEY, json=CHAT)
             assert said.status_code == chat
+            assert said.headers.get("retry-after") == {503: "1", 429: "7"}.get(chat)
 
     run(test)
 
@@ -359,6 +360,33 @@ def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
     run(test)
 
 
+def test_what_a_models_server_says_it_is_goes_into_the_fingerprint() -> None:
+    """vLLM's ``created`` is the time of the request, and must not."""
+    cards: list[dict[str, Any]] = [{"id": "stub", "root": "Qwen/Qwen2.5-72B-Instruct", "created": 1}, {"id": "else", "root": "x"}]
+    stub = ModelStub()
+
+    @stub.app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"data": cards}
+
+    async def fingerprint(url: str = "http://model/v1", **settings: Any) -> str:
+        made = OpenAIBackendSettings(url=url, model="stub", **settings)
+        backend = Grader(OpenAIModel(made, httpx.ASGITransport(stub.app)), "openai", RUBRICS)
+        await backend.refresh()
+        return backend.fingerprint
+
+    async def test() -> None:
+        first = await fingerprint()
+        cards[0]["created"] = 2
+        assert await fingerprint() == first
+        assert await fingerprint(url="http://other/v1") != first
+        assert await fingerprint(logprobs=False) != first
+        cards[0]["root"] = "Qwen/Qwen2.5-7B-Instruct"
+        assert await fingerprint() != first
+
+    run(test)
+
+
 class Odd(ModelStub):
     """A model's server whose every answer is ``content``."""
 
@@ -419,16 +447,35 @@ def test_the_shipped_files_are_ray_serves_and_ours() -> None:
     for path in sorted(CONFIGS.glob("*.yaml")):
         load(path, [], ServeFile)
         (application,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
-        deployment = app(application.args | {"key_file": None})._bound_deployment
+        deployment = app(application.args | {"key_file": None, "insecure": True})._bound_deployment
         assert deployment.name == "Judge"
         assert 0 < deployment.max_ongoing_requests <= 256
         assert 0 < deployment.max_queued_requests <= 512
     production = load(CONFIGS / "judge_qwen2_5_72b.yaml", [], ServeFile).applications[0].args
     assert (production.backend.kind, production.key_file) == ("vllm", "runs/judge.key")
+    assert production.replicas.resources == {"judge": 1}
     with pytest.raises(ValidationError, match="Extra inputs"):
         app({"backend": {"kind": "rule", "model": "x"}})
     with pytest.raises(ValidationError, match="min 3 is more than max 2"):
         app({"replicas": {"min": 3, "max": 2}})
+
+
+def test_an_application_has_a_key_or_says_that_it_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve run` and `serve deploy` come here, past `judge serve`; replicas and clients run in other folders."""
+    with pytest.raises(ConfigError, match=r"Name a file, or set insecure: true"):
+        app({})
+    app({"insecure": True})
+    monkeypatch.chdir(tmp_path)
+    (settings,) = app({"key_file": "k", "rubrics": "r", "image_roots": ["i"], "cache": {"path": "c"}})._bound_deployment.init_args
+    found = (settings.key_file, settings.rubrics, *settings.image_roots, settings.cache.path)
+    assert found == tuple(str(tmp_path / name) for name in "kric")
+    assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_deployment_asks_for_its_resources_and_says_when_to_come_back() -> None:
+    deployment = app({"insecure": True, "replicas": {"resources": {"judge": 1}}})._bound_deployment
+    assert deployment.ray_actor_options["resources"] == {"judge": 1}
+    assert deployment.backpressure_config.retry_after_s == 1
 
 
 def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:

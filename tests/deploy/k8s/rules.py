@@ -335,6 +335,6 @@ def judge(title: str, args: Document, served: list[Group]) -> Iterator[str]:
     except ValidationError as error:
         yield f"{title}: args: {error}"
         return
-    wanted = {"CPU": settings.replicas.cpus, "GPU": float(gpus(settings))}
+    wanted = {"CPU": settings.replicas.cpus, "GPU": float(gpus(settings)), **settings.replicas.resources}
     if not any(all(group.capacity().get(name, 0.0) >= amount for name, amount in wanted.items()) for group in served):
         yield f"{title}: no group has room for a replica, {wanted}"
