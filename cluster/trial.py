@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import tempfile
 import textwrap
 import time
@@ -51,7 +52,10 @@ ANSWERS = 2
 SHOWN_FAILURES = 3
 SHOWN = 500
 """Characters of a ground truth."""
-PLUMBING = ("rayloop/core/threads.py", "rayloop/envs/episode.py", "actors/reward.py", "rayloop/core/config.py", "cluster/trial.py")
+PLUMBING = (
+    "rayloop/core/config.py", "rayloop/core/reward_functions.py", "rayloop/core/threads.py", "rayloop/envs/episode.py",
+    "actors/reward.py", "cluster/trial.py",
+)  # fmt: skip
 """Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
 
 Tell = Callable[[str], None]
@@ -172,18 +176,19 @@ class _Trial:
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
             self.tell(_indented(role + self.renderer.shown(turn.token_ids)))
-        with _raised_by("actors.reward") as raised:
+        with _silent("actors.reward"):
             outcome = await self.reward.score(played, task, 0)
         self.tell(_worded(outcome))
-        for error in raised[:1]:
-            self.tell(f"{self.config.reward.source.use} raised:")
-            self._tell_error(error)
-        return isinstance(outcome, Scored) and not raised
+        if outcome.trace:
+            self._tell_once(_own(outcome.trace))
+        return isinstance(outcome, Scored) and not outcome.trace
 
     def _tell_error(self, error: BaseException) -> None:
-        """The message of what was raised on purpose; else the traceback, once when both answers have the same."""
+        """The message of what was raised on purpose; else the traceback."""
         own = error.__cause__ if isinstance(error, RayloopError) else error
-        text = f"{type(error).__name__}: {error}" if own is None else _traceback(own)
+        self._tell_once(f"{type(error).__name__}: {error}" if own is None else _traceback(own))
+
+    def _tell_once(self, text: str) -> None:
         self.tell(_indented(text if text not in self.told else "the same"))
         self.told.add(text)
 
@@ -198,31 +203,24 @@ def _made(use: str, make: Callable[[], Made]) -> Made:
 
 
 @contextmanager
-def _raised_by(name: str) -> Iterator[list[BaseException]]:
-    """What foreign code raised: an actor turns that into a value, and tells the logger ``name``."""
-    raised: list[BaseException] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[1] is not None:
-                raised.append(record.exc_info[1])
-
-    logger, handler = logging.getLogger(name), Keep()
-    before, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+def _silent(name: str) -> Iterator[None]:
+    """Without what the logger ``name`` would print: it is told here in another way."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
     try:
-        yield raised
+        yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        logger.disabled = before
 
 
 def _traceback(error: BaseException) -> str:
-    """From a person's own code on."""
-    trace = error.__traceback__
-    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.endswith(PLUMBING):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
+    return _own("".join(traceback.format_exception(error, chain=False)))
+
+
+def _own(trace: str) -> str:
+    """A traceback without the frames of what called a person's code."""
+    plumbing = "|".join(map(re.escape, PLUMBING))
+    return re.sub(rf'^  File "[^"]*({plumbing})".*\n(    .*\n)*', "", trace.rstrip(), flags=re.MULTILINE)
 
 
 def _worded(outcome: Outcome) -> str:
