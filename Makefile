@@ -58,6 +58,7 @@ docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
 	$(BIN)/python -m rayloop.core.reference cluster.config:RunConfig > docs/config.md
 	$(BIN)/python -m rayloop.core.reference cluster.sft:SftConfig > docs/sft.md
+	$(BIN)/python -m rayloop.core.reference components > docs/components.md
 	$(BIN)/python -m cluster.doctor > docs/doctor.md
 
 $(VENV)/.torch:

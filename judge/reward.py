@@ -55,7 +55,10 @@ class JudgeReward:
         rubrics: str = ""
         """A folder in place of judge/rubrics; the judge's own setting of this name must hold the same files."""
         answer: How = "tagged_box"
-        """Where the answer is: a box in an answer block, the block, a box, the last line, or the whole text."""
+        """Where the answer stands in the last turn. tag: what the last ``<answer>...</answer>`` holds. box: what the last
+        ``\\boxed{...}`` holds. tagged_box: a box inside that answer block, or the block's text when it has no box; without a block
+        there is no answer, and a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose what the prompt
+        asks for."""
         rules_first: bool = True
         """Let rules decide here what they can (exact, option, number, set): the judge is asked only the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"

@@ -1,6 +1,6 @@
 """The reference of a settings class in markdown, made from its fields and docstrings.
 
-``python -m rayloop.core.reference cluster.config:RunConfig`` prints docs/config.md.
+``python -m rayloop.core.reference cluster.config:RunConfig`` prints docs/config.md, ``... components`` docs/components.md.
 """
 
 from __future__ import annotations
@@ -34,6 +34,72 @@ def page(target: str) -> str:
     return HEADER.format(target=target, count=count_fields(model)) + describe(model)
 
 
+COMPONENTS = {
+    ("Readers", "data.reader"): (
+        "rayloop.core.dataset:ChatRows",
+        "recipes.arc_vision.data:GroundingRows",
+        "recipes.digits.data:DigitRows",
+    ),
+    ("Rewards", "reward.source"): (
+        "judge.reward:JudgeReward",
+        "recipes.arc_vision.reward:ArcVisionReward",
+        "recipes.arc_vision.reward:IoUReward",
+        "recipes.digits.reward:SortReward",
+    ),
+    ("Environments", "environment.episode.environment"): (
+        "rayloop.envs.single_turn:SingleTurn",
+        "rayloop.envs.tools:ImageTools",
+        "rayloop.envs.scripted:ScriptedTool",
+    ),
+    ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),
+    ("Boxes to draw", "report.boxes"): ("recipes.arc_vision.boxes:GroundingBoxes",),
+    ("Answers of the supervised stage", "answers"): (
+        "recipes.arc_vision.data:BoxAnswers",
+        "recipes.digits.data:SortedAnswers",
+    ),
+    ("Ways to find a judge", "reward.source.with.judge.discovery"): (
+        "judge.discovery:FileDiscovery",
+        "actors.judge_address:RayDiscovery",
+    ),
+}
+"""Title, and the key that names such a component -> those that are shipped."""
+
+COMPONENTS_HEADER = """# Components that are shipped
+
+Made by `python -m rayloop.core.reference components`; do not edit. A component is named with `use` and set with `with`:
+
+    reward:
+      source: {use: "judge.reward:JudgeReward", with: {answer: whole}}
+
+One of your own, a class or often a plain function, is named in the same way: [own_task.md](own_task.md).
+
+"""
+
+
+def components_page() -> str:
+    """docs/components.md: what each shipped component is, and its settings."""
+    parts = []
+    for (title, key), uses in COMPONENTS.items():
+        parts.append(f"## {title} (`{key}`)\n")
+        for use in uses:
+            cls = pkgutil.resolve_name(use)
+            about = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+            parts += [f"### `{use}`\n", *([f"{about}\n"] if about else []), settings_of(cls.Settings)]
+    return COMPONENTS_HEADER + "\n".join(parts)
+
+
+def settings_of(model: type[BaseModel]) -> str:
+    """The tables of a component's settings: its own, then those of sections within."""
+    if not model.model_fields:
+        return "Nothing to set.\n"
+    lines: list[str] = []
+    for current, paths in _used_at(model).items():
+        if paths != [()]:
+            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}:", ""]
+        lines += [*_table(current), ""]
+    return "\n".join(lines)
+
+
 def describe(model: type[BaseModel]) -> str:
     """One section per settings class below ``model``: keys, types, defaults and meanings, in the order of the file.
 
@@ -60,12 +126,16 @@ def _section(model: type[BaseModel], paths: list[KeyPath]) -> str:
     lines = [f"## {names}" + (f" with `kind: {kind}`" if kind else ""), ""]
     if model.__doc__:
         lines += [inspect.cleandoc(model.__doc__).replace("``", "`"), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*lines, *_table(model), ""])
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
         meaning = (info.description or "").replace("\n", " ").replace("``", "`")
         cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def _type(info: FieldInfo) -> str:
@@ -130,9 +200,9 @@ def _written(value: Any) -> str:
         case tuple() | list():
             return "[" + ", ".join(map(_written, value)) + "]"
         case str():
-            return str(value) or '""'
+            return value.replace("\n", "\\n") or '""'
     return str(value)
 
 
 if __name__ == "__main__":
-    print(page(sys.argv[1]), end="")
+    print(components_page() if sys.argv[1] == "components" else page(sys.argv[1]), end="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from cluster.config import RunConfig
 from rayloop.core.config import Component, Settings, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
-from rayloop.core.reference import count_fields, describe, page
+from rayloop.core.reference import components_page, count_fields, describe, page
 from rayloop.engines.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
 
@@ -297,6 +298,24 @@ def test_the_reference_describes_every_key() -> None:
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
     docs = Path(__file__).parents[2] / "docs" / name
     assert docs.read_text() == page(model), "run: make docs"
+
+
+def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs/components.md").read_text()
+    assert text == components_page(), "run: make docs"
+    shipped = [
+        f"{'.'.join(path.relative_to(root).with_suffix('').parts)}:{node.name}"
+        for package in ("rayloop", "recipes", "judge", "actors")
+        for path in (root / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(inner, ast.ClassDef) and inner.name == "Settings" for inner in node.body)
+    ]
+    assert len(shipped) > 10
+    assert [name for name in shipped if f"### `{name}`" not in text] == []
+    assert "`tagged_box`" in text
+    assert "<answer>" in text
 
 
 @pytest.mark.parametrize(
