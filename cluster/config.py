@@ -42,6 +42,7 @@ class DataSettings(Settings):
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.core.dataset:ChatRows")
     """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
     shuffle: bool = True
+    """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it."""
 
@@ -52,6 +53,7 @@ class SamplingSettings(Settings):
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn."""
     min_tokens: int = Field(0, ge=0)
+    """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
     stop: tuple[str, ...] = ()
     """A turn ends when its text contains one of these; the text stays in the turn and is trained."""
 
@@ -63,22 +65,27 @@ class Placement(Settings):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
+    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is unset."""
     num_gpus: float = Field(0.0, ge=0)
+    """GPUs that are this actor's own. A fraction shares one GPU with other roles."""
     resources: dict[str, float] = {}
     """Custom Ray resources, for example to pin environments to nodes that have a browser."""
 
 
 class RolloutSettings(Settings):
     actors: int = Field(1, ge=1)
+    """Engines. Raise it to generate on more GPUs or nodes; each holds the whole model."""
     engine: GenerationSettings = TransformersEngineSettings()
     sampling: SamplingSettings = SamplingSettings()
     placement: Placement = Placement()
     deterministic: bool = False
-    """Each group is decoded as its own batch and committed in issue order: a resumed run equals an uninterrupted one."""
+    """Each group is decoded as its own batch and committed in issue order: a resumed run equals an uninterrupted one
+    bit for bit. For tests and for hunting differences: decoding group by group is slower."""
 
 
 class EnvironmentSettings(Settings):
     actors: int = Field(1, ge=1)
+    """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
     placement: Placement = Placement(num_cpus=0.5)
     attempts: int = Field(3, ge=1)
@@ -91,6 +98,7 @@ class EnvironmentSettings(Settings):
 
 class RewardPool(RewardSettings):
     actors: int = Field(1, ge=1)
+    """Processes that score, many trajectories at once each. Raise it for graders that compute much."""
     placement: Placement = Placement(num_cpus=0.5)
     attempts: int = Field(3, ge=1)
     """How often scoring is tried when the reward actor dies."""
@@ -100,9 +108,12 @@ class ReferenceSettings(Settings):
     kind: Literal["none", "actor", "adapter_off"] = "none"
     """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
     actors: int = Field(1, ge=1)
+    """With ``kind: actor``: raise it when annotation holds up the steps."""
     placement: Placement = Placement()
     attempts: int = Field(3, ge=1)
+    """How often the log-probs of a group are asked for when the actor dies."""
     timeout: float = Field(600.0, gt=0)
+    """Seconds for the log-probs of one group's trajectories. Raise it for long trajectories on slow devices."""
 
 
 class PolicySettings(Settings):
@@ -114,6 +125,7 @@ class PolicySettings(Settings):
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     start_timeout: float = Field(600.0, gt=0)
+    """Seconds in which all ranks must have loaded the model. Raise it for large models on slow storage."""
     step_timeout: float = Field(3600.0, gt=0)
     """Seconds for one call of the trainer (a step, a checkpoint, an export)."""
 
@@ -142,6 +154,7 @@ class AlgorithmSettings(Settings):
 class PublishSettings(Settings):
     transport: TransportSettings = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
+    """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
     self_test: bool = True
     """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's."""
     parity: Literal["stop", "warn"] = "stop"
@@ -156,6 +169,7 @@ class CheckpointSettings(Settings):
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, ge=1)
+    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint."""
     max_failures: int = Field(3, ge=0)
@@ -168,15 +182,18 @@ class EvaluationSettings(Settings):
     limit: int | None = Field(None, gt=0)
     """Rows evaluated; None: all."""
     greedy: bool = True
+    """The likeliest answer instead of a sampled one: less noise, but not the policy that training rewards show."""
     controls: bool = False
     """Before the first and after the last step, also play wrong images: does the policy look?"""
     blind: Component | None = None
-    """The best answers without an image, fitted on ``data.train``, as another control (cluster/controls.py)."""
+    """The best answers without an image, fitted on ``data.train``, as another control (cluster/controls.py), for
+    example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
 
 
 class ReportSettings(Settings):
     boxes: Component | None = None
-    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images."""
+    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
+    example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
 
 
 class RecoverySettings(Settings):
@@ -185,6 +202,7 @@ class RecoverySettings(Settings):
     policy_restarts: int = Field(3, ge=0)
     """Times the policy group may be rebuilt from the last checkpoint."""
     driver_restarts: int = Field(2, ge=0)
+    """Times a driver that died is started anew from the last checkpoint."""
     health_every: float = Field(5.0, gt=0)
     """Seconds between health checks of idle actors."""
     health_timeout: float = Field(30.0, gt=0)
@@ -209,8 +227,11 @@ class RunConfig(Settings):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder below ``output``."""
     output: str = "runs"
+    """Folder of all runs. Set it to a file system that all nodes see when there are several."""
     seed: int = 0
+    """Everything random follows from it: order of the tasks, sampling, updates. Change it to repeat an experiment independently."""
     steps: int = Field(gt=0)
+    """Steps to do in all, those of an earlier attempt included: raise it to go on with a run that is done."""
     model: ModelSettings
     data: DataSettings
     environment: EnvironmentSettings = EnvironmentSettings()
@@ -227,7 +248,8 @@ class RunConfig(Settings):
     recovery: RecoverySettings = RecoverySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
-    """Where metrics go besides ``metrics.jsonl`` and Prometheus. One that fails is dropped with an event; the run goes on."""
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard}, {kind: wandb,
+    project: mine}]``. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images; 0: none."""
 

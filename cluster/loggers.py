@@ -54,6 +54,7 @@ class WandbSettings(Patience):
 
     kind: Literal["wandb"] = "wandb"
     project: str
+    """The project in W&B's interface."""
     entity: str | None = None
     """User or team; None: the default one of the account."""
     mode: Literal["online", "offline"] = "online"

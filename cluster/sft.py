@@ -41,12 +41,14 @@ class TinySettings(Settings):
     """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer learns the rows' texts."""
 
     vision: bool = True
+    """Off makes a text-only model."""
     sizes: dict[str, int | float | bool] = {}
     """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters."""
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. From random weights, the
     background's own colour as mean lets what stands out reach the language model; otherwise the constant drowns it."""
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """As ``image_mean``: what its processor divides by."""
 
 
 class SftConfig(Settings):
@@ -55,7 +57,9 @@ class SftConfig(Settings):
     output: str
     """Folder of the trained model, in Hugging Face layout."""
     seed: int = 0
+    """Order of the rows, and random weights of a new tiny model."""
     steps: int = Field(gt=0)
+    """Optimizer updates in all."""
     seconds: float | None = Field(None, gt=0)
     """Stop after this long, if that comes before ``steps``."""
     save_every: int | None = Field(None, gt=0)
@@ -82,7 +86,9 @@ class SftConfig(Settings):
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
     """``total_updates`` of a schedule is ``steps`` unless given."""
     max_image_pixels: int = Field(50_000_000, gt=0)
+    """A larger image is refused before it is decoded."""
     log_every: int = Field(25, gt=0)
+    """Steps between two lines."""
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,9 @@ class Component(Settings):
     """
 
     use: str
+    """Where it is: ``package.module:Name``, found in the current directory too."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+    """Its own settings (docs/components.md has those of the shipped ones)."""
 
     def resolve(self) -> Callable[..., Any]:
         """The class or function itself. Raises ConfigError when it does not exist or is neither."""

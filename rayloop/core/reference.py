@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import sys
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,7 +24,8 @@ Made by `python -m rayloop.core.reference {target}`; do not edit. {count} keys.
 
 A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
 new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
-relative to the current directory.
+relative to the current directory. Which values to choose: [settings.md](settings.md); what `use` can name:
+[components.md](components.md), [own_task.md](own_task.md).
 
 """
 
@@ -125,17 +127,22 @@ def _section(model: type[BaseModel], paths: list[KeyPath]) -> str:
     kind = kind_of(model)
     lines = [f"## {names}" + (f" with `kind: {kind}`" if kind else ""), ""]
     if model.__doc__:
-        lines += [inspect.cleandoc(model.__doc__).replace("``", "`"), ""]
+        lines += [_linked(inspect.cleandoc(model.__doc__).replace("``", "`")), ""]
     return "\n".join([*lines, *_table(model), ""])
 
 
 def _table(model: type[BaseModel]) -> list[str]:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
-        meaning = (info.description or "").replace("\n", " ").replace("``", "`")
+        meaning = _linked((info.description or "").replace("\n", " ").replace("``", "`"))
         cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
+
+
+def _linked(text: str) -> str:
+    """Sections are those of the page on the algorithm."""
+    return re.sub(r"(?<!\[)\b([Ss]ection \d+)", r"[\1](algorithm.md)", text)
 
 
 def _type(info: FieldInfo) -> str:

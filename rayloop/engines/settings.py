@@ -18,12 +18,14 @@ class TransformersEngineSettings(Settings):
 
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
+    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together."""
     batch_wait: float = Field(0.05, ge=0)
     """Seconds without a new request after which a batch that is not full starts."""
     cohort_wait: float = Field(120.0, gt=0)
-    """Deterministic mode: seconds to wait for a cohort's missing members before its batch starts without them."""
+    """With ``rollout.deterministic``: seconds to wait for the other members of a group (a cohort) before their batch starts without
+    them."""
     threads: int | None = Field(None, ge=1)
     """Torch threads on CPU; None: the actor's num_cpus."""
 
@@ -33,6 +35,7 @@ class VllmEngineSettings(Settings):
 
     kind: Literal["vllm"] = "vllm"
     dtype: Dtype = "bfloat16"
+    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same."""
     max_model_len: int | None = Field(None, ge=1)
@@ -75,6 +78,7 @@ class SglangEngineSettings(Settings):
 
     kind: Literal["sglang"] = "sglang"
     dtype: Dtype = "bfloat16"
+    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     bucket_bytes: int = Field(2**30, ge=1)
     """Published tensors are handed to SGLang's processes in parts of at most this size, through GPU memory."""
     extra: dict[str, Any] = {}
@@ -139,9 +143,14 @@ def serves_its_own_weights(engine: GenerationSettings) -> TypeGuard[OpenAiHttpEn
 class OptimizerSettings(Settings):
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
+    """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
+    (docs/settings.md)."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
     eps: float = 1e-8
+    """AdamW's term against division by 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
@@ -168,10 +177,13 @@ class LoraSettings(Settings):
     """Train low-rank adapters instead of the model (peft)."""
 
     rank: int = Field(8, gt=0)
+    """Size of the adapters. More can express more, and costs memory (docs/settings.md)."""
     alpha: float = Field(16.0, gt=0)
+    """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Keep 0 for RL: with dropout the trainer's log-probs are not those of the sampled policy."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter."""
     vision: bool = False
     """Adapt the vision tower's layers of these names too. Matching by name alone does so by accident (Chart-RVR)."""
 
@@ -189,8 +201,12 @@ class FsdpSettings(Settings):
     logprob_chunk: int = Field(2048, gt=0)
     """Positions whose logits exist at the same time: [T, vocabulary] is never held."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time. Before a smaller ``micro_batch_tokens`` helps
+    no more."""
     cpu_offload: bool = False
+    """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
     freeze_vision: bool = False
+    """Leave the vision tower as it is: less memory, and it cannot forget. Off when the task needs it to see something new."""
     lora: LoraSettings | None = None
     threads: int | None = Field(None, ge=1)
     """Torch threads per rank on CPU; None: the actor's num_cpus."""

@@ -29,6 +29,7 @@ class EpisodeSettings(Settings):
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
     reset_timeout: float = Field(60.0, gt=0)
+    """Seconds for making the environment and its first observation; beyond it the process is ended."""
     step_timeout: float = Field(60.0, gt=0)
     """Seconds for one ``reset`` or ``step``/``evaluate``; beyond it the environment's process is ended."""
     request_timeout: float = Field(600.0, gt=0)

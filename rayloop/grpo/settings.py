@@ -45,6 +45,7 @@ class EqualRewards(Settings):
 
     kind: Literal["equal_rewards"] = "equal_rewards"
     tolerance: float = Field(0.0, ge=0)
+    """Rewards count as equal when they differ by no more than this: above 0 for noisy graders."""
     right: float = 1.0
     """An equal group at or above this value counts as all_right."""
     wrong: float = 0.0
@@ -68,6 +69,7 @@ class MaxLength(Settings):
 
     kind: Literal["max_length"] = "max_length"
     tokens: int = Field(128_000, gt=0)
+    """Of the whole trajectory, prompt included."""
 
 
 class KeepEndReasons(Settings):
@@ -75,6 +77,7 @@ class KeepEndReasons(Settings):
 
     kind: Literal["end_reason"] = "end_reason"
     keep: tuple[EndReason, ...] = (EndReason.DONE, EndReason.MAX_TURNS, EndReason.ACTION_ERROR)
+    """Reasons to keep; the others (over_length, ...) are left out."""
 
 
 class PositiveNegativeAdvantage(Settings):
@@ -82,6 +85,7 @@ class PositiveNegativeAdvantage(Settings):
 
     kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
     right_above: float = 0.0
+    """An answer with more reward than this is right."""
 
 
 Filter = Annotated[
@@ -94,7 +98,8 @@ class FilteringSettings(Settings):
     """Section 4: oversample, filter, rank. A deliberate bias toward groups that teach; it costs generated tokens."""
 
     filters: tuple[Filter, ...] = (EqualRewards(),)
-    """Applied in order: group filters see the whole group, trajectory filters may leave it partial."""
+    """Applied in order: group filters see the whole group, trajectory filters may leave it partial. For example ``filters:
+    [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}]``; ``filters: []`` trains everything."""
     ranking: Literal["std", "issue"] = "std"
     """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained. Where left-over
     groups are carried over, older groups go first, and this orders those that the same version began."""
@@ -114,6 +119,7 @@ class ReplaySettings(Settings):
     """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
 
     enabled: bool = False
+    """For tasks so hard that whole groups fail again and again."""
     capacity: int = Field(8, gt=0)
     """Stored successes per task, oldest out first."""
     success_above: float = 0.1
@@ -145,11 +151,15 @@ class LossSettings(Settings):
     """Section 6: the clipped policy-gradient loss and its aggregation."""
 
     clip_low: float = Field(0.2, ge=0, lt=1)
+    """How far a token's ratio may fall below 1 before its gradient is cut. Matters only with several updates per step."""
     clip_high: float = Field(0.2, ge=0)
     """Raise it above ``clip_low`` (0.28 in DAPO, 0.3 in ARPO) to let rare good tokens grow."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Bounds the loss of a negative advantage at dual_clip * |A|. None: off."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
+    all answers alike, their tokens summed or averaged; -norm divides by ``norm_length``, so length has no influence
+    (Dr.GRPO)."""
     norm_length: int | None = Field(None, gt=0)
     """Required by seq-mean-token-sum-norm (Dr.GRPO as verl has it): the constant that the sum over all tokens is divided by, and
     all it is divided by, so the gradient grows with the trajectories of an update. For TRL's mean over trajectories set the
@@ -162,8 +172,11 @@ class LossSettings(Settings):
     """Upper bound of the k3 term per token; beyond it there is no gradient. Set it when single tokens own the clipped gradient
     (``actor/kl`` jumps). verl's low_var_kl is ``kl_bound: 20, kl_cap: 10``. None: no bound of its own."""
     entropy_coef: float = Field(0.0, ge=0)
+    """A bonus for entropy. 0 unless entropy collapses while rewards are still poor; then small (0.001 to 0.02)."""
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
-    """How the gap between the sampling engine and the trainer is corrected (section 2)."""
+    """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: also right with stale
+    trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones, which saves a forward
+    pass; none: only when engine and trainer agree to rounding, and as a control."""
     correction_cap: float = Field(2.0, gt=0)
     """Upper bound of the decoupled per-token weight exp(old - behaviour)."""
 
@@ -178,4 +191,6 @@ class UpdateSettings(Settings):
     """Optimizer updates per step: mini-batches are cut at group boundaries, shuffled by the run's seed."""
 
     epochs: int = Field(1, ge=1)
+    """Passes over the trajectories of a step. More use each sample again, further from the policy that drew it."""
     mini_batches: int = Field(1, ge=1)
+    """Optimizer updates per epoch. 1 is on-policy; more learn faster per sample, and then ``clip_*`` begins to matter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import RunConfig
+from cluster.sft import SftConfig
 from rayloop.core.config import Component, Settings, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.reference import components_page, count_fields, describe, page
+from rayloop.core.schema import models, walk
 from rayloop.engines.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
 
@@ -298,6 +302,26 @@ def test_the_reference_describes_every_key() -> None:
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
     docs = Path(__file__).parents[2] / "docs" / name
     assert docs.read_text() == page(model), "run: make docs"
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    """A key without a sentence cannot be chosen; sections and kinds speak for themselves."""
+    bare = [
+        f"{model.__module__}.{model.__name__}.{name}"
+        for root in (RunConfig, SftConfig)
+        for _, model in walk(root)
+        for name, info in model.model_fields.items()
+        if not info.description and not models(info.annotation) and name != "kind"
+    ]
+    assert bare == []
+
+
+def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text()
+    found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(found) == 3
+    for text in found:
+        RunConfig.model_validate(settings(tmp_path, tmp_path) | {"algorithm": {}, "policy": {}} | yaml.safe_load(text))
 
 
 def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
