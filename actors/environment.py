@@ -11,12 +11,14 @@ from actors.lease import Lease, LeasedEngine, cause
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
+    EnvironmentFailed,
     EnvironmentHung,
     InfrastructureFailure,
     OverLongPrompt,
+    WorkerSpent,
 )
 from rayloop.core.model import ModelSettings
-from rayloop.core.threads import in_thread
+from rayloop.core.threads import hanging, in_thread
 from rayloop.core.types import PlayFailed, PlayRequest, Summary, Trajectory, Unscored, UnscoredKind
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.rendering import Renderer
@@ -41,7 +43,12 @@ class EnvironmentActor(Actor):
     async def play(
         self, request: PlayRequest, lease: Lease, driver: Any
     ) -> tuple[Summary | PlayFailed, Trajectory | None]:
-        """Play one episode (call with ``num_returns=2``). A failure is a value; it comes without a trajectory."""
+        """Play one episode (call with ``num_returns=2``). A failure is a value; it comes without a trajectory.
+
+        Raises WorkerSpent, before anything is played.
+        """
+        if (stuck := hanging()) >= self._settings.hung_threads:
+            raise WorkerSpent(f"{stuck} calls of tools hang in this process (episode.hung_threads)")
         engine = LeasedEngine(request, lease, driver, self._settings.request_timeout)
         began = time.monotonic()
         self._running += 1
@@ -61,17 +68,23 @@ class EnvironmentActor(Actor):
             return await in_thread(self._settings.environment.build, timeout=self._settings.reset_timeout)
         except DeadlineExceeded as error:
             raise EnvironmentHung(f"making {self._settings.environment.use} gave {error}") from error
+        except Exception as error:
+            bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
+            what = f"making {self._settings.environment.use} raised {type(error).__name__}: {error}"
+            raise EnvironmentFailed(what, bug) from error
 
 
 def _failed(request: PlayRequest, error: BaseException) -> PlayFailed:
     """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
     kind, path, reason = UnscoredKind.ENVIRONMENT_FAILURE, "", f"{type(error).__name__}: {error}"
+    own = isinstance(error, EnvironmentFailed)
     if isinstance(error, DataFailure):
         kind, path, reason = UnscoredKind.BAD_DATA, error.path, error.reason
     elif isinstance(error, OverLongPrompt):
         kind, reason = UnscoredKind.OVER_LONG_PROMPT, str(error)
-    elif not isinstance(error, InfrastructureFailure):
+    elif own:
+        reason = str(error)
+    if kind is UnscoredKind.ENVIRONMENT_FAILURE and (own or not isinstance(error, InfrastructureFailure)):
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
-    return PlayFailed(
-        request.id, request.attempt, Unscored(kind, reason), path=path, hung=isinstance(error, EnvironmentHung)
-    )
+    hung, bug = isinstance(error, EnvironmentHung), isinstance(error, EnvironmentFailed) and error.bug
+    return PlayFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug)

@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to use one worker: its serial number in the pool and its actor handle."""
+    """The right to use one worker: its serial number in the pool, its actor handle, and its slot, which a replacement takes."""
 
     worker: int
     handle: Any
+    slot: int = 0
 
 
 class LeasedEngine:

@@ -89,9 +89,14 @@ class EnvironmentSettings(Settings):
     episode: EpisodeSettings = EpisodeSettings()
     placement: Placement = Placement(num_cpus=0.5)
     attempts: int = Field(3, ge=1)
-    """How often an episode is played when infrastructure fails, before its trajectory is excluded."""
+    """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
+    group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
     task_failures: int = Field(2, ge=1)
-    """A task whose environment failed in this many groups is quarantined."""
+    """A task is quarantined when its environment failed in this many groups with no good group between, each time on two different
+    actors while others went well. Raise it when failures come in waves that have nothing to do with the task."""
+    actor_failures: int = Field(3, ge=2)
+    """An actor on which episodes of this many different tasks fail one after another is replaced, when others go well. Raise it
+    when many tasks are broken."""
     episode_timeout: float = Field(3600.0, gt=0)
     """Seconds for a whole episode; beyond it the environment actor is replaced."""
 

@@ -72,7 +72,8 @@ class Driver(Actor):
             self.reporter.event("evaluation_on_training_rows", why=why)
         self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         me = ray.get_runtime_context().current_actor
-        self.player = Player(self.config, self.services, me, self.reporter.event, self.production.quarantine)
+        own = self.production
+        self.player = Player(self.config, self.services, me, self.reporter.event, own.quarantine, own.blame)
         self.prepared = True
         if self.stopping.is_set():
             self.production.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -12,8 +12,9 @@ import ray
 from actors.lease import Lease
 from actors.lost import object_lost
 from cluster.admission import Admission
+from cluster.blame import Blame
 from cluster.config import RunConfig
-from cluster.pool import brief, is_lost
+from cluster.pool import brief, is_lost, is_spent
 from cluster.services import Services
 from cluster.waits import within
 from rayloop.core.failures import WorkerLost
@@ -42,6 +43,10 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
     return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
 
 
+SPARED = 10
+"""Times that an episode is played again because its actor was ended on account of another one, before it is given up."""
+
+
 class Player:
     """``play`` always returns a member: scored, or unscored with the reason. It raises only what must end the run."""
 
@@ -52,6 +57,7 @@ class Player:
         driver: Any,
         on_event: Callable[..., None],
         on_bad_data: Callable[[Task, str, str], None],
+        blame: Blame | None = None,
     ) -> None:
         self.config, self.services = config, services
         self.reissued = 0
@@ -62,6 +68,7 @@ class Player:
         self.admission = Admission()
         self._driver, self._event, self._bad_data = driver, on_event, on_bad_data
         self._engines: dict[str, int] = {}
+        self.blame = blame or Blame(config.environment)
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
@@ -82,57 +89,91 @@ class Player:
     async def episode(
         self, request: PlayRequest, begins: Callable[[], None] = lambda: None
     ) -> PlayFailed | tuple[Summary, Any]:
-        """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows."""
+        """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows.
+
+        Only what failed by itself is one of ``environment.attempts``; the same bug on a second actor is not tried a third time, and
+        nothing more is once too many episodes of the group hung.
+        """
         failed = PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played"))
-        for attempt in range(self.config.environment.attempts):
+        avoid: set[int] = set()
+        paid, before = 0, ""
+        for attempt in range(self.config.environment.attempts + SPARED):
+            if hangs := self.blame.hangs(request.id.group):
+                return dataclasses.replace(failed, outcome=Unscored(UnscoredKind.ENVIRONMENT_FAILURE, hangs))
             self.reissued += attempt > 0
             async with self.admission.room():
                 begins()
-                result = await self._play_once(dataclasses.replace(request, attempt=attempt))
+                lease, result = await self._play_once(dataclasses.replace(request, attempt=attempt), avoid)
             if not isinstance(result, PlayFailed):
                 return result
-            failed = result
+            failed, why = result, result.outcome.reason
             if failed.outcome.kind is UnscoredKind.BAD_DATA:
-                self._bad_data(request.task, failed.path, failed.outcome.reason)
+                self._bad_data(request.task, failed.path, why)
             if failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
                 break
-            self._event("episode_failed", trajectory=str(request.id), attempt=attempt, why=failed.outcome.reason)
+            self._event("episode_failed", trajectory=str(request.id), attempt=attempt, why=why)
+            avoid.add(lease.slot)
+            paid += failed.own or lease.worker not in self.services.environment.ended
+            if paid >= self.config.environment.attempts or (failed.bug and why == before):
+                break
+            before = why
         return failed
 
-    async def _play_once(self, request: PlayRequest) -> PlayFailed | tuple[Summary, Any]:
-        environments, key, affinity = (
-            self.services.environment,
-            f"{request.id}@{request.attempt}",
-            str(request.id.group),
-        )
-        environment = await environments.lease()
+    async def _play_once(
+        self, request: PlayRequest, avoid: Collection[int]
+    ) -> tuple[Lease, PlayFailed | tuple[Summary, Any]]:
+        """On an environment actor whose slot is not one to ``avoid``, if there is another; its lease, and what came of it."""
+        environments, key, affinity = self.services.environment, f"{request.id}@{request.attempt}", str(request.id.group)
+        lease = await environments.lease(avoid=avoid)
         try:
             engine = await self.services.rollout.lease(affinity)
         except BaseException:
-            environments.release(environment.worker)
+            environments.release(lease.worker)
             raise
         self._engines[key] = engine.worker
-        result, payload = environment.handle.play.options(num_returns=2).remote(request, engine, self._driver)
+        self.blame.begins(request.id.group, lease.worker)
+        result, payload = lease.handle.play.options(num_returns=2).remote(request, engine, self._driver)
+        well: bool | None = None
         try:
-            what = f"episode {key} of task {request.task.id} on {environments.name(environment)}"
-            summary = await within(self.config.environment.episode_timeout, result, what, environment.handle)
+            what = f"episode {key} of task {request.task.id} on {environments.name(lease)}"
+            summary = await within(self.config.environment.episode_timeout, result, what, lease.handle)
+            well = None if isinstance(summary, PlayFailed) and not summary.own else not isinstance(summary, PlayFailed)
         except asyncio.CancelledError:
             ray.cancel(result)
             raise
         except Exception as error:
             if not is_lost(error):
                 raise
-            environments.lost(environment.worker, error)
-            reason = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, f"the environment actor was lost: {brief(error)}")
-            return PlayFailed(request.id, request.attempt, reason)
+            return lease, self._lost(request, lease, error)
         finally:
-            environments.release(environment.worker)
+            environments.release(lease.worker, well=well)
             self.services.rollout.release(self._engines.pop(key), affinity)
-        if isinstance(summary, PlayFailed):
-            if summary.hung:
-                environments.lost(environment.worker, summary.outcome.reason)
-            return summary
-        return summary, payload
+        if not isinstance(summary, PlayFailed):
+            self.blame.succeeded(lease.worker)
+            return lease, (summary, payload)
+        if summary.own:
+            self._environment_failed(request, lease, summary)
+        return lease, summary
+
+    def _lost(self, request: PlayRequest, lease: Lease, error: Exception) -> PlayFailed:
+        """The episode's actor is gone. It was the episode's own doing unless it was ended because of another one."""
+        pool, why = self.services.environment, f"the environment actor was lost: {brief(error)}"
+        if is_spent(error):
+            pool.retire(lease.worker, brief(error))
+        own = lease.worker not in pool.ended
+        outcome, hung = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, why), isinstance(error, WorkerLost)
+        failed = PlayFailed(request.id, request.attempt, outcome, own=own, hung=hung)
+        if own:
+            self._environment_failed(request, lease, failed)
+            pool.lost(lease.worker, error)
+        return failed
+
+    def _environment_failed(self, request: PlayRequest, lease: Lease, failed: PlayFailed) -> None:
+        """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
+        pool, why = self.services.environment, failed.outcome.reason
+        sick = self.blame.failed(request.id.group, request.task.id, lease.worker, lease.slot, why, hung=failed.hung)
+        if failed.hung or sick:
+            pool.retire(lease.worker, sick or why, charged=bool(sick))
 
     async def replace_engine(self, episode: str, lost: int, why: str) -> Lease:
         """A request of an episode failed on engine ``lost``: take it out of service, lease another for the episode."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from actors.lost import cause as cause
 from actors.lost import object_lost
 from cluster.config import RecoverySettings
 from cluster.waits import within
-from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
+from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
 
 LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
 """What a caller sees when a worker died, became unreachable, or outlived its deadline."""
@@ -31,6 +31,11 @@ LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
 def is_lost(error: BaseException) -> bool:
     """Whether the error says that the worker, not the work, is the problem."""
     return isinstance(error, LOST) and not object_lost(error)
+
+
+def is_spent(error: BaseException) -> bool:
+    """Whether the worker asks to be replaced: too many threads of it hang."""
+    return isinstance(cause(error), WorkerSpent)
 
 
 def brief(error: BaseException) -> str:
@@ -45,10 +50,14 @@ def last_line(error: BaseException) -> str:
 
 @dataclass
 class Worker:
+    """``misses``: failures since its last success, also of those that had its slot before; ``leased``: when it last was."""
+
     serial: int
     slot: int
     handle: Any
     leases: int = 0
+    misses: int = 0
+    leased: int = 0
     affinities: Counter[str] = field(default_factory=Counter)
 
 
@@ -71,6 +80,11 @@ class Pool:
         self.role, self.size, self.settings = role, size, settings
         self.workers: dict[int, Worker] = {}
         self.replaced = 0
+        self.ended: set[int] = set()
+        """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
+        self._charged = 0
+        self._misses: dict[int, int] = {}
+        self._leases = 0
         self._spawn, self._admit, self._event = spawn, admit, on_event
         self._serial = 0
         self._changed = asyncio.Event()
@@ -82,7 +96,7 @@ class Pool:
 
     async def _start(self, slot: int) -> None:
         self._serial += 1
-        worker = Worker(self._serial, slot, self._spawn(slot))
+        worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
         try:
             await within(self.settings.start_timeout, worker.handle.health.remote(), f"start of {self.role} {slot}", worker.handle)
             if self._admit is not None:
@@ -95,8 +109,12 @@ class Pool:
         self.workers[worker.serial] = worker
         self._changed.set()
 
-    async def lease(self, affinity: str = "") -> Lease:
-        """The worker that already serves this affinity, or the least loaded one. Waits for a replacement if there is none."""
+    async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease:
+        """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid``.
+
+        A failure weighs as much as a lease until the worker succeeds, so that one that fails fast does not attract the work; of
+        equals the one that was not leased for longest. Waits for a replacement if there is no worker.
+        """
         deadline = time.monotonic() + self.settings.start_timeout
         while not self.workers:
             if self._failure is not None:
@@ -104,42 +122,60 @@ class Pool:
             self._changed.clear()
             await within(deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role")
         known = [w for w in self.workers.values() if affinity and w.affinities[affinity]]
-        worker = min(known or self.workers.values(), key=lambda w: (w.leases, w.serial))
-        worker.leases += 1
+        others = [w for w in self.workers.values() if w.slot not in avoid]
+        worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
+        self._leases += 1
+        worker.leases, worker.leased = worker.leases + 1, self._leases
         if affinity:
             worker.affinities[affinity] += 1
-        return Lease(worker.serial, worker.handle)
+        return Lease(worker.serial, worker.handle, worker.slot)
 
     def name(self, lease: Lease) -> str:
         """The leased worker for people: its role and slot."""
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
-    def release(self, serial: int, affinity: str = "") -> None:
-        """End a lease. Leases of replaced workers are gone already."""
+    def release(self, serial: int, affinity: str = "", well: bool | None = None) -> None:
+        """End a lease. Leases of replaced workers are gone already. ``well``: whether the work succeeded, if that says something
+        about the worker."""
         if (worker := self.workers.get(serial)) is not None:
             worker.leases -= 1
+            if well is not None:
+                worker.misses = 0 if well else worker.misses + 1
             worker.affinities -= Counter({affinity: 1})
 
     def lost(self, serial: int, why: object) -> None:
-        """Take a worker out of service and replace it in the background. Does nothing for one already replaced."""
+        """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of
+        ``recovery.replacements``. Does nothing for one already replaced."""
+        self._end(serial, why, charged=True)
+
+    def retire(self, serial: int, why: object, charged: bool = False) -> None:
+        """The same for a worker that could go on, but holds work that hangs or fails at whatever it is given. It is one of
+        ``recovery.replacements`` only when ``charged``; its other calls end through no fault of theirs (``ended``)."""
+        self.ended.add(serial)
+        self._end(serial, why, charged)
+
+    def _end(self, serial: int, why: object, charged: bool) -> None:
         worker = self.workers.pop(serial, None)
         if worker is None:
             return
+        self._misses[worker.slot] = worker.misses
         ray.kill(worker.handle)
         self._event("worker_lost", role=self.role, worker=serial, why=str(why))
-        task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial))
+        task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, slot: int, serial: int) -> None:
+    async def _replace(self, slot: int, serial: int, charged: bool) -> None:
         began = time.monotonic()
         while True:
             self.replaced += 1
+            self._charged += charged
+            charged = True  # an attempt to start that fails is one of the budget
             try:
-                if self.replaced > self.settings.replacements:
+                if self._charged > self.settings.replacements:
                     raise RolesExhausted(
-                        f"the {self.role} role lost {self.replaced} workers, recovery.replacements allows "
+                        f"the {self.role} role lost {self._charged} workers, recovery.replacements allows "
                         f"{self.settings.replacements}; see events.jsonl for the causes"
                     )
                 await self._start(slot)
@@ -161,8 +197,9 @@ class Pool:
         are spent.
         """
         error: BaseException | None = None
+        avoid: set[int] = set()
         for _ in range(attempts):
-            lease = await self.lease()
+            lease = await self.lease(avoid=avoid)
             try:
                 refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
                 answer = refs if returns == 1 else refs[0]
@@ -172,7 +209,11 @@ class Pool:
                 if not is_lost(caught):
                     raise
                 error = caught
-                self.lost(lease.worker, caught)
+                avoid.add(lease.slot)
+                if is_spent(caught):
+                    self.retire(lease.worker, brief(caught))
+                else:
+                    self.lost(lease.worker, caught)
             finally:
                 self.release(lease.worker)
         raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error

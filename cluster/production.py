@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from cluster.blame import Blame
 from cluster.config import RunConfig
 from cluster.player import Player
 from cluster.playing import Issue, Playing
@@ -25,7 +26,6 @@ from rayloop.core.types import (
     Fate,
     Group,
     Member,
-    Scored,
     State,
     Task,
     TrajectoryId,
@@ -61,7 +61,7 @@ class Production:
         self.reissue: list[Issue] = []
         self.next_number = 0
         self.quarantined: set[str] = set()
-        self.environment_failures: Counter[str] = Counter()
+        self.blame = Blame(config.environment)
         self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event)
         settings = config.algorithm
         self.acceptance = AcceptanceRate(4 * settings.target, 1 / settings.filtering.max_generation_batches)
@@ -177,11 +177,9 @@ class Production:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
         self.alarms.groups(group.members)
-        if any(
-            not isinstance(m.outcome, Scored) and m.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
-            for m in group.members
-        ):
-            self._environment_failed(group.task)
+        kinds = [m.outcome.kind for m in group.members if isinstance(m.outcome, Unscored)]
+        if why := self.blame.ended(group.issue, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds):
+            self.quarantine(group.task, "", why)
         self.finished.append(group)
         if group.kept:
             self.ready.append(group)
@@ -331,11 +329,6 @@ class Production:
         self._bad = DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason)
         self.reporter.bad_row(self._bad)
         self._notify()
-
-    def _environment_failed(self, task: Task) -> None:
-        self.environment_failures[task.id] += 1
-        if self.environment_failures[task.id] >= self.config.environment.task_failures:
-            self.quarantine(task, "", f"its environment failed in {self.environment_failures[task.id]} groups")
 
     def probe_tasks(self) -> list[Task]:
         """The first tasks of the dataset, for the parity check and the self-test."""

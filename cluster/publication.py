@@ -13,7 +13,7 @@ from cluster.pool import brief
 from cluster.report import Reporter
 from cluster.services import Services
 from cluster.waits import within
-from rayloop.core.failures import BroadcastFailed, DataFailure, ParityError, PublicationError, WorkerLost
+from rayloop.core.failures import BroadcastFailed, DataFailure, EnvironmentFailed, ParityError, PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, UnscoredKind, Version
@@ -139,7 +139,7 @@ class Publisher:
                 continue
             reason = played.outcome.reason
             if played.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
-                raise WorkerLost(f"the {purpose} probe on task {task.id} failed: {played.outcome.reason}")
+                raise EnvironmentFailed(f"the {purpose} probe on task {task.id} failed: {played.outcome.reason}")
         if not payloads:
             raise DataFailure(self.config.data.train, f"none of the {len(tasks)} probe tasks could be played: {reason}")
         return payloads

@@ -53,7 +53,7 @@ def _snapshot(driver: Driver) -> dict[str, Any]:
         "ready": list(production.ready),
         "finished": [_bare(group) for group in production.finished],
         "quarantined": sorted(production.quarantined),
-        "environment_failures": dict(production.environment_failures),
+        "environment_failures": dict(production.blame.groups_failed),
         "acceptance": production.acceptance.state(),
         "issued_this_step": production.issued_this_step,
         "replay": production.buffer.state(),
@@ -74,8 +74,8 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.ready = [_own(group) for group in state["ready"]]
     production.finished = list(state["finished"])
     production.quarantined = set(state["quarantined"])
-    production.environment_failures.clear()
-    production.environment_failures.update(state["environment_failures"])
+    production.blame.groups_failed.clear()
+    production.blame.groups_failed.update(state["environment_failures"])
     production.acceptance.restore(state["acceptance"])
     production.issued_this_step = state["issued_this_step"]
     production.buffer.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})

@@ -82,8 +82,27 @@ class DeadlineExceeded(InfrastructureFailure):
     """A call into foreign code (environment, grader) outlived its deadline."""
 
 
-class EnvironmentHung(InfrastructureFailure):
+class EnvironmentFailed(InfrastructureFailure):
+    """An environment's own code raised, or returned what the protocol does not know.
+
+    ``bug``: in a way that does not depend on where it runs (a TypeError, not a full disk).
+    """
+
+    def __init__(self, why: str, bug: bool = False) -> None:
+        super().__init__(why, bug)
+        self.bug = bug
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class EnvironmentHung(EnvironmentFailed):
     """An environment's ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go."""
+
+
+class ToolDeadline(RayloopError):
+    """Raised by an environment's ``step``: what the policy's action set going outlived the tool's own deadline. The policy's doing:
+    the episode ends as ``tool_deadline`` and earns the failing value."""
 
 
 class WorkerStartFailed(RayloopError):

@@ -111,7 +111,17 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's world. Synchronous; the actor runs it in a thread and enforces deadlines by ending the process."""
+    """One episode's world. Synchronous; the actor runs it in a thread and enforces deadlines by ending the process.
+
+    Whose fault a hang is, is the environment's to say. What the policy's action sets going (a tool, a shell, a page) belongs under
+    a deadline of its own that is shorter than ``episode.step_timeout``; ``rayloop.core.threads.call_within`` gives one to any
+    function, a subprocess has its own. When it passes, ``step`` either answers with an ``error`` that the policy sees, or raises
+    ToolDeadline: the episode ends as ``tool_deadline`` and earns ``reward.failing_value``, unasked. A ``reset``, ``evaluate`` or
+    ``step`` that does not return by its timeout is the environment's failure: never a reward, played again elsewhere, and after
+    ``environment.attempts`` such episodes of a group the task is quarantined.
+
+    Whatever else ``reset``, ``step`` and ``evaluate`` raise is a failure of the environment, DataFailure one of the task.
+    """
 
     def reset(self, task: Task) -> Observation: ...
     def step(self, text: str) -> StepResult: ...
@@ -129,7 +139,12 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call. ``parameters`` is a JSON schema."""
+    """A function the policy may call. ``parameters`` is a JSON schema.
+
+    It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
+    cannot end threads; with ``episode.hung_threads`` of them the actor is replaced. Tools that may run for long (an interpreter)
+    are better subprocesses, which can be killed.
+    """
 
     name: str
     parameters: Mapping[str, Any]

@@ -57,7 +57,7 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
     return future.result()
 
 
-def call_within(timeout: float, function: Callable[..., Result], *args: object, **options: object) -> Result:
+def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
     """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds.
 
     Raises as ``in_thread`` does.

@@ -308,14 +308,17 @@ class PlayFailed:
     """An episode that could not be played. A value, not an exception: the driver decides what follows.
 
     ``outcome.kind`` BAD_DATA quarantines the task (``path`` is the file at fault), OVER_LONG_PROMPT excludes it, and
-    ENVIRONMENT_FAILURE is played again elsewhere. ``hung``: the environment outlived a deadline, end its process.
+    ENVIRONMENT_FAILURE is played again elsewhere. ``own``: the environment itself failed, not an engine; ``hung``: it outlived a
+    deadline, end its process; ``bug``: its code raised what it would raise anywhere.
     """
 
     id: TrajectoryId
     attempt: int
     outcome: Unscored
     path: str = ""
+    own: bool = False
     hung: bool = False
+    bug: bool = False
 
 
 class State(StrEnum):

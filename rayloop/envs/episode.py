@@ -1,8 +1,9 @@
 """The one episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
 
 After a sampled turn the reasons to end are looked at in this order: over_length (the episode's token limit cut the
-turn), action_error, done, max_turns, over_length (the observation leaves no room for another turn), max_images. What
-was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next observation.
+turn), tool_deadline, action_error, done, max_turns, over_length (the observation leaves no room for another turn),
+max_images. What was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next
+observation.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
 
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
+    EnvironmentFailed,
     EnvironmentHung,
     ImageRefused,
     InfrastructureFailure,
     OverLongPrompt,
+    ToolDeadline,
 )
 from rayloop.core.protocols import Environment, Observation, StepResult
 from rayloop.core.seeds import derive
@@ -52,7 +58,7 @@ async def play(
     """Play one episode and close the environment, also when cancelled.
 
     Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
-    InfrastructureFailure (the environment raised or misbehaved), and whatever ``generate`` raises.
+    EnvironmentFailed (the environment raised or misbehaved), and whatever ``generate`` raises.
     """
     episode = _Episode(request, environment, renderer, settings, generate)
     try:
@@ -87,7 +93,7 @@ class _Episode:
         reason = None
         while reason is None:
             reason = await self._turn(len([turn for turn in self.turns if turn.sampled]))
-        result = await self._environment("evaluate", self.environment.evaluate, timeout=self.settings.step_timeout)
+        result = None if reason is EndReason.TOOL_DEADLINE else await self._evaluate()
         return Trajectory(
             self.request.id,
             self.request.attempt,
@@ -100,11 +106,18 @@ class _Episode:
             {image.ref.sha256: image.data for image in self.images if image.data is not None},
         )
 
+    async def _evaluate(self) -> float | None:
+        result = await self._environment("evaluate", self.environment.evaluate, timeout=self.settings.step_timeout)
+        if result is not None and not isinstance(result, Real | np.bool_):
+            raise self._wrong("evaluate", "return a number or None", result)
+        return None if result is None else float(result)
+
     async def _begin(self) -> None:
         settings = self.settings
         first: Observation = await self._environment(
             "reset", self.environment.reset, self.request.task, timeout=settings.reset_timeout
         )
+        self._check("reset", "return Observation", first)
         rendered = await in_thread(self.renderer.prompt, first.messages, timeout=settings.reset_timeout)
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
@@ -119,9 +132,17 @@ class _Episode:
         completion = await self._sample(index)
         if completion.finish is FinishReason.LENGTH and len(self.token_ids) >= self.settings.max_tokens:
             return EndReason.OVER_LENGTH
-        step: StepResult = await self._environment(
-            "step", self.environment.step, self._text(completion), timeout=self.settings.step_timeout
-        )
+        try:
+            step: StepResult = await self._environment(
+                "step", self.environment.step, self._text(completion), timeout=self.settings.step_timeout
+            )
+        except ToolDeadline as error:
+            logger.info("%s: %s", self.request.id, error)
+            return EndReason.TOOL_DEADLINE
+        if not isinstance(step, StepResult):
+            raise self._wrong("step", "return StepResult", step)
+        if step.observation is not None:
+            self._check("step", "return StepResult with observation Observation or None", step.observation)
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
         if step.done or step.observation is None:
@@ -163,7 +184,7 @@ class _Episode:
             return EndReason.ACTION_ERROR
         except DataFailure as error:
             task = self.request.task.id
-            raise InfrastructureFailure(f"the environment of task {task} returned a broken image: {error}") from error
+            raise EnvironmentFailed(f"the environment of task {task} returned a broken image: {error}") from error
         if len(self.token_ids) + len(rendered.token_ids) >= self.settings.max_tokens:
             return EndReason.OVER_LENGTH
         if len(self.images) + len(rendered.images) > self.settings.max_images:
@@ -191,10 +212,25 @@ class _Episode:
             return await in_thread(call, *args, timeout=timeout)
         except DeadlineExceeded as error:
             raise EnvironmentHung(f"{what} gave {error}") from error
-        except (DataFailure, InfrastructureFailure):
+        except DataFailure:
             raise
         except Exception as error:
-            raise InfrastructureFailure(f"{what} raised {type(error).__name__}: {error}") from error
+            if isinstance(error, ToolDeadline) and name == "step":
+                raise
+            bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
+            raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}", bug) from error
+
+    def _check(self, method: str, rule: str, found: Any) -> None:
+        """Raises EnvironmentFailed when that is no Observation of messages."""
+        if not isinstance(found, Observation):
+            raise self._wrong(method, rule, found)
+        for message in found.messages:
+            if not isinstance(message, Message):
+                raise self._wrong(method, "give Observation a tuple of Message", message)
+
+    def _wrong(self, method: str, rule: str, found: Any) -> EnvironmentFailed:
+        what = f"{type(self.environment).__name__}.{method} must {rule}, not {type(found).__name__}"
+        return EnvironmentFailed(what, bug=True)
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:

@@ -31,6 +31,10 @@ class EpisodeSettings(Settings):
     reset_timeout: float = Field(60.0, gt=0)
     """Seconds for making the environment and its first observation; beyond it the process is ended."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``reset`` or ``step``/``evaluate``; beyond it the environment's process is ended."""
+    """Seconds for one ``reset`` or ``step``/``evaluate``; beyond it the environment hangs, and its process is ended.
+    ``step_timeout`` must be longer than the environment gives to tools (``tool_timeout``), or their hangs count as its own."""
+    hung_threads: int = Field(8, ge=1)
+    """Calls of tools that may hang in one environment actor. With so many it is replaced, since a thread cannot be ended; that
+    counts against no budget. Lower it when hung calls hold much memory or spin."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds for one generation request; beyond it the engine counts as lost and the turn runs elsewhere."""

@@ -11,8 +11,10 @@ from typing import Any
 from pydantic import Field
 
 from rayloop.core.config import Settings as _Settings
+from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.images import decode
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
+from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -95,6 +97,9 @@ class ImageTools:
         """A crop with a side of fewer pixels is refused: it would be enlarged from almost nothing."""
         role: str = "tool"
         """The role under which the chat template shows results."""
+        tool_timeout: float = Field(30.0, gt=0)
+        """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
+        ``episode.step_timeout``."""
 
     def __init__(self, settings: ImageTools.Settings) -> None:
         self._settings = settings
@@ -107,7 +112,7 @@ class ImageTools:
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:
-        """Carry out the call. A call that cannot be is answered with the reason, as an error."""
+        """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
         try:
             call = tool_call(text)
             if call is None:
@@ -115,7 +120,9 @@ class ImageTools:
             name, arguments = call
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
-            result = self._tools[name](**arguments)
+            result = call_within(self._settings.tool_timeout, self._tools[name], **arguments)
+        except DeadlineExceeded as error:
+            raise ToolDeadline(f"the tool {name} gave {error}") from error
         except ToolError as error:
             return StepResult(self._shown(f"Error: {error}"), error=str(error))
         return StepResult(self._shown(result.text, *result.images))

@@ -554,25 +554,6 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     assert "loosen filters" not in str(spent.value)
 
 
-def test_a_task_whose_environment_keeps_failing_is_quarantined(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
-        if request.task.id == "train-0" and request.id.sample == 0:
-            return Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "crashed")
-        return spread(request)
-
-    loop = Loop(tmp_path, play, environment__task_failures=2)
-
-    async def test() -> None:
-        for _ in range(40):
-            await loop.step()
-
-    loop.run(test)
-    (failure,) = loop.reporter.bad
-    assert failure.path.endswith("train.jsonl:1")
-    assert failure.reason == "its environment failed in 2 groups"
-    assert loop.ledger.counts()["excluded[environment_failure]"] == 2
-
-
 def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
     """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from actors.environment import EnvironmentActor
 from actors.lease import Lease
 from rayloop.core.config import Component
-from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost
+from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
 from rayloop.core.model import ModelSettings
 from rayloop.core.types import (
     Cohort,
@@ -197,6 +197,21 @@ def test_a_hung_environment_is_reported_as_such(text_folder: Path, where: str) -
     failure = failed(run(actor(text_folder, faulty, reset_timeout=0.1, step_timeout=0.1), Engine()))
     assert failure.hung
     assert failure.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
+
+
+def test_whose_fault_a_failure_was_is_told(text_folder: Path) -> None:
+    own = failed(run(actor(text_folder, {"use": FAULTY, "with": {"step": {"t1": "raise"}}}), Engine()))
+    assert (own.own, own.hung, own.bug) == (True, False, True)
+    engine = failed(run(actor(text_folder), Engine(raising(ActorDiedError()))))
+    assert (engine.own, engine.hung, engine.bug) == (False, False, False)
+
+
+def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    player = actor(text_folder, hung_threads=2)
+    monkeypatch.setattr("actors.environment.hanging", lambda: 2)
+    with pytest.raises(WorkerSpent, match="2 calls of tools hang in this process"):
+        run(player, Engine())
+    assert player.health() == 0
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

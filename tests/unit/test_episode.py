@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import threading
 import time
 from pathlib import Path
@@ -10,9 +12,17 @@ from typing import Any
 
 import pytest
 
-from rayloop.core.failures import DataFailure, EnvironmentHung, InfrastructureFailure, OverLongPrompt
+from rayloop.core.failures import (
+    DataFailure,
+    EnvironmentFailed,
+    EnvironmentHung,
+    InfrastructureFailure,
+    OverLongPrompt,
+    ToolDeadline,
+)
 from rayloop.core.model import ModelSettings
-from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.protocols import Observation, ScoreContext, StepResult, ToolResult
+from rayloop.core.threads import hanging
 from rayloop.core.types import (
     EndReason,
     FinishReason,
@@ -20,13 +30,16 @@ from rayloop.core.types import (
     Message,
     PlayRequest,
     Sampling,
+    Scored,
     Task,
     Trajectory,
     TrajectoryId,
+    Unscored,
     Version,
 )
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.rendering import Renderer
+from rayloop.envs.result import EnvironmentResult
 from rayloop.envs.scripted import ScriptedTool
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
@@ -283,6 +296,73 @@ def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, wher
         release.set()
     assert time.monotonic() - began < 2
     assert environment.closed == 1
+
+
+def test_a_tool_that_the_action_hung_ends_the_episode_unevaluated(renderer: Renderer) -> None:
+    environment = Misbehaving("step", raises(ToolDeadline("the tool loop gave no answer within 30 seconds")))
+    trajectory, _ = run(renderer, environment, [("a", END)])
+    assert trajectory.end_reason is EndReason.TOOL_DEADLINE
+    assert trajectory.env_result is None
+    assert [turn.sampled for turn in trajectory.turns] == [False, True]
+    assert environment.closed == 1
+
+
+def test_only_a_step_can_blame_the_action(renderer: Renderer) -> None:
+    with pytest.raises(EnvironmentFailed, match="reset of task t1 raised ToolDeadline"):
+        run(renderer, Misbehaving("reset", raises(ToolDeadline("slow"))), [])
+
+
+@pytest.mark.parametrize(
+    ("where", "returned", "message"),
+    [
+        ("reset", ("a",), "Listening.reset must return Observation, not tuple"),
+        ("reset", Observation(("higher",)), "Listening.reset must give Observation a tuple of Message, not str"),  # type: ignore[arg-type]
+        ("step", None, "Listening.step must return StepResult, not NoneType"),
+        ("step", StepResult("higher"), "Listening.step must return StepResult with observation Observation or None, not str"),  # type: ignore[arg-type]
+        ("evaluate", "0.5", "Listening.evaluate must return a number or None, not str"),
+    ],
+)  # fmt: skip
+def test_what_an_environment_must_return_is_said(renderer: Renderer, where: str, returned: Any, message: str) -> None:
+    environment = Listening()
+    setattr(environment, where, lambda *_: returned)
+    with pytest.raises(EnvironmentFailed, match=re.escape(message)) as failure:
+        run(renderer, environment, [("a", END)])
+    assert failure.value.bug
+
+
+@pytest.mark.parametrize(("error", "bug"), [(TypeError("x"), True), (OSError(28, "No space left on device"), False)])
+def test_a_bug_is_told_from_what_depends_on_the_machine(renderer: Renderer, error: Exception, bug: bool) -> None:
+    with pytest.raises(EnvironmentFailed) as failure:
+        run(renderer, Misbehaving("step", raises(error)), [("a", END)])
+    assert failure.value.bug is bug
+
+
+def test_a_tool_runs_under_a_deadline_of_its_own() -> None:
+    tools = ImageTools(ImageTools.Settings(tool_timeout=0.1))
+    tools.reset(TASK)
+    release, seen = threading.Event(), []
+
+    def loop(**arguments: Any) -> ToolResult:
+        seen.append(arguments)
+        release.wait(10)
+        return ToolResult()
+
+    tools._tools = {"loop": loop}  # type: ignore[dict-item]
+    try:
+        with pytest.raises(ToolDeadline, match=r"the tool loop gave no answer within 0\.1 seconds"):
+            tools.step('<tool_call>{"name": "loop", "arguments": {"timeout": 1, "function": 2}}</tool_call>')
+        assert hanging() >= 1
+    finally:
+        release.set()
+    assert seen == [{"timeout": 1, "function": 2}]
+
+
+def test_the_environments_own_result_can_be_the_reward() -> None:
+    source = EnvironmentResult(EnvironmentResult.Settings())
+    played = Trajectory(TrajectoryId(0, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE, 0.75)
+    assert source.score(played, TASK, ScoreContext(0, [])) == Scored(0.75)
+    unscored = source.score(dataclasses.replace(played, env_result=None), TASK, ScoreContext(0, []))
+    assert isinstance(unscored, Unscored)
 
 
 def test_a_broken_image_from_the_environment_is_its_fault(renderer: Renderer) -> None:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rayloop.core.failures import DeadlineExceeded
-from rayloop.core.threads import in_thread
+from rayloop.core.threads import call_within, hanging, in_thread
 
 
 def test_result_and_exception_arrive() -> None:
@@ -28,6 +28,31 @@ def test_exceptions_that_would_confuse_the_loop_arrive_as_runtime_errors(error: 
     with pytest.raises(RuntimeError, match=type(error).__name__) as failure:
         asyncio.run(in_thread(fail, timeout=5))
     assert failure.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), SystemExit(3)])
+def test_a_call_within_a_time_gives_result_or_exception(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    assert call_within(5, lambda a, *, timeout: a + timeout, 1, timeout=2) == 3
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        call_within(5, fail)
+
+
+def test_calls_that_hang_are_counted_until_they_end() -> None:
+    while hanging():  # of the tests before
+        time.sleep(0.01)
+    release = threading.Event()
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.05 seconds"):
+            call_within(0.05, release.wait)
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(in_thread(release.wait, timeout=0.05))
+    assert hanging() == 3
+    release.set()
+    while hanging():
+        time.sleep(0.01)
 
 
 def test_a_foreign_timeout_is_not_the_deadline() -> None:

@@ -1,0 +1,247 @@
+"""Environments that hang or fail, and whose fault that is: the task's, the actor's or nobody's. No Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.config import RecoverySettings
+from cluster.pool import Pool
+from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
+from rayloop.core.types import PlayRequest
+from tests.support.stand_ins import Handle, World, failed
+
+BAD = "train-3"
+Behave = Callable[[Handle, PlayRequest], Awaitable[Any]]
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def make(behave: Callable[[World], Behave], **changes: Any) -> World:
+        made: World
+
+        async def bound(actor: Handle, request: PlayRequest) -> Any:
+            return await behave(made)(actor, request)
+
+        made = World(tmp_path, monkeypatch, bound, algorithm={"group_size": 8, "groups_per_step": 2}, **changes)
+        return made
+
+    return make
+
+
+def hangs(made: World) -> Behave:
+    """The bad task's episodes do not answer; the deadline says so."""
+
+    async def behave(actor: Handle, request: PlayRequest) -> Any:
+        await asyncio.sleep(0.03 if request.task.id == BAD else 0.01)
+        return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+
+    return behave
+
+
+@pytest.mark.parametrize("actors", [1, 2, 4, 8])
+def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Make, actors: int) -> None:
+    """Not one replacement is allowed: those that a hanging task causes are not of that budget."""
+    made = world(hangs, environment={"actors": actors}, recovery={"replacements": 0})
+    made.run(steps=30)
+    [failure] = made.bad
+    assert failure.reason.endswith("episodes of its group hung")
+    assert made.production.quarantined == {BAD}
+    assert made.plays[BAD] <= 8 * 3, "one group"
+    assert made.environment.replaced <= 3 + actors - 1, "those of attempts, and who hangs beside the last of them"
+    assert made.ledger.counts()["excluded[environment_failure]"] == 8
+
+
+def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
+    """One attempt each, one actor: everybody who plays beside the one that hangs is killed with it, again and again."""
+
+    def slow(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.02 if request.task.id == BAD else 0.05)
+            return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+
+        return behave
+
+    made = world(slow, environment={"actors": 1, "attempts": 1}, recovery={"replacements": 0})
+    made.run(steps=4)
+    assert made.ledger.counts()["excluded[environment_failure]"] == 8
+    assert made.ledger.counts()["trained"] == 4 * 16
+    assert made.environment.replaced == 2
+
+
+def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
+    """From its 11th episode on one process fails at once, as with a full disk: it must not attract the work."""
+
+    def sick(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            if actor is made.spawned[0] and len(actor.played) > 10:
+                return failed(request, "reset raised OSError: No space left on device")
+            await asyncio.sleep(0.01)
+            return made.well(request)
+
+        return behave
+
+    made = world(sick, environment={"actors": 2})
+    made.run(steps=30)
+    assert made.production.quarantined == set()
+    [lost] = made.named("worker_lost")
+    assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other, last: reset raised OSError")
+    assert "excluded[environment_failure]" not in made.ledger.counts()
+
+
+def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
+    """Every replacement in slot 0 is sick from the start."""
+
+    def sick(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            if actor.slot == 0 and made.version.step >= 2:
+                return failed(request, "reset raised OSError: No space left on device")
+            await asyncio.sleep(0.01)
+            return made.well(request)
+
+        return behave
+
+    made = world(sick, environment={"actors": 4}, recovery={"replacements": 10})
+    made.run(steps=60)
+    assert made.production.quarantined == set()
+    assert "excluded[environment_failure]" not in made.ledger.counts()
+    on_sick = sum(len(actor.played) for actor in made.spawned if actor.slot == 0)
+    assert on_sick < sum(made.plays.values()) / 10, "a quarter would be its share"
+
+
+def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            return failed(request, "Guess.step must return StepResult, not str", bug=True)
+
+        return behave
+
+    made = world(broken, environment={"actors": 3})
+    with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
+        made.run(steps=1)
+    assert made.production.quarantined == set()
+    assert made.named("worker_lost") == []
+    assert sum(made.plays.values()) == 64 * 2, "what a second actor confirms is not tried a third time"
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int) -> None:
+    def bad(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            return failed(request, "crashed") if request.task.id == BAD else made.well(request)
+
+        return behave
+
+    made = world(bad, environment={"actors": actors})
+    made.run(steps=30)
+    [failure] = made.bad
+    assert failure.path.endswith("train.jsonl:4")
+    assert failure.reason == "its environment failed in 2 groups"
+    assert made.plays[BAD] == 2 * 8 * 3
+    assert made.named("worker_lost") == []
+
+
+def test_failures_are_forgotten_once_the_task_goes_well(world: Make) -> None:
+    """It fails in every other group, three times in all."""
+    groups: list[int] = []
+
+    def moody(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            if request.task.id == BAD and request.id.group not in groups:
+                groups.append(request.id.group)
+            wrong = request.task.id == BAD and groups.index(request.id.group) % 2 == 0
+            return failed(request, "crashed") if wrong else made.well(request)
+
+        return behave
+
+    made = world(moody, environment={"actors": 2})
+    made.run(steps=66)
+    assert len(groups) > 4
+    assert made.bad == []
+
+
+def test_an_actor_that_dies_by_itself_costs_an_attempt_and_the_budget(world: Make) -> None:
+    def dies(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            if actor is made.spawned[0]:
+                raise ActorDiedError()
+            return made.well(request)
+
+        return behave
+
+    made = world(dies, environment={"actors": 1, "attempts": 2})
+    made.run(steps=2)
+    assert made.environment.replaced == 1
+    assert made.environment.ended == set()
+    assert made.ledger.counts()["trained"] == 32
+
+
+def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> None:
+    def spent(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            if len(actor.played) > 20:
+                raise WorkerSpent("8 calls of tools hang in this process")
+            return made.well(request)
+
+        return behave
+
+    made = world(spent, environment={"actors": 1, "attempts": 1}, recovery={"replacements": 0})
+    made.run(steps=5)
+    assert made.environment.replaced >= 3
+    assert made.ledger.counts()["trained"] == 5 * 16
+
+
+# Leases ----------------------------------------------------------------------------------------------------------------------
+
+
+def pool(world: World, size: int) -> Pool:
+    return Pool("tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None)
+
+
+def test_an_idle_pool_takes_turns_and_avoids_slots(world: Make) -> None:
+    async def test() -> None:
+        idle = pool(world(hangs), 3)
+        await idle.start()
+        turns = []
+        for _ in range(6):
+            lease = await idle.lease()
+            turns.append(lease.slot)
+            idle.release(lease.worker)
+        assert turns == [0, 1, 2, 0, 1, 2]
+        assert (await idle.lease(avoid={0, 2})).slot == 1
+        assert (await idle.lease(avoid={0, 1, 2})).slot in (0, 2), "rather one of them than none"
+
+    asyncio.run(test())
+
+
+def test_failures_weigh_as_leases_until_a_success_and_stay_with_the_slot(world: Make) -> None:
+    async def test() -> None:
+        used = pool(world(hangs), 2)
+        await used.start()
+        sick = await used.lease()
+        for _ in range(3):
+            used.release(sick.worker, well=False)
+            used.workers[sick.worker].leases += 1
+        used.release(sick.worker)
+        assert [(await used.lease()).slot for _ in range(3)] == [1, 1, 1], "3 leases weigh as much as 3 failures"
+        used.lost(sick.worker, "sick")
+        while len(used.workers) < 2:
+            await asyncio.sleep(0.01)
+        assert {worker.slot: worker.misses for worker in used.workers.values()} == {0: 3, 1: 0}
+        again = next(serial for serial, worker in used.workers.items() if worker.slot == 0)
+        used.workers[again].leases += 1
+        used.release(again, well=True)
+        assert (await used.lease()).slot == 0
+
+    asyncio.run(test())

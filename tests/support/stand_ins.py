@@ -1,0 +1,141 @@
+"""A run without Ray: the real Production, Player and Pools over actors that are plain objects of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from cluster.background import background
+from cluster.config import RunConfig
+from cluster.player import Player
+from cluster.pool import Pool
+from cluster.production import Production
+from rayloop.core.failures import DataFailure
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import (
+    EndReason,
+    Group,
+    PlayFailed,
+    PlayRequest,
+    Scored,
+    State,
+    Summary,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filtering import apply_filters
+from tests.support.runs import settings
+
+
+class Handle:
+    """An actor: ``play`` and ``score`` as the player calls them. ``dead`` is set by ``ray.kill``; calls under way then fail."""
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.world, self.slot, self.dead = world, slot, asyncio.Event()
+        self.played: list[str] = []
+        self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
+        self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
+        self.score = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._score))
+
+    def _play(self, request: PlayRequest, lease: Any, driver: Any) -> tuple[Awaitable[Any], object]:
+        self.played.append(request.task.id)
+        self.world.plays[request.task.id] += 1
+        return self._unless_dead(self.world.behave(self, request)), object()
+
+    async def _unless_dead(self, work: Awaitable[Any]) -> Any:
+        working, dead = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
+        await asyncio.wait({working, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if self.dead.is_set():
+            working.cancel()
+            raise ActorDiedError()
+        dead.cancel()
+        return await working
+
+    def _score(self, payload: Any, task: Any, step: int) -> Awaitable[Scored]:
+        return asyncio.sleep(0, Scored(self.world.random.random()))
+
+
+def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:
+    """The environment itself failed."""
+    outcome = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, why)
+    return PlayFailed(request.id, request.attempt, outcome, own=True, **kind)
+
+
+class World:
+    """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an episode that goes well."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, PlayRequest], Awaitable[Any]], **changes: Any
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(ray, "kill", lambda handle: handle.dead.set())
+        monkeypatch.setattr(ray, "cancel", lambda result: None)
+        self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
+        self.behave, self.random = behave, random.Random(0)
+        self.plays: Counter[str] = Counter()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.bad: list[DataFailure] = []
+        self.version = Version(1, 0)
+        self.ledger = Ledger()
+        reporter: Any = SimpleNamespace(event=self._event, bad_row=self.bad.append)
+        self.production = Production(self.config, self.ledger, reporter)
+        self.spawned: list[Handle] = []
+        self.environment = self._pool("environment", self.config.environment.actors)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def _pool(self, role: str, size: int) -> Pool:
+        def spawn(slot: int) -> Handle:
+            self.spawned.append(Handle(self, slot))
+            return self.spawned[-1]
+
+        return Pool(role, size, spawn, self.config.recovery, self._event)
+
+    def named(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == kind]
+
+    def well(self, request: PlayRequest) -> Summary:
+        return Summary(
+            request.id, request.attempt, request.task.id, "", EndReason.DONE, 10, 5, 1, 0, 0, True, self.version, self.version
+        )
+
+    async def finish(self, group: Group) -> Group:
+        group = self.production.replay(group, self.version.step)
+        group = with_advantages(group, self.config.algorithm.advantage)
+        return apply_filters(group, self.config.algorithm.filtering.filters)
+
+    def run(self, steps: int) -> None:
+        """Collect this many steps. Raises what ends a run."""
+        asyncio.run(asyncio.wait_for(self._run(steps), 60))
+
+    async def _run(self, steps: int) -> None:
+        rollout, reward = self._pool("rollout", 1), self._pool("reward", 1)
+        for pool in (self.environment, rollout, reward):
+            await pool.start()
+        services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
+        player = Player(self.config, services, None, self._event, self.production.quarantine, self.production.blame)
+        self.production.published(self.version)
+        async with background(self.production.run(player, self.finish), self._supervise()):
+            for _ in range(steps):
+                groups = await self.production.collect(self.version, {})
+                self.production.settle(groups, State.TRAINED)
+                self.production.forget_step()
+                self.ledger.check()
+                self.version = Version(1, self.version.step + 1)
+                self.production.published(self.version)
+
+    async def _supervise(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            await self.environment.check()
