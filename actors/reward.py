@@ -26,7 +26,7 @@ from rayloop.core.reward_functions import as_source
 from rayloop.core.runfolder import RolloutRecord, rollout_record
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.types import EndReason, Group, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
-from rayloop.envs.rendering import load_tokenizer, model_folder
+from rayloop.envs.rendering import load_tokenizer, model_folder, shown
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class RewardActor(Actor):
         """For the run folder: a record of each member of ``group`` (in order), and the images that travelled with them."""
         images = {sha: data for trajectory in trajectories for sha, data in trajectory.image_bytes.items()}
         pairs = zip(group.members, trajectories, strict=True)
-        return [rollout_record(group, member, t, lambda ids: self._tokenizer.decode(list(ids))) for member, t in pairs], images
+        plain, whole = lambda ids: self._tokenizer.decode(list(ids)), lambda ids: shown(self._tokenizer, ids)
+        return [rollout_record(group, member, t, plain, whole) for member, t in pairs], images
 
     async def _attempts(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         errors: list[Exception] = []

@@ -38,12 +38,13 @@ MAX_PIXELS = 100_000_000
 """Images beyond this are named instead of shown."""
 
 CHARTS = (
-    ("Reward: training, held-out, controls", "reward/mean", "val/reward/mean", "val/control/*/reward/mean"),
+    ("Reward: training (reward/mean), held-out (val), controls", "reward/mean", "val/reward/mean", "val/control/*/reward/mean"),
     ("Reward components", "reward/component/*/mean"),
     ("Held-out components", "val/*/mean"),
     ("Loss", "actor/loss"),
     ("Gradient norm", "actor/grad_norm"),
-    ("KL (nats/token)", "actor/kl", "actor/old_behaviour_k3"),
+    ("KL to the reference (nats/token)", "actor/kl"),
+    ("Gap of engine and trainer (nats)", "actor/old_behaviour_mean", "actor/old_behaviour_k3"),
     ("Largest ratio", "actor/ratio_max"),
     ("Share of clipped tokens", "actor/clip_*", "actor/capped"),
     ("Effective sample size", "actor/effective_sample_size"),
@@ -91,12 +92,14 @@ def content(folder: RunFolder, groups: int) -> Record:
     config, events, metrics = configuration(folder), list(folder.events), list(folder.metrics)
     evaluations = by_step(events, "evaluated")
     recorded = list(rollout_groups(folder))
+    drawn = charts(metrics, list(evaluations.values()))
     images = Images(folder.rollouts.path)
     reader = box_reader(config)
     return {
         "name": folder.path.name,
         "facts": facts(config, events, metrics),
-        "charts": charts(metrics, list(evaluations.values())),
+        "charts": [chart for chart in drawn if not is_constant(chart)],
+        "constants": [(line["name"], line["points"][0][1]) for c in drawn if is_constant(c) for line in c["lines"]],
         "ledger": ledger(events, metrics),
         "evaluations": list(evaluations.values()),
         "controls": list(by_step(events, "controls").values()),
@@ -147,6 +150,11 @@ def charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Rec
             lines[name] = [(step, values.get(step, 0.0)) for step in steps]
     found = ((title, matching(lines, patterns)) for title, *patterns in CHARTS)
     return [{"title": t, "lines": [{"name": n, "points": lines[n]} for n in names]} for t, names in found if names]
+
+
+def is_constant(chart: Record) -> bool:
+    """Whether each line of the chart has one value at several steps: it is named, and not drawn."""
+    return all(len(line["points"]) > 1 and len({value for _, value in line["points"]}) == 1 for line in chart["lines"])
 
 
 def ledger(events: Sequence[Record], metrics: Sequence[Record]) -> dict[str, float]:

@@ -167,9 +167,10 @@ class RolloutDump:
 
 
 def rollout_record(
-    group: Group, member: Member, trajectory: Trajectory, decode: Callable[[TokenIds], str]
+    group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
 ) -> RolloutRecord:
-    """The record of one trajectory. ``decode`` turns expanded token ids into text; the first turn is the prompt."""
+    """The record of one trajectory, whose first turn is the prompt. Of token ids ``plain`` makes the text that the reward is given
+    (for sampled turns), ``shown`` the text with its markup (for all others)."""
     prompt, *turns = trajectory.turns
     outcome, summary = member.outcome, member.summary
     scored = outcome if isinstance(outcome, Scored) else None
@@ -179,9 +180,12 @@ def rollout_record(
         attempt=trajectory.attempt,
         task=trajectory.task_id,
         source=summary.source,
-        prompt=decode(prompt.token_ids),
+        prompt=shown(prompt.token_ids),
         images=_entries(prompt.images, trajectory),
-        turns=tuple(RolloutTurn(t.role, decode(t.token_ids), t.sampled, _entries(t.images, trajectory)) for t in turns),
+        turns=tuple(
+            RolloutTurn(t.role, (plain if t.sampled else shown)(t.token_ids), t.sampled, _entries(t.images, trajectory))
+            for t in turns
+        ),
         end_reason=str(trajectory.end_reason),
         reward=scored.value if scored else None,
         components=scored.components if scored else {},

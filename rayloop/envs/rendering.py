@@ -102,13 +102,8 @@ class Renderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def shown(self, token_ids: TokenIds) -> str:
-        """For people: the text with its special tokens; of a run of image tokens the first, and how many there are."""
-        texts = []
-        for is_image, run in groupby(token_ids, key=lambda token: token == self.image_token):
-            ids = list(run)
-            text = self._tokenizer.decode(ids[:1] if is_image else ids, skip_special_tokens=False)
-            texts.append(f"{text}×{len(ids)}" if is_image else text)
-        return "".join(texts)
+        """For people: the text with its special tokens."""
+        return shown(self._tokenizer, token_ids)
 
     def resized(self, image: ImageRef) -> tuple[int, int]:
         """Width and height in pixels after the processor's resize. Raises ConfigError for a text-only model."""
@@ -236,6 +231,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def shown(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
+    """For people: the text with its special tokens; of a run of equal ones, as an image has, the first and how many there are."""
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    texts = []
+    for alike, run in groupby(token_ids, key=lambda token: token if token in special else None):
+        ids = list(run)
+        many = alike is not None and len(ids) > 1
+        text = tokenizer.decode(ids[:1] if many else ids, skip_special_tokens=False)
+        texts.append(f"{text}×{len(ids)}" if many else text)
+    return "".join(texts)
 
 
 def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> ImageGeometry:

@@ -165,14 +165,15 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
         _member(1, Unscored(UnscoredKind.TIMEOUT, "judge")),
     )
     group = Group(7, Task("task-a", ()), members)
-    records = [rollout_record(group, member, trajectory, lambda ids: " ".join(map(str, ids))) for member in members]
+    texts = (lambda ids: " ".join(map(str, ids)), lambda ids: "/".join(map(str, ids)))
+    records = [rollout_record(group, member, trajectory, *texts) for member in members]
     folder = RunFolder(tmp_path, "run")
     folder.rollouts.path.mkdir(parents=True)
     folder.rollouts.write(12, records, trajectory.image_bytes)
 
     scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text().splitlines())
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
-    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1 2", ["3 4"])
+    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4"])
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["fate"], scored["unscored"]) == ("filtered: too_long", None)

@@ -66,7 +66,11 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.events.append({"event": "begin", "step": 1, "lineage": 2, "restored": "step_000001"})
         run.events.append({"event": "worker_lost", "step": 1, "role": "rollout", "why": NASTY})
         for step in (1, 2, 3):
-            run.metrics.append({"step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1})
+            record = {
+                "step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1, "actor/kl": 0.01 * step,
+                "actor/old_behaviour_k3": 1e-12 * step, "rollout/turns/mean": 1.0,
+            }  # fmt: skip
+            run.metrics.append(record)
         run.metrics.append({"step": 3, "filtered/all_wrong": 2.0})
         wrong = [answer(3, sample, NASTY, 0.0, "filtered: all_wrong") for sample in (0, 1)]
         first = [answer(g, s, "<bbox>[0.1,0.2,0.5,0.6]</bbox>", float(s)) for g in (1, 2) for s in (0, 1)]
@@ -103,6 +107,11 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert data["ledger"]["trained"] == 8
     assert [e["step"] for e in data["evaluations"]] == [0, 3]
     lines = {line["name"]: line["points"] for chart in data["charts"] for line in chart["lines"]}
+    assert data["constants"] == [("rollout/turns/mean", 1.0)]
+    assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], "it says nothing that a line does not"
+    titles = {line["name"]: chart["title"] for chart in data["charts"] for line in chart["lines"]}
+    assert titles["actor/kl"] == "KL to the reference (nats/token)"
+    assert "KL" not in titles["actor/old_behaviour_k3"]
     assert lines["val/reward/mean"] == [(0, 0.1), (3, 0.6)]
     assert lines["actor/loss"] == [(1, 0.1), (2, None), (3, 0.1)]
     assert dict(lines["filtered/all_wrong"]) == {1: 0.0, 2: 0.0, 3: 2.0}
