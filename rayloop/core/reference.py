@@ -47,6 +47,7 @@ COMPONENTS = {
         "recipes.arc_vision.reward:ArcVisionReward",
         "recipes.arc_vision.reward:IoUReward",
         "recipes.digits.reward:SortReward",
+        "rayloop.envs.result:EnvironmentResult",
     ),
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
