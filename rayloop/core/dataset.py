@@ -88,7 +88,7 @@ class Dataset:
         """What may be wrong though every row can be read, in words; empty when nothing is."""
         if any(task.ground_truth is not None for task in self._tasks):
             return ""
-        columns = ", ".join(self._tasks[0].extra) or "none"
+        columns = ", ".join(name for name in self._tasks[0].extra if name != "prompt") or "none"
         return (
             f"none of the {len(self)} rows of {self.path} has an answer, so a reward that compares with it cannot work. ChatRows "
             f"looks for {', '.join(TRUTHS)}; the rows' other columns: {columns}. Name the right one with data.reader.with.truth"
@@ -144,7 +144,7 @@ class ChatRows:
     ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; the k-th ``<image>`` of all contents is the
     k-th entry of ``images`` (see ``image_entry``). The id is ``id``, else that of ``extra_info`` (its id, or
     data_source/split/index), else file:line. ``data_source`` splits the metrics. Every other column, and what is in
-    ``extra_info``, is in the task's ``extra``, for rewards and environments.
+    ``extra_info``, is in the task's ``extra``, for rewards and environments; a prompt that is a text is there as ``prompt``.
     """
 
     class Settings(_Settings):
@@ -162,8 +162,11 @@ class ChatRows:
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         settings = self._settings
         prompt = field(row, settings.prompt, where)
-        if isinstance(prompt, str):
-            prompt = json.loads(prompt) if prompt.lstrip().startswith("[") else [{"role": "user", "content": prompt}]
+        plain = {}
+        if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+            prompt = json.loads(prompt)
+        elif isinstance(prompt, str):
+            plain, prompt = {"prompt": prompt}, [{"role": "user", "content": prompt}]
         images = [image_entry(entry, where, root) for entry in row.get(settings.images) or ()]
         info = row.get("extra_info") or {}
         known = (settings.prompt, settings.images, "reward_model", "extra_info", "data_source", "id")
@@ -172,7 +175,7 @@ class ChatRows:
             place_images([(field(m, "role", where), field(m, "content", where)) for m in prompt], images, where),
             self._truth(row, where),
             str(row.get("data_source") or ""),
-            {**{name: value for name, value in row.items() if name not in known}, **info},
+            {**plain, **{name: value for name, value in row.items() if name not in known}, **info},
         )
 
     def _truth(self, row: Mapping[str, Any], where: str) -> Any:

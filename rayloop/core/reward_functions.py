@@ -78,10 +78,7 @@ class TrlForm(Form):
     def arguments(
         self, takes: Mapping[str, inspect.Parameter], trajectory: Trajectory, task: Task, context: ScoreContext
     ) -> dict[str, Any]:
-        column = task.extra.get("prompt")
-        plain = _is_list_of_str(takes["completions"].annotation) or (
-            isinstance(column, str) and not column.lstrip().startswith("[")
-        )
+        plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
         messages = [{"role": m.role, "content": "".join(map(_text, m.parts))} for m in task.messages]
         turns = [{"role": "assistant", "content": text} for text in context.texts]
         ids = [token for turn in trajectory.sampled_turns for token in turn.token_ids]

@@ -14,6 +14,7 @@ import pytest
 from actors.reward import as_outcome
 from actors.settings import REWARD, RewardSettings
 from rayloop.core.config import Component, Settings, check_components, dump, load
+from rayloop.core.dataset import ChatRows
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.reward_functions import as_source
@@ -123,6 +124,22 @@ def test_trl_gets_messages_or_texts() -> None:
     assert outcome(format_reward_func, "3") == Scored(0.0)
     assert outcome(reward_by_length, "abc", task=PLAIN) == Scored(3.0)
     assert outcome(annotated, "<answer>3</answer>") == Scored(1.0)
+
+
+def test_trl_gets_what_the_default_reader_makes_of_a_row(tmp_path: Path) -> None:
+    reader = ChatRows(ChatRows.Settings())
+    row = {"answer": "3", "level": "easy"}
+    text = reader.task({**row, "prompt": "How many?"}, "rows.jsonl:1", tmp_path)
+    chat = reader.task({**row, "prompt": [{"role": "user", "content": "How many?"}]}, "rows.jsonl:1", tmp_path)
+    seen: list[Any] = []
+
+    def reward(prompts, completions, answer, level, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append((prompts[0], completions[0], answer, level, kwargs["ground_truth"]))
+        return [1.0]
+
+    assert [outcome(reward, "3", task=task) for task in (text, chat)] == [Scored(1.0)] * 2
+    asked, said = [{"role": "user", "content": "How many?"}], [{"role": "assistant", "content": "3"}]
+    assert seen == [("How many?", "3", ["3"], ["easy"], ["3"]), (asked, said, ["3"], ["easy"], ["3"])]
 
 
 def test_trl_gets_the_columns_of_the_row_as_lists() -> None:

@@ -1,0 +1,75 @@
+"""docs/rewards.md: every example is a reward, and earns what it looks like."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.reward import as_outcome
+from actors.settings import REWARD
+from rayloop.core.config import Component
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import (
+    EndReason,
+    Message,
+    Outcome,
+    Sampling,
+    Scored,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Unscored,
+    UnscoredKind,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+EXAMPLES = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", PAGE, re.DOTALL))
+TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+TASK = Task("t", (Message("user", ("One and two?",)),), "3", "sums", {"answer": "3"})
+GOOD = "<think>1 + 2</think> <answer>3</answer>"
+
+CASES: dict[str, list[tuple[str, dict[str, Any], str, Task, Outcome]]] = {
+    "own_function": [("score", {}, "3", TASK, Scored(1.0)), ("score", {}, "4", TASK, Scored(0.0))],
+    "with_components": [
+        ("score", {}, "3.0", TASK, Scored(1.0, {"format": 1.0})),
+        ("score", {"tolerance": 0.5}, "3.4", TASK, Scored(1.0, {"format": 1.0})),
+        ("score", {}, "three", TASK, Scored(0.0, {"format": 0.0}, ("unparsable",))),
+        ("score", {}, "3", Task("t", ()), Unscored(UnscoredKind.BAD_DATA, "the row has no answer")),
+    ],
+    "own_class": [("Length", {}, "1234", TASK, Scored(-1.0)), ("Length", {"target": 4}, "1234", TASK, Scored(0.0))],
+    "trl": [
+        ("format_reward", {}, GOOD, TASK, Scored(1.0)),
+        ("format_reward", {}, "3", TASK, Scored(0.0)),
+        ("exact", {}, "3", TASK, Scored(1.0)),
+    ],
+    "verl": [("compute_score", {}, "3", TASK, Scored(1.0, {"acc": 1.0, "length": 1.0}))],
+}
+
+
+def test_every_example_is_tried() -> None:
+    assert EXAMPLES.keys() == CASES.keys()
+    assert len(EXAMPLES) == PAGE.count("```python")
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_an_example_earns_what_it_looks_like(tmp_path: Path, example: str) -> None:
+    file = tmp_path / f"{example}.py"
+    file.write_text(EXAMPLES[example])
+    for name, options, text, task, expected in CASES[example]:
+        component = Component(use=f"{file}:{name}", **{"with": options})
+        REWARD.check(component)
+        assert REWARD.function is not None
+        source = REWARD.function(component.build(), component.use)
+        assert as_outcome(source.score(TRAJECTORY, task, ScoreContext(0, [text]))) == expected
+
+
+def test_the_configuration_of_the_page_is_one() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    lines = [line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()]
+    head, *sources = lines
+    uses = [yaml.safe_load(f"{head}\n{source}")["reward"]["source"] for source in sources]
+    assert [Component.model_validate(use).use for use in uses] == ["my_reward:score", "path/to/file.py:score", "my_reward:score"]
