@@ -87,7 +87,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert "900000000 pixels" in quarantine[f"{data}:10"]
     assert "the limit is 50000000 pixels" in quarantine[f"{data}:10"]
     assert "its environment failed" in quarantine[f"{data}:16"]
-    assert "its environment failed" in quarantine[f"{data}:14"]
+    assert "episodes of its group hung" in quarantine[f"{data}:14"]
     assert len(quarantine) == 7, quarantine
 
     counts = made.named("finished")[0]["ledger"]
@@ -106,9 +106,9 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert counts["excluded[environment_failure]"] == 2 * 4
     assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"
     hung = [e for e in made.named("worker_lost", role="environment") if "reset" in e["why"]]
-    assert len(hung) == 3, "the process of a hung environment is ended at each attempt"
+    assert 2 <= len(hung) <= 3, "the process of a hung environment is ended, until two of them have shown that the task hangs"
     assert all("hangs gave no answer within 1.5 seconds" in e["why"] for e in hung)
-    assert len(made.named("episode_failed", trajectory=hung_trajectory(made))) == 3
+    assert 1 <= len(made.named("episode_failed", trajectory=hung_trajectory(made))) <= 3
 
 
 def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_model: Path) -> None:
