@@ -24,8 +24,10 @@ from judge.api import (
 )
 from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
+from judge.discovery import READ
 from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure, DeadlineExceeded
+from rayloop.core.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class Grader:
 
     async def _ask(self, rubric: Rubric, item: JudgeItem) -> Result:
         try:
-            reply = await self._chat.reply(prompt.messages(rubric, item), prompt.schema(rubric))
+            reply = await self._chat.reply(await _messages(rubric, item), prompt.schema(rubric))
             found = verdict.parse(reply.text, rubric.kind)
             probability = reply.probability if rubric.kind == "binary" else None
             return JudgeVerdict(
@@ -130,6 +132,13 @@ class Grader:
             )  # fmt: skip
         except Exception as error:  # here too, since this may run in a task that outlives its request
             return unscored(error, self.fingerprint, self.label)
+
+
+async def _messages(rubric: Rubric, item: JudgeItem) -> Sequence[Mapping[str, Any]]:
+    """Images are read in a thread: a slow file system holds up this item and no other."""
+    if item.images and rubric.sees_images:
+        return await in_thread(prompt.messages, rubric, item, timeout=READ)
+    return prompt.messages(rubric, item)
 
 
 def unscored(error: Exception, fingerprint: str, label: BackendLabel) -> JudgeUnscored:

@@ -191,6 +191,7 @@ class JudgeReward:
         if due and (self._checking is None or self._checking.done()):
             self._drift = self._drift or DriftWatch(self.client, self.settings.drift_tolerance, self.settings.patience)
             self._checking = asyncio.create_task(self._drift.check())
+            self._checking.add_done_callback(_report)
 
     def _scored(self, value: float, by_model: float, flags: tuple[str, ...] = ()) -> Scored:
         self._excluded.append(False)
@@ -205,6 +206,12 @@ class JudgeReward:
                 f"{self.settings.max_excluded_fraction:g} of {self.settings.window} is spent; {result.reason}"
             )
         return Unscored(_KINDS[result.kind], result.reason)
+
+
+def _report(checking: asyncio.Task[float | None]) -> None:
+    """Nobody awaits a drift check: what it raises would be lost."""
+    if not checking.cancelled() and (error := checking.exception()) is not None:
+        logger.warning("the judge's drift could not be checked: %s: %s", type(error).__name__, error)
 
 
 def _serve_metrics(port: int) -> None:

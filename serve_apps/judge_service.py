@@ -14,10 +14,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.backend import Backend
+from judge.discovery import READ
 from judge.labelled import CANARY_IMAGE, canary
 from judge.prompt import IMAGES
 from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.threads import in_thread
 from serve_apps.judge_settings import JudgeSettings
 
 T = TypeVar("T")
@@ -143,8 +145,10 @@ class JudgeService:
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         """Raises Overloaded, DeadlineExceeded, InfrastructureFailure; DataFailure for a rubric or an image that is refused."""
-        for item in items:
-            self._check(item)
+        if any(item.images for item in items):
+            items = await in_thread(self._checked, items, timeout=READ)
+        else:
+            items = self._checked(items)
         with self.metrics.request("judge"), self._holding(len(items)):
             results = await within(self.settings.limits.seconds, self.backend.judge(items))
         self.metrics.results(results)
@@ -170,24 +174,37 @@ class JudgeService:
         }
         return {name: why for name, why in conditions.items() if why}
 
-    def _check(self, item: JudgeItem) -> None:
-        if item.rubric not in self._rubrics:
-            raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self._rubrics)}")
-        for image in item.images:
-            if image != CANARY_IMAGE:
-                self._check_image(Path(image))
+    def _checked(self, items: Sequence[JudgeItem]) -> Sequence[JudgeItem]:
+        """The items with their images' real paths, so that what is read is what was looked at. Raises DataFailure."""
+        for item in items:
+            if item.rubric not in self._rubrics:
+                raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self._rubrics)}")
+        found: list[JudgeItem] = []
+        left = self.settings.limits.images
+        for item in items:
+            real = [self._checked_image(image) for image in item.images]
+            left -= sum(size for _, size in real)
+            if left < 0:
+                raise DataFailure(item.images[0], f"the request's images have more than {self.settings.limits.images} bytes")
+            found.append(item.model_copy(update={"images": tuple(path for path, _ in real)}))
+        return found
 
-    def _check_image(self, path: Path) -> None:
-        """What lies outside of the roots is not touched."""
-        limit = self.settings.limits.image
+    def _checked_image(self, image: str) -> tuple[str, int]:
+        """Its real path and size in bytes. What lies outside of the roots is not touched."""
+        if image == CANARY_IMAGE:
+            return image, 0
+        path, limit = Path(image), self.settings.limits.image
         try:
-            if not path.is_absolute() or not any(path.resolve().is_relative_to(root) for root in self._roots):
+            real = path.resolve()
+            if not path.is_absolute() or not any(real.is_relative_to(root) for root in self._roots):
                 raise DataFailure(str(path), "no absolute path below one of the judge's image_roots; URLs are never fetched")
-            fits = path.suffix.lower() in IMAGES and path.is_file() and path.stat().st_size <= limit
+            size = real.stat().st_size
+            fits = real.suffix.lower() in IMAGES and real.is_file() and size <= limit
         except (OSError, ValueError) as error:
             raise DataFailure(str(path), f"cannot be read: {error}") from error
         if not fits:
             raise DataFailure(str(path), f"no file of at most {limit} bytes named *{', *'.join(IMAGES)} where the judge runs")
+        return str(real), size
 
     @contextmanager
     def _holding(self, items: int) -> Iterator[None]:

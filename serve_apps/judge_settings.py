@@ -75,6 +75,8 @@ class LimitSettings(Settings):
     """Of one request's body."""
     image: int = Field(20 * 2**20, ge=1024)
     """Bytes of one image file."""
+    images: int = Field(64 * 2**20, ge=1024)
+    """Bytes of all image files of one request. Raise it for large batches with images; a replica holds them in memory."""
     seconds: float = Field(120.0, gt=0)
     """For one request's answer; a client's own budget should be longer."""
     body_seconds: float = Field(5.0, gt=0)

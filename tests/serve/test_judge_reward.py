@@ -309,6 +309,26 @@ def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
     return asyncio.run(made._attempts(TRAJECTORY, TASK, context))
 
 
+def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str, how: str) -> str:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr("judge.reward.extract", broken)
+    outcome = scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0, on_error="fail")
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+
+
+def test_a_drift_check_that_fails_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    async def broken(watch: DriftWatch) -> float:
+        raise ConfigError("the judge's key file is gone")
+
+    monkeypatch.setattr(DriftWatch, "check", broken)
+    stub.always = slow(0.1)
+    rewards(stub.url, "crimson", drift_every=1)
+    assert "could not be checked: ConfigError: the judge's key file is gone" in caplog.text
+
+
 def test_the_reward_actor_lets_a_lost_judge_end_the_run() -> None:
     with pytest.raises(RewardLost, match=r"on_unavailable: wait, 1 s\): http://127\.0\.0\.1:9"):
         scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0)

@@ -174,6 +174,44 @@ def test_images_are_files_below_the_roots_or_are_refused(tmp_path: Path) -> None
     run(test)
 
 
+def test_what_is_read_is_the_file_that_was_looked_at(tmp_path: Path) -> None:
+    """A link that is turned elsewhere later changes nothing; and the images of a request are limited together."""
+    (tmp_path / "a.png").write_bytes(b"x" * 1000)
+    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
+    seen: list[str] = []
+
+    class Recording(RuleBackend):
+        async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
+            seen.extend(image for item in items for image in item.images)
+            return await super().judge(items)
+
+    async def test() -> None:
+        async with asked(Recording(RUBRICS), image_roots=[str(tmp_path)], limits={"images": 2048}) as http:
+            for count, status in ((2, 200), (3, 422)):
+                images = [str(tmp_path / "link.png")] * count
+                assert (await http.post("/v1/judge", headers=KEY, json=ITEM | {"images": images})).status_code == status
+
+    run(test)
+    assert set(seen) == {str(tmp_path / "a.png")}
+
+
+def test_a_model_server_without_a_free_slot_is_a_timeout() -> None:
+    async def test() -> None:
+        made = OpenAIBackendSettings(url="http://model/v1", model="stub", concurrency=1, timeout=0.1)
+
+        async def hangs(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(5)
+
+        model = OpenAIModel(made, httpx.ASGITransport(hangs))
+        first = asyncio.create_task(model.complete(CHAT))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match=r"no free slot within 0\.1 s"):
+            await model.complete(CHAT)
+        first.cancel()
+
+    run(test)
+
+
 def test_an_unknown_rubric_is_refused_and_those_there_are_named() -> None:
     async def test() -> None:
         async with asked(RuleBackend(RUBRICS)) as http:
