@@ -23,6 +23,7 @@ from cluster.services import bundles
 from rayloop.core.failures import RayloopError
 from serve_apps.judge import gpus
 from serve_apps.judge_settings import JudgeSettings
+from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.schemas import ROOT
 
 Document = dict[str, Any]
@@ -128,7 +129,7 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
 def faults(documents: list[Document]) -> list[str]:
     """Everything that does not agree, one line per fault."""
     nodes = (versions, images, scaling, starts, sizes, shared_memory, mounts, secrets, settings)
-    return [fault for rule in (*nodes, selectors, monitors, jobs, services) for fault in rule(documents)]
+    return [fault for rule in (refusals, *nodes, selectors, monitors, jobs, services) for fault in rule(documents)]
 
 
 def versions(documents: list[Document]) -> Iterator[str]:
@@ -165,8 +166,6 @@ def starts(documents: list[Document]) -> Iterator[str]:
         start, title = group.spec["rayStartParams"], group.pod.title
         if group.head and start.get("num-cpus") != "0":
             yield f"{title}: rayStartParams.num-cpus is not '0'; what runs on the head dies with it"
-        if group.spec.get("resources") and start.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
-            yield f"{title}: the operator refuses resources in rayStartParams and in the group's resources"
         if group.pod.spec.get("terminationGracePeriodSeconds", DRAIN) <= DRAIN:
             yield f"{title}: terminationGracePeriodSeconds is not above Ray's {DRAIN} s of draining"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.rules import faults, of_kind
 from tests.deploy.k8s.schemas import crd_folder, schema_faults
 from tests.deploy.k8s.test_manifests import NO_CRDS, written
@@ -65,6 +66,84 @@ KUBERNETES_SHAPES: list[tuple[str, Breaks]] = [
     ("'podMetricEndpoints' was unexpected", lambda d: spec(d, "PodMonitor").update(podMetricEndpoints=[])),
 ]
 
+
+def _service(documents: Documents) -> dict[str, Any]:
+    found: dict[str, Any] = spec(documents, "RayService")["rayClusterConfig"]
+    return found
+
+
+def _named(documents: Documents, kind: str, name: str) -> None:
+    of_kind(documents, kind)[0]["metadata"]["name"] = name
+
+
+def _environment(group: dict[str, Any], name: str, value: str) -> None:
+    container(group)["env"].append({"name": name, "value": value})
+
+
+REFUSED: list[tuple[str, Breaks]] = [
+    ("backoffLimit with clusterSelector", lambda d: spec(d, "RayJob").update(backoffLimit=3)),
+    ("backoffLimit -1", lambda d: spec(d, "RayJob").update(backoffLimit=-1)),
+    (
+        "backoffLimit 1 in Interactive",
+        lambda d: spec(d, "RayJob").update(submissionMode="InteractiveMode", backoffLimit=1),
+    ),
+    ("neither rayClusterSpec nor clusterSelector", lambda d: spec(d, "RayJob").pop("clusterSelector")),
+    ("clusterSelector without ray.io/cluster", lambda d: spec(d, "RayJob").update(clusterSelector={"name": "rayloop"})),
+    ("suspend with clusterSelector", lambda d: spec(d, "RayJob").update(suspend=True, shutdownAfterJobFinishes=True)),
+    ("suspend without shutdown", lambda d: spec(d, "RayJob").update(suspend=True)),
+    ("SidecarMode with", lambda d: spec(d, "RayJob").update(submissionMode="SidecarMode")),
+    ("ttlSecondsAfterFinished that", lambda d: spec(d, "RayJob").update(ttlSecondsAfterFinished=60)),
+    ("activeDeadlineSeconds 0", lambda d: spec(d, "RayJob").update(activeDeadlineSeconds=0)),
+    ("runtimeEnvYAML that is no YAML", lambda d: spec(d, "RayJob").update(runtimeEnvYAML="env_vars: [")),
+    ("runtimeEnvYAML that is no mapping", lambda d: spec(d, "RayJob").update(runtimeEnvYAML="- pip")),
+    (
+        "deletes a selected cluster",
+        lambda d: spec(d, "RayJob").update(deletionStrategy={"onSuccess": {"policy": "DeleteCluster"}}),
+    ),
+    (
+        "group head: no container",
+        lambda d: spec(d, "RayJob").update(rayClusterSpec={**_service(d), "headGroupSpec": {"template": {"spec": {}}}}),
+    ),
+    ("a name of more than 47", lambda d: _named(d, "RayJob", "t" * 48)),
+    ("no DNS label", lambda d: _named(d, "RayService", "2nd-judge")),
+    ("a name of more than 53", lambda d: _named(d, "RayCluster", "r" * 54)),
+    ("group policy: resources both", lambda d: worker(d)["rayStartParams"].update({"num-cpus": "8"})),
+    ("group policy: labels in", lambda d: worker(d)["rayStartParams"].update(labels="a=b")),
+    ("group judge: no minReplicas", lambda d: _service(d)["workerGroupSpecs"][0].pop("minReplicas")),
+    ("group policy: minReplicas 2, max", lambda d: worker(d).update(minReplicas=2)),
+    ("group rollout: idleTimeoutSeconds", lambda d: spec(d)["autoscalerOptions"].update(version="v1")),
+    ("group policy: priority", lambda d: [worker(d).update(priority=1), spec(d).update(rayVersion="2.55.0")]),
+    ("group policy: suspend", lambda d: worker(d).update(suspend=True)),
+    ("beside RAY_enable_autoscaler_v2", lambda d: _environment(head(d), "RAY_enable_autoscaler_v2", "1")),
+    (
+        "without enableInTreeAutoscaling",
+        lambda d: _environment(_service(d)["headGroupSpec"], "RAY_enable_autoscaler_v2", "1"),
+    ),
+    ("restartPolicy other than Never", lambda d: pod(worker(d)).update(restartPolicy="Always")),
+    ("idleTimeoutSeconds below 0", lambda d: spec(d)["autoscalerOptions"].update(idleTimeoutSeconds=-1)),
+    ("RAY_REDIS_ADDRESS without", lambda d: _environment(head(d), "RAY_REDIS_ADDRESS", "redis:6379")),
+    (
+        "password of Redis outside",
+        lambda d: [spec(d).update(gcsFaultToleranceOptions={}), _environment(head(d), "REDIS_PASSWORD", "x")],
+    ),
+    ("a Redis user", lambda d: _environment(head(d), "REDIS_USERNAME", "x")),
+    ("backend rocksdb", lambda d: spec(d).update(gcsFaultToleranceOptions={"backend": "rocksdb"})),
+    ("mode token without rayVersion", lambda d: spec(d).pop("rayVersion")),
+    ("enableK8sTokenAuth in a RayService", lambda d: _service(d)["authOptions"].update(enableK8sTokenAuth=True)),
+    ("networkPolicy without the feature gate", lambda d: spec(d).update(networkPolicy={})),
+    ("upgradeStrategy.type Rolling", lambda d: spec(d, "RayService").update(upgradeStrategy={"type": "Rolling"})),
+    (
+        "IncrementalUpgrade without",
+        lambda d: spec(d, "RayService").update(upgradeStrategy={"type": "NewClusterWithIncrementalUpgrade"}),
+    ),
+    ("DeletionDelaySeconds below 0", lambda d: spec(d, "RayService").update(rayClusterDeletionDelaySeconds=-1)),
+    ("head's service", lambda d: _service(d)["headGroupSpec"].update(headService={"metadata": {"name": "judge"}})),
+    (
+        "initializing-timeout soon",
+        lambda d: of_kind(d, "RayService")[0]["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
+    ),
+]
+
 DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("rayVersion 2.59.0, constraints.txt has", lambda d: spec(d).update(rayVersion="2.59.0")),
     ("authOptions.mode is not token", lambda d: spec(d)["authOptions"].update(mode="disabled")),
@@ -74,7 +153,6 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("ranks are a fixed number", lambda d: worker(d).update(maxReplicas=2)),
     ("nothing scales them", lambda d: spec(d).update(enableInTreeAutoscaling=False)),
     ("num-cpus is not '0'", lambda d: head(d)["rayStartParams"].update({"num-cpus": "4"})),
-    ("the operator refuses resources in", lambda d: worker(d)["rayStartParams"].update({"num-cpus": "8"})),
     ("not above Ray's 30 s", lambda d: pod(worker(d)).update(terminationGracePeriodSeconds=30)),
     (
         "is requested 2, limited 4",
@@ -157,6 +235,12 @@ def test_the_schemas_refuse(named: str, breaks: Breaks) -> None:
     found = [fault for document in broken(breaks) for fault in schema_faults(document)]
     assert len(found) == 1
     assert named in found[0]
+
+
+@pytest.mark.parametrize(("named", "breaks"), REFUSED)
+def test_the_operator_refuses(named: str, breaks: Breaks) -> None:
+    found = list(refusals(broken(breaks)))
+    assert any(named in fault for fault in found), found
 
 
 @pytest.mark.parametrize(("named", "breaks"), DISAGREEMENTS)
