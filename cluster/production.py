@@ -171,13 +171,13 @@ class Production:
 
     def _commit(self, group: Group) -> None:
         """Take a finished group in: what was kept is ready, the rest has its fate."""
-        self._account_for_replay(group.issue)
+        played = self._account_for_replay(group)
         for member in group.members:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
-        self.alarms.groups(group.members)
-        kinds = [m.outcome.kind for m in group.members if isinstance(m.outcome, Unscored)]
+        self.alarms.groups(played)
+        kinds = [m.outcome.kind for m in played if isinstance(m.outcome, Unscored)]
         if why := self.blame.ended(group.issue, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds):
             self.quarantine(group.task, "", why)
         self.finished.append(group)
@@ -194,12 +194,15 @@ class Production:
         self._injected[group.issue] = (group, injection.displaced)
         return injection.group
 
-    def _account_for_replay(self, issue: int) -> None:
-        fresh, displaced = self._injected.pop(issue)
+    def _account_for_replay(self, group: Group) -> tuple[Member, ...]:
+        """The members that were played for this group: a displaced one instead of what took its place."""
+        fresh, displaced = self._injected.pop(group.issue)
         self.buffer.store(fresh)
-        if displaced is not None and displaced.fate is not None:
-            self._end(displaced, displaced.fate)
-            self.ledger.replay()
+        if displaced is None or displaced.fate is None:
+            return group.members
+        self._end(displaced, displaced.fate)
+        self.ledger.replay()
+        return displaced, *group.members[1:]
 
     # Taking a step's groups ----------------------------------------------------------------------------------------
 

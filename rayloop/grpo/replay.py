@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.seeds import derive
-from rayloop.core.types import Fate, Group, Member, State, TrajectoryId
+from rayloop.core.types import Fate, Group, Member, State, TrajectoryId, Unscored
 from rayloop.grpo.settings import ReplaySettings
 
 REPLACED = Fate(State.SURPLUS, "replaced_by_replay")
@@ -38,15 +38,16 @@ class ReplayBuffer:
 
         Comes before the statistics: members are scored, but have neither advantage nor fate. ``step`` is the step that
         will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
-        displaced member counts as ``surplus[replaced_by_replay]``; it is no longer in the group. ``store`` the group as
-        it came once it is committed.
+        displaced member is no longer in the group; it counts as ``surplus[replaced_by_replay]``, or as what kept it from
+        being scored. ``store`` the group as it came once it is committed.
         """
         stored = self._draw(group, step) if self._settings.enabled and self._failed(group) else None
         if stored is None:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
-        displaced = replace(group.members[0], fate=REPLACED)
-        return Injection(replace(group, members=members, replay_of=stored.summary.id), displaced)
+        first = group.members[0]
+        fate = Fate(State.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
+        return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, fate=fate))
 
     def store(self, group: Group) -> None:
         """Keep the group's fresh successes, as it was before injection; the oldest of its task make room."""

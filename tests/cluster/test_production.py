@@ -554,6 +554,42 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     assert "loosen filters" not in str(spent.value)
 
 
+def test_a_failure_that_a_replayed_success_displaces_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One task succeeds once; when it comes again, its first episode loses its environment, and the others fail."""
+    first: list[int] = []
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+        if request.task.id != "train-0":
+            return spread(request)
+        first.append(request.id.group)
+        if request.id.group == first[0]:
+            return Scored(float(request.id.sample > 0))
+        return Unscored(UnscoredKind.ENVIRONMENT_FAILURE) if request.id.sample == 0 else Scored(0.0)
+
+    loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
+    blamed: list[str] = []
+    ended = loop.production.blame.ended
+
+    def note(group: int, task: str, failed: bool) -> str:
+        blamed.extend([task] * failed)
+        return ended(group, task, failed)
+
+    monkeypatch.setattr(loop.production.blame, "ended", note)
+
+    async def test() -> None:
+        while not loop.ledger.counts().get("replayed"):
+            await loop.step()
+
+    loop.run(test)
+    counts = loop.ledger.counts()
+    ledger_closes(counts)
+    assert counts["excluded[environment_failure]"] == 1
+    assert "surplus[replaced_by_replay]" not in counts
+    assert blamed == ["train-0"]
+
+
 def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
     """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})

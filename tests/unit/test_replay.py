@@ -32,6 +32,13 @@ def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
     assert [round(a, 3) for a in advantages] == [2.475] + [-0.354] * 7
 
 
+def test_a_displaced_member_without_a_reward_counts_as_its_own_failure() -> None:
+    injection = buffer_with_success().inject(make_group(1, [None, 0.0, 0.0]), step=1)
+    assert injection.group.members[0].replayed
+    assert injection.displaced is not None
+    assert injection.displaced.fate == Fate(State.EXCLUDED, "reward_unavailable")
+
+
 def test_other_groups_and_other_tasks_are_left_alone() -> None:
     buffer = buffer_with_success()
     for group in (
