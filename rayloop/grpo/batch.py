@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,9 +130,11 @@ def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
     if flat.loss_mask[:1].any():
         raise ValueError(f"trajectory {trajectory.id}: its first token is a sampled one, no context predicts it")
     sampling = trajectory.sampling
-    for token, position in zip(flat.token_ids[flat.loss_mask], flat.turn_position[flat.loss_mask], strict=True):
-        if token in sampling.banned_tokens or (position < sampling.min_tokens and token in sampling.end_tokens):
-            raise ValueError(
-                f"trajectory {trajectory.id}: sampled token {token} at position {position} of its turn is one that its "
-                f"Sampling bans (banned_tokens, or end_tokens before min_tokens)"
-            )
+    tokens, positions = flat.token_ids[flat.loss_mask], flat.turn_position[flat.loss_mask]
+    too_early = (positions < sampling.min_tokens) & np.isin(tokens, sampling.end_tokens)
+    wrong = np.flatnonzero(np.isin(tokens, sampling.banned_tokens) | too_early)
+    if len(wrong):
+        raise ValueError(
+            f"trajectory {trajectory.id}: sampled token {tokens[wrong[0]]} at position {positions[wrong[0]]} of its turn is one "
+            f"that its Sampling bans (banned_tokens, or end_tokens before min_tokens)"
+        )

@@ -298,3 +298,21 @@ def test_the_frozen_scorer_does_not_depend_on_micro_batches(tiny_vlm: Path) -> N
     for trajectory_, a, b in zip(played, packed, single, strict=True):
         assert a.shape == (int(trajectory_.flatten().loss_mask.sum()),)
         assert abs(a - b).max() < 1e-5
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    banned=st.frozensets(st.integers(0, 9), max_size=3),
+    ends=st.frozensets(st.integers(0, 9), max_size=3),
+    least=st.integers(0, 5),
+)
+def test_exactly_what_its_sampling_allows_is_accepted(
+    tokens: list[int], banned: frozenset[int], ends: frozenset[int], least: int
+) -> None:
+    sampling = Sampling(banned_tokens=tuple(banned), end_tokens=tuple(ends), min_tokens=least)
+    wrong = [i for i, token in enumerate(tokens) if token in banned or (i < least and token in ends)]
+    if not wrong:
+        _text_sample(Turn("user", (1,)), _turn(*tokens), sampling=sampling)
+        return
+    with pytest.raises(ValueError, match=f"sampled token {tokens[wrong[0]]} at position {wrong[0]} "):
+        _text_sample(Turn("user", (1,)), _turn(*tokens), sampling=sampling)
