@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rayloop.core.bootstrap import Interval, interval, paired_interval
+from rayloop.core.bootstrap import LEAST, Interval, interval, paired_interval
 from rayloop.core.seeds import derive
 from rayloop.core.types import ImageSource, Scored, Task
 
@@ -140,8 +140,16 @@ def against_controls(items: Sequence[Item]) -> Table:
 
 
 def looks(differences: Table) -> bool:
-    """Whether the reward with the right image is above that of every control, each interval excluding 0."""
-    return {SAME, OTHER} <= differences.keys() and all(by["reward"][1] > 0 for by in differences.values())
+    """Whether the reward with the right image is above that of every control, each interval excluding 0.
+
+    A control of too few items for an interval (``bootstrap.LEAST``) shows nothing.
+    """
+    return {SAME, OTHER} <= differences.keys() and all(map(_above, differences.values()))
+
+
+def _above(difference: Mapping[str, Interval]) -> bool:
+    low = difference["reward"][1]
+    return low is not None and low > 0
 
 
 def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
@@ -175,7 +183,10 @@ def verdict(differences: Table) -> str:
     if looks(differences):
         above = ", ".join(WORDS[arm] for arm in differences)
         return f"The policy looks: the right image scores above {above}; no interval holds 0."
-    failing = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] <= 0]
+    few = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is None]
+    if few:
+        return f"Too few items to say whether the policy looks: fewer than {LEAST} for {', '.join(few)}."
+    failing = [WORDS[arm] for arm, by in differences.items() if not _above(by)]
     if not failing:
         return "Not all controls could be played."
     return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
@@ -184,6 +195,11 @@ def verdict(differences: Table) -> str:
 def _rows(indent: str, rows: Table) -> list[str]:
     width = max((len(name) for name in rows), default=0)
     return [
-        f"{indent}{name:<{width}}  " + "  ".join(f"{s} {m:.3f} [{low:.3f}, {high:.3f}]" for s, (m, low, high) in by.items())
+        f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(found)}" for score, found in by.items())
         for name, by in rows.items()
     ]
+
+
+def _shown(found: Interval) -> str:
+    mean, low, high = found
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"

@@ -21,6 +21,7 @@ from typing import Any
 from cluster.config import RunConfig
 from cluster.controls import RIGHT, SAMPLED, Item, gains
 from cluster.eval import read_items
+from rayloop.core.bootstrap import Interval
 from rayloop.core.config import load
 from rayloop.core.runfolder import RunFolder
 
@@ -118,9 +119,9 @@ def markdown(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def spread(value: Iterable[float]) -> str:
+def spread(value: Interval) -> str:
     mean, low, high = value
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"{mean:+.3f} [too few items]" if low is None else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 if __name__ == "__main__":

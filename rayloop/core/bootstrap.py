@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 RESAMPLES, LEVEL = 10_000, 95.0
+LEAST = 8
+"""Items below which there is no interval: resamples of few items vary too little. A 95 % interval of normal values covers the mean
+in 92 % of cases for 20 items, 89 % for 8, 79 % for 4, 51 % for 2, and never for 1."""
 
-Interval = tuple[float, float, float]
-"""Mean, lower and upper bound."""
+Interval = tuple[float, float | None, float | None]
+"""Mean, lower and upper bound; no bounds for fewer than ``LEAST`` items."""
 
 
 def interval(values: Sequence[float], seed: int = 0) -> Interval:
@@ -17,6 +20,8 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     if not len(values):
         raise ValueError("no values: there is no mean")
     array = np.asarray(values, np.float64)
+    if len(array) < LEAST:
+        return float(array.mean()), None, None
     picks = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)), dtype=np.int32)
     low, high = np.percentile(array[picks].mean(axis=1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
     return float(array.mean()), float(low), float(high)

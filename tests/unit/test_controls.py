@@ -23,7 +23,7 @@ from cluster.controls import (
     verdict,
 )  # fmt: skip
 from cluster.evaluation import metrics
-from rayloop.core.bootstrap import interval, paired_interval
+from rayloop.core.bootstrap import LEAST, interval, paired_interval
 from rayloop.core.metrics import validate
 from rayloop.core.types import ImageSource, Message, Task
 from recipes.arc_vision.controls import BlindBox
@@ -67,6 +67,16 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 180 <= covered <= 200
 
 
+@pytest.mark.parametrize("count", [1, 2, LEAST - 1])
+def test_too_few_items_have_no_interval(count: int) -> None:
+    """Of one item all resamples are the same: an interval of width zero would claim certainty."""
+    assert interval([0.4] * count) == (pytest.approx(0.4), None, None)
+    assert interval([0.4] * LEAST)[1:] == pytest.approx((0.4, 0.4))
+    draws = np.random.default_rng(0).normal(1.0, 1.0, (400, LEAST))
+    covered = sum(low <= 1.0 <= high for _, low, high in (interval(row) for row in draws))
+    assert covered >= 0.85 * len(draws)
+
+
 def test_pairing_removes_what_items_have_in_common() -> None:
     base = [i / 10 for i in range(100)]
     difference, low, high = paired_interval([b + 0.5 for b in base], base)
@@ -91,6 +101,11 @@ def test_a_policy_looks_only_if_every_control_is_worse() -> None:
     assert not looks(against_controls(blind_as_good))
     assert "not above the best answer without an image." in verdict(against_controls(blind_as_good))
     assert not looks(against_controls(items(RIGHT, right) + items(BLIND, worse)))
+    few = items(RIGHT, right) + items(SAME, worse[:5]) + items(OTHER, worse)
+    assert not looks(against_controls(few))
+    assert verdict(against_controls(few)) == (
+        "Too few items to say whether the policy looks: fewer than 8 for another image of the same source."
+    )
     assert against_controls(items(RIGHT, right) + items(SAME, [None])) == {}
 
 
@@ -107,7 +122,7 @@ def test_answers_without_a_reward_are_left_out_and_counted() -> None:
 
 def test_several_samples_of_a_task_count_as_one_item() -> None:
     twice = [Item(RIGHT, "a", "p", s, reward=float(s)) for s in range(2)]
-    assert gains(twice, [Item(RIGHT, "a", "p", reward=0.0)])["reward"] == (0.5, 0.5, 0.5)
+    assert gains(twice, [Item(RIGHT, "a", "p", reward=0.0)])["reward"] == (0.5, None, None)
 
 
 def test_the_table_shows_arms_sources_and_differences() -> None:
@@ -115,7 +130,7 @@ def test_the_table_shows_arms_sources_and_differences() -> None:
     summary = summarise(found, 1)
     text = "\n".join(table(summary))
     assert "same source" in text
-    assert "reward 0.750" in text
+    assert "reward 0.750 [too few items]" in text
     assert "1 answers have no score" in text
 
 
