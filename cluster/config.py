@@ -265,6 +265,17 @@ class RunConfig(Settings):
         return self
 
     @property
+    def engine(self) -> GenerationSettings:
+        """``rollout.engine``; vLLM has room for an episode unless told otherwise, or refuses the model at the start.
+
+        With a lower limit of the model's, turns would be cut and episodes excluded that ought to end as over_length.
+        """
+        engine = self.rollout.engine
+        if isinstance(engine, VllmEngineSettings) and engine.max_model_len is None:
+            return engine.model_copy(update={"max_model_len": self.environment.episode.max_tokens})
+        return engine
+
+    @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as parity."""
         bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)

@@ -130,7 +130,7 @@ class Services:
         weights = f"{self.folder}/weights"
         self.rollout = self._pool(
             RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
-            c.model, c.rollout.engine, c.publish.transport, weights, admit=admit_engine,
+            c.model, c.engine, c.publish.transport, weights, admit=admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
             EnvironmentActor,

@@ -24,8 +24,8 @@ class TransformersEngineSettings(Settings):
     batch_wait: float = Field(0.05, ge=0)
     """Seconds without a new request after which a batch that is not full starts."""
     cohort_wait: float = Field(120.0, gt=0)
-    """With ``rollout.deterministic``: seconds to wait for the other members of a group (a cohort) before their batch starts without
-    them."""
+    """With ``rollout.deterministic``: seconds to wait for the other members of a group (a cohort). Then those that are there fail,
+    and are played again each on its own. Raise it when that happens: such a run is not repeated bit for bit."""
     threads: int | None = Field(None, ge=1)
     """Torch threads on CPU; None: the actor's num_cpus."""
 
@@ -39,7 +39,8 @@ class VllmEngineSettings(Settings):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same."""
     max_model_len: int | None = Field(None, ge=1)
-    """Tokens of a prompt and its turn together; None: the model's own limit. Lower it when the cache cannot hold one sequence."""
+    """Tokens of a prompt and its turn together. None: ``environment.episode.max_tokens``, which is what an episode can need; for a
+    judge the model's own limit. Lower it when the cache cannot hold one sequence."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the GPU's memory (on CPU: of the machine's) for weights and cache. Unused with ``kv_cache_bytes``."""
     kv_cache_bytes: int | None = Field(None, gt=0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayloop.core.failures import PublicationError, WorkerLost
+from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines.decoding import Decoder, Row
@@ -139,14 +139,28 @@ class TransformersEngine:
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
             deadlines.append(members[0].arrival + self._settings.cohort_wait)
-            size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
-            if len(members) >= size - self._left[cohort] or now >= deadlines[-1]:
+            missing = self._missing(cohort, members)
+            if missing <= 0:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
+            if now >= deadlines[-1]:
+                self._give_up(cohort, members, missing)
+                return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
             deadlines.append(free[-1].arrival + self._settings.batch_wait)
             if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
                 return free[: self._settings.max_batch], None
         return [], max(0.0, min(deadlines) - now)
+
+    def _missing(self, cohort: str, members: list[_Request]) -> int:
+        size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
+        return size - self._left[cohort] - len(members)
+
+    def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
+        """A batch without them would give other bits than the same run did or will do, and nobody would know."""
+        waited = f"{missing} of group {cohort} did not come within {self._settings.cohort_wait:g} s"
+        why = f"rollout.deterministic: {waited}. Raise rollout.engine.cohort_wait, or give the machine less to do"
+        for request in members:
+            _fail(request, InfrastructureFailure(why))
 
     def _cohorts(self) -> dict[str, list[_Request]]:
         cohorts: dict[str, list[_Request]] = {}

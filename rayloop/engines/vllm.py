@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import DataFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.failures import DataFailure, InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
 from rayloop.core.images import decode
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
@@ -28,6 +28,9 @@ from rayloop.engines.models import TensorCache, has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 from rayloop.engines.vllm_process import Load, alive, answered, common_arguments, prepare, stat_loggers
 from rayloop.engines.vllm_worker import write
+
+RETRIES = (0.05, 0.5, 2.0)
+"""Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
 
 
 class VllmEngine:
@@ -53,8 +56,12 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, name))
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
+        self._failed_loads = 0
         self._serial = itertools.count()
         self._running = 0
+        self._entering: dict[str, asyncio.Event] = {}
+        """Requests that vLLM prepares and its scheduler does not have yet, by their ids."""
+        self._llm.add_request = self._announced(self._llm.add_request)
         self._images = TensorCache()
         self._open = asyncio.Event()
         self._open.set()
@@ -62,36 +69,68 @@ class VllmEngine:
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn; its version is the one under which it was begun. A cancelled call ends the request.
 
-        Raises WorkerLost without loaded weights and when vLLM's processes are gone, OverLongPrompt, and DataFailure for a
-        prompt that cannot be used.
+        Raises WorkerLost without loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the
+        request up again and again, OverLongPrompt, and DataFailure for a prompt that cannot be used.
         """
-        await self._open.wait()
+        for pause in (0.0, *RETRIES):
+            await asyncio.sleep(pause)
+            if (completion := await self._completed(prompt, sampling)) is not None:
+                return completion
+        raise InfrastructureFailure(f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error")
+
+    async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
+        """The turn; None when vLLM gave the request up: it had forgotten an image, and asks to be sent it again."""
+        while not self._open.is_set():  # it may have been closed again before this call runs
+            await self._open.wait()
         if (version := self._version) is None:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
         given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
+        # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
+        number, failed = str(next(self._serial)), self._failed_loads
+        entered = self._entering[number] = asyncio.Event()
         self._running += 1
         try:
-            while (output := await answered(self._llm, self._sample(given, parameters))).finish_reason == "error":
-                continue  # an image that vLLM had forgotten: it asks to be sent it again
+            output = await answered(self._llm, self._sample(given, parameters, number))
         finally:
             self._running -= 1
-        if self._version is None:
+            self._entering.pop(number, None)
+            entered.set()
+        if self._failed_loads != failed:
             raise WorkerLost("a load failed while the request was running")
+        if output.finish_reason == "error":
+            return None
         return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
 
-    async def _sample(self, prompt: Any, parameters: Any) -> Any:
-        async for answer in self._llm.generate(prompt, parameters, str(next(self._serial))):
+    async def _sample(self, prompt: Any, parameters: Any, number: str) -> Any:
+        async for answer in self._llm.generate(prompt, parameters, number):
             output = answer.outputs[0]
         return output
+
+    def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """vLLM's ``add_request``, which tells when the scheduler has the request."""
+
+        async def announced(number: str, *arguments: Any, **options: Any) -> Any:
+            try:
+                return await add_request(number, *arguments, **options)
+            finally:
+                if entered := self._entering.pop(number, None):
+                    entered.set()
+
+        return announced
 
     async def leave(self, cohort: str) -> None:
         """vLLM batches by itself: there are no cohorts to wait for."""
 
     async def pause(self) -> None:
-        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well."""
+        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well.
+
+        Those that vLLM is still preparing are let in first: they carry the salt and the version of the present weights.
+        """
         self._open.clear()
+        for entered in list(self._entering.values()):
+            await entered.wait()
         await answered(
             self._llm, self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute")
         )
@@ -105,7 +144,15 @@ class VllmEngine:
 
         ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
         """
-        self._version = None
+        self._version = None  # an answer that arrives meanwhile was sampled before it
+        try:
+            await self._take(manifest, tensors)
+        except BaseException:
+            self._failed_loads += 1
+            raise
+        self._version = manifest.version
+
+    async def _take(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         with _memory() as (file, path):
             await answered(self._llm, self._llm.collective_rpc("forget_names"))
             await asyncio.to_thread(write, file, manifest, tensors)
@@ -114,7 +161,6 @@ class VllmEngine:
             await answered(self._llm, self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
             raise PublicationError(fault)
-        self._version = manifest.version
 
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from rayloop.core.failures import DataFailure, WorkerLost
+from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.decoding import Decoder, Row
 from rayloop.engines.models import hf_state, load_model
@@ -343,7 +343,7 @@ def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> No
     assert decode([0, 1, 2], 0) == decode([2, 0, 1], 4)
 
 
-def test_a_cohort_waits_for_its_members_until_they_leave_or_time_is_up(tiny_text: Path) -> None:
+def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(tiny_text: Path) -> None:
     def member(seed: int, key: str) -> TokenPrompt:
         return dataclasses.replace(prompt(tiny_text, "What", seed=seed), cohort=Cohort(key, 2))
 
@@ -356,7 +356,10 @@ def test_a_cohort_waits_for_its_members_until_they_leave_or_time_is_up(tiny_text
         await engine.generate(member(0, "a"), GREEDY)
 
     async def hasty(engine: TransformersEngine) -> None:
-        await engine.generate(member(0, "b"), GREEDY)
+        with pytest.raises(InfrastructureFailure, match=r"1 of group b did not come within 0.2 s.*Raise") as raised:
+            await engine.generate(member(0, "b"), GREEDY)
+        assert not isinstance(raised.value, WorkerLost), "the engine is well"
+        await engine.generate(prompt(tiny_text, "What"), GREEDY)
 
     served(tiny_text, patient)
     served(tiny_text, hasty, cohort_wait=0.2)

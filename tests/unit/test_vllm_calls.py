@@ -1,0 +1,211 @@
+"""What the engine makes of vLLM's answers: requests that are given up, prepared during a pause, or answered during a load."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rayloop.engines.vllm as module
+from cluster.config import RunConfig
+from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
+from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.vllm import RETRIES, VllmEngine
+from rayloop.engines.vllm_process import common_arguments
+from rayloop.engines.weights import manifest
+from tests.support.runs import settings
+
+OLD, NEW = Version(0, 0), Version(0, 1)
+PROMPT = TokenPrompt((5, 6, 7), (), seed=1)
+
+
+class Llm:
+    """AsyncLLM as far as the engine calls it. A request is prepared while ``preparing`` is unset, and answered when told."""
+
+    def __init__(self) -> None:
+        self.model_config, self.errored = SimpleNamespace(max_model_len=64), False
+        self.log: list[str] = []
+        self.preparing, self.answering = asyncio.Event(), asyncio.Event()
+        self.preparing.set()
+        self.answering.set()
+        self.reasons: list[str] = []
+        self.faults: list[str | None] = [None]
+
+    async def add_request(self, number: str, prompt: dict[str, Any], parameters: Any) -> None:
+        await self.preparing.wait()
+        self.log.append(f"added {prompt.get('cache_salt')}")
+
+    async def generate(self, prompt: dict[str, Any], parameters: Any, number: str) -> AsyncIterator[Any]:
+        await self.add_request(number, prompt, parameters)
+        await self.answering.wait()
+        reason = self.reasons.pop(0) if self.reasons else "length"
+        output = SimpleNamespace(
+            token_ids=[8], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason, stop_reason=None
+        )
+        yield SimpleNamespace(outputs=[output])
+
+    async def pause_generation(self, **options: Any) -> None:
+        self.log.append("paused")
+
+    async def resume_generation(self) -> None:
+        self.log.append("resumed")
+
+    async def collective_rpc(self, name: str, args: Any = ()) -> list[str | None]:
+        return self.faults
+
+    async def reset_encoder_cache(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, known in {
+        "vllm": {},
+        "vllm.engine.arg_utils": {"AsyncEngineArgs": dict},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=lambda *_, **__: Llm())},
+        "vllm.v1.engine.exceptions": {
+            "EngineDeadError": type("Dead", (Exception,), {}), "EngineGenerateError": type("Failed", (Exception,), {})
+        },
+    }.items():  # fmt: skip
+        made = types.ModuleType(name)
+        made.__dict__.update(known)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setattr(module, "prepare", lambda *_: None)
+    monkeypatch.setattr(module, "stat_loggers", lambda *_: [])
+    monkeypatch.setattr(module, "_parameters", lambda *_: None)
+    monkeypatch.setattr(module, "RETRIES", (0.0,) * len(RETRIES))
+    config = SimpleNamespace(sub_configs={})
+    monkeypatch.setattr(module.AutoConfig, "from_pretrained", lambda *_, **__: config)
+
+
+def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
+    async def go() -> None:
+        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), "folder")
+        await load(engine, OLD)
+        engine._llm.log.clear()
+        async with asyncio.timeout(30):
+            await test(engine, engine._llm)
+
+    asyncio.run(go())
+
+
+async def load(engine: VllmEngine, version: Version) -> None:
+    await engine.pause()
+    try:
+        await engine.load(manifest(version, {}), {})
+    finally:
+        await engine.resume()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, 4096), ({"max_model_len": 8192}, 8192)])
+def test_the_engine_has_room_for_an_episode(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
+    """By the model's own limit, which may be lower, an episode would be excluded instead of ending as over_length."""
+    changes = {
+        "rollout__engine": {"kind": "vllm", **given},
+        "environment__episode__max_tokens": 4096,
+        "environment__episode__max_prompt_tokens": 2048,
+    }
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, **changes))
+    assert common_arguments("model", config.engine)["max_model_len"] == limit  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_given_up_for_ever_fails_without_blaming_the_engine() -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.reasons = ["error"] * 50
+        with pytest.raises(InfrastructureFailure, match="gave the request up 4 times") as raised:
+            await engine.generate(PROMPT, Sampling())
+        assert not isinstance(raised.value, WorkerLost)
+        assert len(llm.log) == 4
+
+    run(test)
+
+
+def test_an_image_that_was_forgotten_is_sent_again() -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.reasons = ["error", "error"]
+        done = await engine.generate(PROMPT, Sampling())
+        assert done == Completion((8,), (-1.0,), FinishReason.LENGTH, OLD)
+
+    run(test)
+
+
+def test_a_request_in_preparation_is_in_before_the_weights_change() -> None:
+    """With keep_kv it would else find blocks of the old weights under its salt, and run on them under the new ones."""
+
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.preparing.clear()
+        asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+        await settle()
+        loading = asyncio.create_task(load(engine, NEW))
+        await settle()
+        later = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+        await settle()
+        llm.preparing.set()
+        await loading
+        assert (await asked).version == OLD
+        assert (await later).version == NEW
+        assert llm.log == ["added 0.0", "paused", "resumed", "added 0.1"]
+
+    run(test, inflight="keep_kv")
+
+
+def test_a_request_that_dies_in_preparation_does_not_hold_the_pause() -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.preparing.clear()
+        asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+        await settle()
+        loading = asyncio.create_task(load(engine, NEW))
+        await settle()
+        asked.cancel()
+        await loading
+        assert llm.log == ["paused", "resumed"]
+
+    run(test)
+
+
+def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.answering.clear()
+        asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+        await settle()
+
+        async def rpc(name: str, args: Any = ()) -> list[str | None]:
+            llm.answering.set()
+            await settle()
+            return [None]
+
+        monkeypatch.setattr(llm, "collective_rpc", rpc)
+        await load(engine, NEW)
+        assert (await asked).version == OLD
+
+    run(test)
+
+
+def test_an_answer_after_a_failed_load_is_none() -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        llm.answering.clear()
+        asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+        await settle()
+        llm.faults = ["a checksum is wrong"]
+        with pytest.raises(PublicationError):
+            await load(engine, NEW)
+        llm.faults = [None]
+        await load(engine, NEW)
+        llm.answering.set()
+        with pytest.raises(WorkerLost, match="a load failed"):
+            await asked
+
+    run(test)
