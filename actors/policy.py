@@ -16,6 +16,8 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
 from rayloop.grpo.settings import LossSettings
 
+Address = tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -71,25 +73,38 @@ class PolicyRank(Actor):
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
+        self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
 
-    def address(self) -> str:
-        """Where rank 0 can be reached by the others: tcp://host:port, a port that was free a moment ago."""
-        import socket
+    def address(self) -> Address | None:
+        """Open the place where the ranks meet, on any free port, and keep it open. None on all but the first rank.
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        Raises WorkerStartFailed.
+        """
+        from rayloop.engines.sharding import meeting_place
 
-    def join(self, init_method: str) -> None:
-        """Build the engine; returns when all ranks have met."""
+        if self.rank:
+            return None
+        host = ray.util.get_node_ip_address()
+        self._meeting = meeting_place((host, 0), self.settings.engine.collective_timeout, first=True)
+        return host, self._meeting.port
+
+    def join(self, meeting: Address | str) -> None:
+        """Build the engine; returns when all ranks have met: where ``address`` said, or at a file:// that all of them see.
+
+        Raises WorkerStartFailed when the place is not to be reached.
+        """
         from rayloop.engines.fsdp import FsdpEngine
+        from rayloop.engines.sharding import meeting_place
         from rayloop.engines.weights import transport
 
         s = self.settings
+        where = meeting
+        if not isinstance(meeting, str):
+            where = self._meeting or meeting_place(meeting, s.engine.collective_timeout, first=False)
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss,
-            rank=self.rank, world_size=self.world_size, init_method=init_method, seed=s.seed,
+            rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,
         )  # fmt: skip
         self.transport = transport(s.transport, s.folder)
 

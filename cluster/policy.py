@@ -30,8 +30,8 @@ class PolicyGroup:
 
     async def start(self) -> None:
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        init_method = (await self._all("address", deadline=self.settings.start_timeout))[0]
-        await self._all("join", init_method, deadline=self.settings.start_timeout)
+        meeting = (await self._all("address", deadline=self.settings.start_timeout))[0]
+        await self._all("join", meeting, deadline=self.settings.start_timeout)
 
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``."""

@@ -56,7 +56,7 @@ class Update:
 class FsdpEngine:
     """Implements ``rayloop.core.protocols.TrainingEngine``; all methods but ``parameter_groups`` are collective.
 
-    ``init_method`` is torch.distributed's; None: the default process group exists already.
+    ``init_method`` is torch.distributed's, or the store at which the ranks meet; None: the default process group exists already.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FsdpEngine:
         *,
         rank: int,
         world_size: int,
-        init_method: str | None,
+        init_method: str | dist.Store | None,
         seed: int,
     ) -> None:
         if settings.threads is not None:

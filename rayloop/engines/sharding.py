@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,35 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import RayloopError, WorkerStartFailed
 from rayloop.engines.scorer import COMPUTE_DTYPES, Scorer
 from rayloop.engines.settings import FsdpSettings
 
 T = TypeVar("T")
 
 
-def join(device_type: str, rank: int, world_size: int, init_method: str | None, timeout: float) -> DeviceMesh:
+def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
+    """The store at (host, port) through which ranks find each other. ``first`` opens it, port 0 on any port that is free.
+
+    It stays open from then on: nobody else can take the port before the ranks meet. Raises WorkerStartFailed.
+    """
+    host, port = address
+    try:
+        return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        what = "opened" if first else "reached"
+        raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
+
+
+def join(
+    device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float
+) -> DeviceMesh:
     """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met."""
     if init_method is not None:
+        where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            init_method=init_method,
+            **where,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
