@@ -286,6 +286,7 @@ def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: 
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
     )
+    shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
 
 
 def _from_hub(name: str) -> Path:
