@@ -3,8 +3,8 @@
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
         driver.pkl                      everything the driver must know to continue (cluster/state.py)
-        COMPLETE                        JSON: step, lineage, and the size of every file; written last, then the folder is
-                                        renamed
+        COMPLETE                        JSON: step, lineage, the size of every file, and what it says of its run
+                                        (cluster/identity.py); written last, then the folder is renamed
     checkpoints/latest                  name of the checkpoint written last
     checkpoints/lineage                 number of restores so far
 
@@ -19,15 +19,17 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rayloop.core.failures import CheckpointError, ConfigError
 
 MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Checkpoint:
     folder: Path
     step: int
     lineage: int
+    about: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The marker: with what it says of its run, see cluster/identity.py."""
 
     @property
     def trainer(self) -> str:
@@ -50,7 +54,7 @@ def complete(folder: Path) -> Checkpoint | None:
     try:
         marker = json.loads((folder / MARKER).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in marker["files"].items())
-        return Checkpoint(folder, marker["step"], marker["lineage"]) if whole else None
+        return Checkpoint(folder, marker["step"], marker["lineage"], marker) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -99,8 +103,13 @@ class CheckpointStore:
             reverse=True,
         )
 
-    async def save(self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]]) -> Checkpoint:
-        """Write a checkpoint and prune old ones. Raises CheckpointError, with the bytes at stake; nothing half-done stays."""
+    async def save(
+        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]], about: Mapping[str, Any] = NOTHING
+    ) -> Checkpoint:
+        """Write a checkpoint and prune old ones. ``about`` goes into the marker.
+
+        Raises CheckpointError, with the bytes at stake; nothing half-done stays.
+        """
         name = f"step_{step:06d}"
         final = next(
             path for path in (self.folder / f"{name}{'-' * (n > 0)}{n or ''}" for n in count()) if not path.exists()
@@ -110,12 +119,12 @@ class CheckpointStore:
             await asyncio.to_thread(self._clear_aside)
             (aside / TRAINER).mkdir(parents=True)
             await save_trainer(str(aside / TRAINER))
-            await asyncio.to_thread(self._commit, aside, final, step, state)
+            await asyncio.to_thread(self._commit, aside, final, step, state, about)
         except (OSError, CheckpointError) as error:
             written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._explain(step, error, written)) from error
-        return Checkpoint(final, step, self.lineage)
+        return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
         free = shutil.disk_usage(self.folder).free
@@ -129,12 +138,13 @@ class CheckpointStore:
         for path in self.folder.glob("*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _commit(self, aside: Path, final: Path, step: int, state: Any) -> None:
+    def _commit(self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any]) -> None:
         _write(aside / DRIVER, pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
         files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
         for file in files:
             _sync(file)
         marker = {
+            **about,
             "step": step,
             "lineage": self.lineage,
             "files": {str(f.relative_to(aside)): f.stat().st_size for f in files},

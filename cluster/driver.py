@@ -20,9 +20,10 @@ from actors.base import Actor
 from actors.lease import Lease
 from cluster.activity import doing
 from cluster.background import background, timed
-from cluster.checkpoint import Checkpoint, CheckpointStore, complete, resumes_from
+from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, complete, resumes_from
 from cluster.config import RunConfig
 from cluster.evaluation import blind, on_training_rows, play, plays
+from cluster.identity import about, changes
 from cluster.player import Player
 from cluster.pool import brief, cause
 from cluster.production import Production, without
@@ -44,11 +45,11 @@ from rayloop.grpo.filtering import apply_filters
 class Driver(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
 
-    ``folder`` is the run folder, visible to all nodes.
+    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of cluster/identity.py, for the checkpoints.
     """
 
-    def __init__(self, config: RunConfig, folder: str, resume: str) -> None:
-        self.config, self.folder, self.resume = config, Path(folder), resume
+    def __init__(self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING) -> None:
+        self.config, self.folder, self.resume, self.hashes = config, Path(folder), resume, hashes
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
         self.prepared = self.owes_evaluation = False
@@ -181,7 +182,9 @@ class Driver(Actor):
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
         reinstate(self, checkpoint.state() if checkpoint else self.initial)
-        self.reporter.begin(self.step, lineage, checkpoint.folder.name if checkpoint else None)
+        self.reporter.begin(self.step, lineage, checkpoint)
+        if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
+            self.reporter.event("changed", values=changed)
         if self.step >= self.config.steps:
             self.reporter.event("already_done", advice=f"raise steps above {self.step} to go on")
         self.version, self.lost = Version(lineage, self.step), False
@@ -311,7 +314,8 @@ class Driver(Actor):
             return
         try:
             began = time.monotonic()
-            saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save)
+            ours = about(self.config, self.hashes, len(self.production.dataset), self.reporter.best)
+            saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save, ours)
             self.failed_saves, self.saved = 0, (self.version, saved)
             self.reporter.event(
                 "checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3)

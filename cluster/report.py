@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
+from cluster.checkpoint import Checkpoint
 from cluster.config import RunConfig
 from cluster.controls import Item, summarise
 from cluster.evaluation import metrics
 from cluster.loggers import Loggers, PrometheusSettings, open_logger
+from rayloop.core.config import dump
 from rayloop.core.failures import DataFailure
 from rayloop.core.runfolder import RolloutRecord, RunFolder
 from rayloop.core.types import Group, Member, Scored
@@ -29,6 +31,8 @@ class Reporter:
         self.folder = RunFolder.at(folder)
         self.updates: list[tuple[str, Any]] = []
         self._evaluation: dict[str, float] = {}
+        self.best: dict[str, float] | None = None
+        """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
         self._lengths = LengthRatio()
         self._step = 0
         shown = config.model_dump(mode="json", by_alias=True)
@@ -54,17 +58,27 @@ class Reporter:
         ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
         self.folder.events.append({"event": "trained", "step": step, "groups": ids})
 
-    def begin(self, step: int, lineage: int, checkpoint: str | None) -> None:
-        """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside."""
-        self._step = step
+    def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
+        """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside.
+
+        Only now, when the checkpoint has been restored, does this run's configuration replace the one in the folder.
+        """
+        self._step, self.best = step, checkpoint.about.get("best") if checkpoint else None
         moved = self.folder.truncate_after(step)
-        self.event("begin", lineage=lineage, restored=checkpoint, superseded_records=moved)
+        self.folder.write_config(dump(self.config))
+        restored = checkpoint.folder.name if checkpoint else None
+        self.event("begin", lineage=lineage, restored=restored, superseded_records=moved, best=self.best)
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
         self.folder.evaluations.write(step, items, images)
         summary = summarise(items, sum(item.reward is None for item in items))
         self._evaluation = metrics(items, summary["arms"])
+        reward = self._evaluation.get("val/reward/mean")
+        if reward is not None and (self.best is None or reward > self.best["reward"]):
+            self.best = {"reward": reward, "step": step}
+        if self.best is not None:
+            self._evaluation |= {"val/best": self.best["reward"], "val/best_step": float(self.best["step"])}
         self.event("evaluated", step=step, **self._evaluation)
         if summary["differences"]:
             self.event("controls", step=step, **summary)

@@ -18,10 +18,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.base import GROUPS
-from cluster.checkpoint import resumes_from
+from cluster.checkpoint import CheckpointStore, resumes_from
 from cluster.config import RunConfig
 from cluster.driver import Driver
 from cluster.eval import config_hash
+from cluster.identity import check as check_fit
+from cluster.identity import identity
 from cluster.pictures import draw_or_tell
 from cluster.pool import brief, cause
 from cluster.progress import Progress
@@ -56,15 +58,26 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _while_idle() as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
-        session(total(bundles(config)), address, temporary, folder.logs),
     ):
-        folder.write_config(dump(config))
-        folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
-        folder.events.close()  # the driver goes on writing it
-        result = _run(config, folder, progress, check)
-        draw_or_tell(folder, config.report.boxes, progress.note)
-        progress.close(result)
+        hashes = _fitting(config, folder)
+        with session(total(bundles(config)), address, temporary, folder.logs):
+            folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
+            folder.events.close()  # the driver goes on writing it
+            result = _run(config, folder, hashes, progress, check)
+            draw_or_tell(folder, config.report.boxes, progress.note)
+            progress.close(result)
     return 0
+
+
+def _fitting(config: RunConfig, folder: RunFolder) -> dict[str, str]:
+    """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
+    hashes = identity(config)
+    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).find(config.checkpoint.resume)
+    if checkpoint is None:
+        folder.write_config(dump(config))
+    else:
+        check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
+    return hashes
 
 
 @contextmanager
@@ -83,7 +96,9 @@ def _software() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
-def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callable[[], None]) -> dict[str, Any]:
+def _run(
+    config: RunConfig, folder: RunFolder, hashes: dict[str, str], progress: Progress, check: Callable[[], None]
+) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint.
 
     ``check`` raises Preempted when a SIGTERM came while there was no driver to save.
@@ -93,7 +108,7 @@ def _run(config: RunConfig, folder: RunFolder, progress: Progress, check: Callab
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
-        driver = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options).remote(config, path, resume)
+        driver = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options).remote(config, path, resume, hashes)
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:

@@ -66,7 +66,17 @@ def _begin(record: Record) -> str:
     if record["restored"] is None:
         return "training begins with the start model"
     moved = record["superseded_records"]
-    return f"training continues from {record['restored']}" + (f"; records of {moved} later steps are moved aside" if moved else "")
+    parts = [f"training continues from {record['restored']}"]
+    if best := record.get("best"):
+        parts.append(f"the best held-out reward so far is {number(best['reward'])}, of step {best['step']}")
+    if moved:
+        parts.append(f"records of {moved} later steps are moved aside")
+    return "; ".join(parts)
+
+
+def _changed(record: Record) -> str:
+    values = ", ".join(f"{key} {then} -> {now}" for key, (then, now) in record["values"].items())
+    return f"changed since step {record['step']}: {values}"
 
 
 def _parity(record: Record) -> str:
@@ -90,15 +100,19 @@ def _self_test(record: Record) -> str:
 def _evaluated(record: Record) -> str:
     names = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if k.startswith("val/")}
     scored, unscored = names.pop("scored", 0), names.pop("unscored", 0)
+    best, when = names.pop("best", None), names.pop("best_step", record["step"])
     by_source = [name for name in names if fnmatch(name, "*/reward")]
     shown = ", ".join(f"{name} {v:.3f}" for name, v in names.items() if name not in by_source and not name.startswith("control/"))
-    return f"held-out: {shown or 'no score'} over {scored:g} rows" + (f"; {unscored:g} HAVE NO SCORE" if unscored else "")
+    before = f" (best so far {best:.3f}, of step {when:g})" if best is not None and when < record["step"] else ""
+    missing = f"; {unscored:g} HAVE NO SCORE" if unscored else ""
+    return f"held-out: {shown or 'no score'} over {scored:g} rows{before}{missing}"
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
     "starting": _starting,
     "started": lambda record: f"all actors are ready after {span(record['seconds'])}",
     "begin": _begin,
+    "changed": _changed,
     "parity": _parity,
     "self_test": _self_test,
     "evaluated": _evaluated,

@@ -49,6 +49,8 @@ METRICS = tuple(
         ("val/<source>/reward/mean", "reward", "The same by data source."),
         ("val/<component>/mean", "reward", "Mean of one component of the reward on the held-out tasks."),
         ("val/control/<arm>/<component>/mean", "reward", "The same with wrong images, or the best answers without one."),
+        ("val/best", "reward", "Highest mean reward on the held-out tasks so far; kept in the checkpoint."),
+        ("val/best_step", "steps", "The step it belongs to."),
         ("val/scored", "trajectories", "Held-out tasks that got a reward."),
         ("val/unscored", "trajectories", "Held-out tasks without a reward; they are left out of the means."),
         # The trainer

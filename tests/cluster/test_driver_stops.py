@@ -21,6 +21,7 @@ from actors.policy import Comparison, PolicyRank, RankSettings
 from cluster.checkpoint import Checkpoint
 from cluster.config import RunConfig
 from cluster.driver import Driver
+from cluster.identity import about, identity
 from cluster.policy import PolicyGroup
 from cluster.production import Production
 from cluster.publication import Publisher
@@ -76,7 +77,7 @@ class Stage:
 
     def driver(self, folder: Path) -> Driver:
         folder.mkdir(exist_ok=True)
-        driver = Driver(self.config, str(folder), "auto")
+        driver = Driver(self.config, str(folder), "auto", identity(self.config))
         driver.production = Production(self.config, driver.ledger, driver.reporter)
         driver.held_out, driver.prepared = [], True
         policy = PolicyGroup(self.config.policy, lambda rank: None)
@@ -174,7 +175,8 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
         stage.begin_anew()
         driver = stage.driver(folder)
         driver.checkpoints.next_lineage()
-        asyncio.run(driver.checkpoints.save(0, asyncio.run(state_of(driver)), driver.services.policy.save))
+        whose = about(stage.config, driver.hashes, len(driver.production.dataset), None)
+        asyncio.run(driver.checkpoints.save(0, asyncio.run(capture(driver)), driver.services.policy.save, whose))
         stage.start = start
     stops = saved = number = 0
     while True:
@@ -244,7 +246,3 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
     driver = stage.driver(tmp_path / "run")
     with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
         asyncio.run(driver.main())
-
-
-async def state_of(driver: Driver) -> dict[str, Any]:
-    return await capture(driver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -94,6 +95,40 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
 
     again = main(["train", str(tmp_path / "run-0.yaml"), "checkpoint.resume=never"])
     assert again == 2, "never continues nothing"
+
+
+def test_a_run_goes_on_with_other_values_but_not_as_another_run(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_evaluation(settings(tmp_path, digits_model, steps=2), tmp_path)
+    config["evaluation"]["every"] = 1
+    made = finished(config)
+    scores = [e["val/reward/mean"] for e in made.named("evaluated")]
+    best = {"reward": max(scores), "step": scores.index(max(scores))}
+    assert [e["val/best"] for e in made.named("evaluated")] == [max(scores[: i + 1]) for i in range(len(scores))]
+
+    before = (made.folder / "config.yaml").read_bytes()
+    assert main(["train", str(tmp_path / "run-0.yaml"), "steps=3", "policy.engine.lora.rank=4"]) == 2
+    assert "policy.engine.lora.rank was None and is 4. Set it back" in capsys.readouterr().err
+    assert (made.folder / "config.yaml").read_bytes() == before
+    umask = os.umask(0o027)
+    try:
+        assert main(["export", str(made.folder), str(tmp_path / "exported")]) == 0
+    finally:
+        os.umask(umask)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "exported").iterdir()}
+    assert set(modes.values()) == {0o640}, modes
+
+    config["steps"] = 3
+    config["policy"]["optimizer"]["lr"] = 1.0e-5
+    made = finished(config)
+    assert made.named("begin")[1]["best"] == best
+    [changed] = made.named("changed")
+    assert changed["values"] == {"steps": [2, 3], "policy.optimizer.lr": [0.001, 1e-05]}
+    assert "changed since step 2: steps 2 -> 3, policy.optimizer.lr 0.001 -> 1e-05" in made.text
+    assert (made.folder / "config.yaml.attempt-1").read_bytes() == before
+    assert made.metrics[-1]["actor/lr"] == pytest.approx(1e-5)
+    assert made.metrics[-1]["val/best"] >= best["reward"]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.15, 0.4, 1.0])

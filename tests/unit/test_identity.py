@@ -1,0 +1,199 @@
+"""Which checkpoints a run may continue from: what does not fit is refused in one sentence, before anything is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from cluster.checkpoint import MARKER, Checkpoint, CheckpointStore
+from cluster.cli import main
+from cluster.config import RunConfig
+from cluster.identity import about, changes, check, identity
+from rayloop.core.failures import ConfigError
+from tests.support.runs import ROOT, set_key, settings
+
+MODEL = ROOT / "recipes/arc_vision/tiny"
+
+
+class Run:
+    """A run folder whose newest checkpoint, of step 13, was made by this code; ``values`` are what its next start says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = folder / "model"
+        shutil.copytree(MODEL, self.model, ignore=shutil.ignore_patterns("*.safetensors"))
+        (self.model / "model.safetensors").write_bytes(bytes(range(256)) * 8192)
+        self.values = settings(folder, self.model, steps=20, policy__engine={"lora": {"rank": 8}})
+        self.folder = folder / "run"
+        self.store = CheckpointStore(self._made("checkpoints"), keep=2)
+        self.store.next_lineage()
+        best = {"reward": 0.75, "step": 10}
+        asyncio.run(self.store.save(13, {"step": 13}, self._trainer, about(self.config, self.hashes, 24, best)))
+        (self.folder / "config.yaml").write_text("steps: 20\n")
+        (self.folder / "events.jsonl").write_text("{}\n")
+
+    def _made(self, name: str) -> Path:
+        (self.folder / name).mkdir(parents=True)
+        return self.folder / name
+
+    async def _trainer(self, folder: str) -> None:
+        (Path(folder) / "weights.bin").write_bytes(b"trained")
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig.model_validate(self.values)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        return identity(self.config)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        found = self.store.find("auto")
+        assert found is not None
+        return found
+
+    def start(self) -> int:
+        path = self.folder.parent / "next.yaml"
+        path.write_text(yaml.safe_dump(self.values))
+        return main(["train", str(path)])
+
+    def contents(self) -> dict[str, bytes]:
+        return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def longer(name: str, text: str = "\n") -> Callable[[Run], None]:
+    """The file with more at its end, which keeps its form."""
+
+    def change(run: Run) -> None:
+        with open(run.model / name, "a") as file:
+            file.write(text)
+
+    return change
+
+
+def setting(key: str, value: Any) -> Callable[[Run], None]:
+    return lambda run: set_key(run.values, key, value)
+
+
+def weights(run: Run) -> None:
+    """Those of another training: of the same size, other throughout, though not in every byte."""
+    path = run.model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[::1000] = bytes(len(content[::1000]))
+    path.write_bytes(content)
+
+
+def rows(run: Run) -> None:
+    path = Path(run.values["data"]["train"])
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def older(run: Run) -> None:
+    """As checkpoints were before they had a schema."""
+    marker = run.checkpoint.folder / MARKER
+    old = json.loads(marker.read_text())
+    marker.write_text(json.dumps({name: old[name] for name in ("step", "lineage", "files")}))
+
+
+def newer(run: Run) -> None:
+    marker = run.checkpoint.folder / MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "schema": 99}))
+
+
+UNFIT = {
+    "architecture": (longer("config.json"), ["model whose architecture differs from that of model.path", "Name that model"]),
+    "weights": (weights, ["model whose weights differ from those of model.path"]),
+    "tokenizer": (longer("tokenizer.json"), ["model whose tokenizer differs"]),
+    "template": (longer("chat_template.jinja", "{# other #}"), ["model whose chat template differs"]),
+    "processor": (longer("preprocessor_config.json"), ["model whose image processor differs"]),
+    "pixels": (setting("model.max_pixels", 78400), ["model.max_pixels was 1003520 and is 78400. Set it back"]),
+    "rank": (setting("policy.engine.lora.rank", 4), ["policy.engine.lora.rank was 8 and is 4. Set it back"]),
+    "no lora": (setting("policy.engine.lora", None), ["policy.engine.lora"]),
+    "frozen": (setting("policy.engine.freeze_vision", True), ["policy.engine.freeze_vision was False and is True"]),
+    "seed": (setting("seed", 5), ["seed was 0 and is 5"]),
+    "order": (setting("data.shuffle", False), ["data.shuffle was True and is False"]),
+    "optimizer": (setting("policy.optimizer.kind", "sgd"), ["policy.optimizer.kind was adamw and is sgd"]),
+    "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
+    "older": (older, ["its schema is older than 1 and this version of rayloop reads 1", "the version that began it"]),
+    "newer": (newer, ["its schema is 99 and this version of rayloop reads 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), UNFIT.values(), ids=UNFIT)
+def test_a_resume_that_does_not_fit_is_refused_and_touches_nothing(
+    change: Callable[[Run], None], says: list[str], made: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(made)
+    before = made.contents()
+    assert made.start() == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"rayloop: ResumeRefused: {made.checkpoint.folder} cannot be continued: ")
+    assert message.strip().endswith("or start afresh with another name=...")
+    assert len(message.strip().splitlines()) == 1
+    assert [part for part in says if part not in message] == []
+    after = made.contents()
+    assert after.pop("run.lock") == b"", "it was free again"
+    assert after == before
+    assert not ray.is_initialized()
+
+
+def test_a_named_checkpoint_of_another_run_must_fit_too(made: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    made.values |= {"name": "other", "checkpoint": {"resume": str(made.checkpoint.folder)}, "seed": 3}
+    assert made.start() == 2
+    assert "seed was 0 and is 3" in capsys.readouterr().err
+
+
+FINE = {
+    "nothing": (lambda run: None, {}),
+    "learning rate": (setting("policy.optimizer.lr", 1e-5), {"policy.optimizer.lr": (1e-3, 1e-5)}),
+    "group size": (setting("algorithm.group_size", 8), {"algorithm.group_size": (4, 8)}),
+    "dropout": (setting("policy.engine.lora.dropout", 0.1), {"policy.engine.lora.dropout": (0.0, 0.1)}),
+    "ranks": (setting("policy.ranks", 2), {"policy.ranks": (1, 2)}),
+    "a list": (setting("environment.episode.environment.with", {"marks": "m"}),
+               {"environment.episode.environment.with": ({}, None), "environment.episode.environment.with.marks": (None, "m")}),
+    "how to resume": (setting("checkpoint.resume", "somewhere"), {}),
+    "moved model": (lambda run: run.model.rename(run.model.with_name("moved")) and set_key(run.values, "model.path",
+                    str(run.model.with_name("moved"))), {"model.path": ("model", "moved")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "told"), FINE.values(), ids=FINE)
+def test_what_may_change_is_told_with_old_and_new(
+    change: Callable[[Run], None], told: dict[str, tuple[Any, Any]], made: Run
+) -> None:
+    change(made)
+    check(made.checkpoint, made.config, made.hashes)
+    found = changes(made.checkpoint, made.config, made.hashes)
+    if "model.path" in found:
+        found["model.path"] = tuple(Path(path).name for path in found["model.path"])  # type: ignore[assignment]
+    assert found == told
+
+
+def test_edited_rows_of_the_same_number_are_told(made: Run) -> None:
+    path = Path(made.values["data"]["train"])
+    path.write_text(path.read_text().replace("[", "[0, "))
+    check(made.checkpoint, made.config, made.hashes)
+    assert list(changes(made.checkpoint, made.config, made.hashes)) == ["content of data.train"]
+
+
+def test_the_checkpoint_says_what_was_best(made: Run) -> None:
+    assert made.checkpoint.about["best"] == {"reward": 0.75, "step": 10}
+
+
+def test_a_model_that_is_nowhere_has_no_identity(made: Run) -> None:
+    made.values["model"]["path"] = "nobody/nothing"
+    with pytest.raises(ConfigError):
+        identity(made.config)
