@@ -296,6 +296,11 @@ def _problems(c: RunConfig) -> Any:
         yield f"advantage.min_group ({a.advantage.min_group}) is larger than group_size ({a.group_size}): no group could be trained"
     if a.filtering.carry_over and stale == 0:
         yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
+    if stale > 0 and not a.carry_over and a.staleness.when_late == "wait":
+        yield (
+            f"filtering.carry_over: false with max_staleness: {stale} throws away what ends while a step waits for late groups, "
+            "which is nearly half of all, and the short ones of it. Leave carry_over out, or set staleness.when_late: drop"
+        )
     if c.rollout.deterministic and stale > 0:
         yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
     if c.policy.update.mini_batches > a.groups_per_step:
