@@ -1,4 +1,5 @@
-"""Production with a player that only pretends to play: rounds, budget, staleness, quarantine, order. No Ray cluster."""
+"""Production with a player that only pretends to play: rounds, budget, staleness, quarantine, order. No Ray cluster, and a
+clock that does not wait."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class Loop:
                 return await asyncio.wait_for(test(), 30)
 
         try:
-            return asyncio.run(both())
+            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+                return runner.run(both())
         finally:
             self.production.close()
             self.ledger.check()
