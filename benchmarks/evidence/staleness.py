@@ -31,7 +31,7 @@ from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 
 RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
-GROUP, GROUPS, SLOTS = 8, 16, 128
+TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128
 SIGMA, CUT, LONG = 0.8, 6.0, 2.0
 """Spread of the logarithm; the longest and what counts as a long episode, in means."""
 TRAINING = 0.3
@@ -67,15 +67,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class World:
     """A run's driver, player and engines in one: an episode waits for a slot, then lasts as long as it was drawn."""
 
-    def __init__(self, folder: Path, shared: float, **algorithm: Any) -> None:
-        rows = ({"id": f"task-{n}", "prompt": f"{n}"} for n in range(64))
+    def __init__(self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any) -> None:
+        rows = ({"id": f"{n}", "prompt": f"{n}"} for n in range(TASKS))
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.config = RunConfig.model_validate({
-            "name": "staleness", "output": str(folder), "steps": 1, "model": {"path": "simulated"},
+            "name": "simulated", "output": str(folder), "steps": 1, "seed": seed, "model": {"path": "simulated"},
             "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "cluster.bench.step:DigitShare"}},
             "algorithm": {"group_size": GROUP, "groups_per_step": GROUPS, **algorithm},
         })  # fmt: skip
-        self.ledger, self.version, self.shared = Ledger(), Version(1, 0), shared
+        self.shared, self.uniform = shared, uniform
+        self.ledger, self.version = Ledger(), Version(1, 0)
         self.production = Production(self.config, self.ledger, self)  # type: ignore[arg-type]
         self.production.published(self.version)
         self.slots = asyncio.Semaphore(SLOTS)
@@ -101,7 +102,13 @@ class World:
             request.id, 0, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1, images=0,
             observation_images=0, images_consistent=True, first_version=first, last_version=self.version,
         )  # fmt: skip
-        return Member(summary, Scored(float(drawn.random() < 0.5)))
+        return Member(summary, Scored(self.reward(request)))
+
+    def reward(self, request: PlayRequest) -> float:
+        """What an answer earns. All of a group fail in a share ``uniform`` of the groups, which the filter removes."""
+        if random.Random(derive("uniform", request.id.group)).random() < self.uniform:
+            return 0.0
+        return float(random.Random(derive("reward", request.id.group, request.id.sample)).random() < 0.5)
 
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
@@ -155,21 +162,22 @@ def _long(lengths: list[float]) -> float:
     return sum(length > LONG for length in lengths) / len(lengths)
 
 
-def simulate(max_staleness: int, when_late: str, shared: float, steps: int = 210, **filtering: Any) -> dict[str, Any]:
+def simulate(max_staleness: int, when_late: str, shared: float, steps: int = 210, uniform: float = 0.0) -> dict[str, Any]:
     """One run of ``steps`` steps. Raises RuntimeError when it comes to a standstill."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         staleness = {"max_staleness": max_staleness, "when_late": when_late}
-        world = World(Path(folder), shared, staleness=staleness, filtering=filtering)
+        world = World(Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8})
         found = runner.run(world.run(steps))
         world.production.close()
-    return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, **found}
+    return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, "uniform": uniform, **found}
 
 
 def main() -> None:
     runs = [simulate(0, "wait", shared) for shared in SHARED]
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
-    print("\n".join(markdown(runs)))
+    filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered) + "\n]\n")
+    print("\n".join([*markdown(runs), "", "half of the groups filtered", *markdown(filtered)]))
     draw(runs)
 
 
