@@ -8,6 +8,8 @@ from typing import Literal
 How = Literal["tagged_box", "tag", "box", "last_line", "whole"]
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"[{}]")
 
 
 def extract(text: str, how: How) -> str | None:
@@ -33,11 +35,13 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` with balanced braces holds, or None."""
-    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end].strip()
-    return None
+    r"""What the last ``\boxed{...}`` with balanced braces holds, or None. One pass, whatever the text."""
+    starts = {match.end() for match in _BOX.finditer(text)}
+    opened: list[int] = []
+    found = (-1, -1)
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.end())
+        elif opened and (start := opened.pop()) in starts:
+            found = max(found, (start, brace.start()))
+    return None if found[0] < 0 else text[slice(*found)].strip()

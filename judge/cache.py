@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import sqlite3
-import unicodedata
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,10 +16,23 @@ logger = logging.getLogger(__name__)
 
 
 def cache_key(item: JudgeItem, fingerprint: str) -> str:
-    """What a verdict depends on: judge, rubric, source, question, reference, images and the answer without odd spaces."""
-    answer = " ".join(unicodedata.normalize("NFKC", item.answer).split())
-    parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, *item.images]
+    """What a verdict depends on: judge, rubric, source, question, reference, images and the answer without odd blanks.
+
+    Nothing else is made alike: 5² is another answer than 52, and lines are not blanks.
+    """
+    answer = re.sub(r"[ \t]+", " ", item.answer).strip()
+    images = [_content(Path(path)) for path in item.images]
+    parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, images]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _content(image: Path) -> tuple[str, int, int]:
+    """Path, size and time of the last change (ns), since another image at the same path is another question; zeros for none."""
+    try:
+        found = image.stat()
+    except (OSError, ValueError):
+        return str(image), 0, 0
+    return str(image), found.st_size, found.st_mtime_ns
 
 
 class VerdictCache:

@@ -156,11 +156,11 @@ def unscored(error: Exception, fingerprint: str, label: BackendLabel) -> JudgeUn
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
     """What rules alone say. A rule that raises has decided nothing."""
-    tolerance = rubric.tolerance_for(item.source)
     try:
         return rules.decide(
-            item.reference, item.answer, question=item.question, tolerance=tolerance, max_length=rubric.max_answer
-        )
+            item.reference, item.answer, question=item.question, tolerance=rubric.tolerance_for(item.source),
+            max_length=rubric.max_answer, exact=rubric.is_formula(item.source),
+        )  # fmt: skip
     except Exception:
         logger.warning("a rule fails on %.200r against %.200r", item.answer, item.reference, exc_info=True)
         return rules.UNDECIDED

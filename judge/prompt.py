@@ -17,12 +17,22 @@ from judge.rubric import Example, Rubric
 from judge.verdict import SCORES
 from rayloop.core.failures import InfrastructureFailure
 
+_LONGEST = 80
+"""Characters of the longest special token that is looked for."""
 _SPECIAL = re.compile(
-    r"<[|｜][^<>]{0,64}?[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>
-    r"|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|image|video|box)>"
-    r"|</?(?:answer|think|tool_call|tool_response|interpreter|system|user|assistant|candidate[\w-]*)>",
+    r"<[|｜][^<>]*[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>, <｜User｜>
+    r"|<<\s*/?\s*SYS\s*>>"
+    r"|<\s*/?\s*(?:"
+    r"s|bos|eos|eot|eod|pad|unk|mask|sep|cls|sop|eop|image|img|video|audio|box|ref|quad|point|patch|object|img_?context"
+    r"|(?:start|end|begin)_of_\w+|\w+_(?:token|start|end|pad|context)|(?:unused|reserved|extra|special|added|placeholder)\w*?_?\d+"
+    r"|0x[0-9a-f]{2}|answer|think|tools?|tool_\w+|function\w*|interpreter|system|user|assistant|model|candidate[\w-]*"
+    r")\s*/?\s*>"
+    r"|(?-i:\[\s*/?\s*(?:IMG|IMAGE|VIDEO|AUDIO|TOOL_CALLS?|TOOL_RESULTS?|TOOL_CONTENT|AVAILABLE_TOOLS|SYSTEM_PROMPT|MODEL_SETTINGS"
+    r"|PREFIX|MIDDLE|SUFFIX|ARGS|CALL_ID|THINK|IMG_\w+|gMASK|sMASK|MASK|CLS|SEP|PAD|UNK|BOS|EOS|BEGIN_\w+|END_\w+|control_\d+"
+    r"|unused\d+)\s*\])|\[\s*/?\s*INST\s*\]",
     re.IGNORECASE,
 )
+"""Chat templates' and vision tokens of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT and Command families."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """File suffix -> kind of the images that a model is shown."""
@@ -31,13 +41,30 @@ IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 def sanitise(text: str, limit: int) -> str:
     """Text without chat-template and vision tokens, control and invisible characters, cut to ``limit`` characters.
 
-    Repeated until nothing is left to remove, so that tokens nested in tokens do not survive.
+    One pass: a token is taken off where it closes, so tokens that are nested, or come about by a removal, do not survive either.
     """
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE)
-    before = None
-    while text != before:
-        before, text = text, _SPECIAL.sub("", text)
-    return text[:limit].strip()
+    kept: list[str] = []
+    opened: list[int] = []
+    for character in text:
+        if character not in "\n\t" and unicodedata.category(character) in _INVISIBLE:
+            continue
+        if character in "<[":
+            opened.append(len(kept))
+        kept.append(character)
+        if character in ">]":
+            for start in opened[:-3:-1]:
+                if len(kept) - start <= _LONGEST and _SPECIAL.fullmatch("".join(kept[start:])):
+                    del kept[start:]
+                    while opened and opened[-1] >= start:
+                        opened.pop()
+                    break
+    return "".join(kept)[:limit].strip()
+
+
+def shortened(text: str, limit: int) -> str:
+    """``sanitise`` that says so where it had to leave out the rest."""
+    clean = sanitise(text, len(text))
+    return clean if len(clean) <= limit else f"{clean[:limit]} [the text goes on: {len(clean) - limit} more characters]"
 
 
 def schema(rubric: Rubric) -> dict[str, Any]:
@@ -72,7 +99,7 @@ def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
     fence = f"candidate-{nonce}"
     candidate = sanitise(item.answer, rubric.max_answer).replace(nonce, "")
     return (
-        f"Question: {sanitise(item.question, 4096)}\nReference answer: {sanitise(item.reference, 4096)}\n"
+        f"Question: {shortened(item.question, 4096)}\nReference answer: {shortened(item.reference, 8192)}\n"
         f"The candidate's answer is the JSON string between the fences.\n<{fence}>\n"
         f"{json.dumps(candidate, ensure_ascii=False)}\n</{fence}>"
     )

@@ -1,88 +1,117 @@
-"""Numbers as people write them: digits, words, fractions, percentages, magnitudes, currencies and units."""
+"""Numbers as people write them: one strict grammar, compared exactly. What it does not understand completely is no quantity."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+from judge.question import Question
+
+Relation = Literal["same", "different", "unclear"]
+Form = Literal["digits", "word", "fraction", "scientific"]
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(
-    rf"^(?P<currency>[$€£¥])?\s*(?P<sign>[-+−])?\s*(?P<currency2>[$€£¥])?\s*"
-    rf"(?:\\d?frac\{{(?P<top>\d+)\}}\{{(?P<bottom>\d+)\}}|(?P<number>{_DIGITS})"
-    r"(?:\s*/\s*(?P<over>\d+(?:\.\d+)?)|(?:\s*(?:x|×|\\times|\*)\s*10\^?\{?|e)(?P<power>[-+]?\d{1,3})\}?)?)"
-    r"\s*(?P<rest>\\?[^\d]*(?:(?<=m)2|\^\{?2\}?)?)$",
-    re.IGNORECASE,
+    r"(?P<currency>[$€£¥]?) ?(?P<sign>[-+]?)(?P<currency2>[$€£¥]?)"
+    rf"(?:(?P<top>[0-9]+)/(?P<bottom>[0-9]+)|(?P<number>{_DIGITS})"
+    r"(?: ?[×x*·] ?10\^\{(?P<power>-?[0-9]{1,3})\}|[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?)"
+    r"(?P<rest>[^\d]*(?:\^\{-?[0-9]\}[^\d]*){0,4})"
 )
+_UNIT = re.compile(r"(?:[^\W\d_]|[°%$€£¥])(?:[^\W\d_]|[°%$€£¥/·. ]|\^\{-?[0-9]\})*")
 _ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
     "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 )  # fmt: skip
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 WORDS = {
-    **{word: float(i) for i, word in enumerate(_ONES)},
-    **{ten: 10.0 * i for i, ten in enumerate(_TENS, 2)},
-    **{f"{ten}-{one}": 10.0 * i + j for i, ten in enumerate(_TENS, 2) for j, one in enumerate(_ONES[1:10], 1)},
-    "hundred": 100.0, "dozen": 12.0, "half": 0.5,
+    **{word: i for i, word in enumerate(_ONES)},
+    **{ten: 10 * i for i, ten in enumerate(_TENS, 2)},
+    **{f"{ten}-{one}": 10 * i + j for i, ten in enumerate(_TENS, 2) for j, one in enumerate(_ONES[1:10], 1)},
 }  # fmt: skip
-_WORD = re.compile(rf"(?:{'|'.join(sorted(WORDS, key=len, reverse=True)).replace('-', '[- ]')})\b")
-_NO_UNIT = {"and", "or", "of", "to", "but", "not", "is", "a"}
-_MAGNITUDES = {
-    "hundred": 1e2, "k": 1e3, "thousand": 1e3, "million": 1e6, "mn": 1e6, "mio": 1e6, "billion": 1e9, "bn": 1e9, "trillion": 1e12,
-}  # fmt: skip
-_DIMENSIONS: dict[str, dict[str, float]] = {
-    "length": {
-        "mm": 1e-3, "cm": 1e-2, "m": 1, "km": 1e3, "inch": 0.0254, "in": 0.0254, "ft": 0.3048, "yd": 0.9144, "mi": 1609.344,
-    },
-    "mass": {"mg": 1e-6, "g": 1e-3, "kg": 1, "t": 1e3, "lb": 0.45359237, "oz": 0.028349523125},
-    "time": {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
-    "volume": {"ml": 1e-3, "cl": 1e-2, "dl": 0.1, "l": 1},
-    "area": {"mm^2": 1e-6, "cm^2": 1e-4, "m^2": 1, "ha": 1e4, "km^2": 1e6},
-    "speed": {"m/s": 1, "km/h": 1 / 3.6, "mph": 0.44704},
-    "angle": {"deg": 1},
-    "money": {},
-}  # fmt: skip
-_UNITS = {unit: (dimension, scale) for dimension, units in _DIMENSIONS.items() for unit, scale in units.items()}
+_WORD = re.compile(rf"({'|'.join(sorted(WORDS, key=len, reverse=True)).replace('-', '[- ]')})(?![\w'-])", re.IGNORECASE)
+_WHOLE = {"dozen": 12, "a dozen": 12, "hundred": 100, "a hundred": 100, "a thousand": 1000, "a million": 10**6}
+_NO_UNIT = {"and", "or", "of", "to", "but", "not", "is", "a", "in", "out", "plus", "minus", "times", "half", "hundred", *WORDS}
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES: dict[str, tuple[str, Fraction]] = {
+    unit: (dimension, Fraction(scale))
+    for dimension, units in {
+        "length": {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000"},
+        "mass": {"mg": "1/1000000", "g": "1/1000", "kg": "1"},
+        "time": {"s": "1", "min": "60", "h": "3600", "day": "86400"},
+        "volume": {"mL": "1/1000", "L": "1"},
+        "area": {"mm^{2}": "1/1000000", "cm^{2}": "1/10000", "m^{2}": "1", "ha": "10000", "km^{2}": "1000000"},
+    }.items()
+    for unit, scale in units.items()
+}
 _SPELLINGS = {
-    "millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "inche": "inch", "foot": "ft", "feet": "ft",
-    "yard": "yd", "mile": "mi", "milligram": "mg", "gram": "g", "kilogram": "kg", "ton": "t", "tonne": "t", "pound": "lb",
-    "lbs": "lb", "ounce": "oz", "millisecond": "ms", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
-    "milliliter": "ml", "centiliter": "cl", "deciliter": "dl", "liter": "l", "degree": "deg", "°": "deg", "'": "ft",
-    "percent": "%", "pct": "%", "per cent": "%", "percentage": "%", "kmh": "km/h", "kph": "km/h", "dollar": "$", "usd": "$",
-    "us$": "$", "euro": "€", "eur": "€", "gbp": "£",
+    "millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "milligram": "mg", "gram": "g", "kilogram": "kg",
+    "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h", "hr": "h", "hrs": "h", "days": "day",
+    "milliliter": "mL", "ml": "mL", "liter": "L", "l": "L",
+    "degree": "°", "deg": "°", "percent": "%", "pct": "%",
+    "per cent": "%", "dollar": "$", "usd": "$", "USD": "$", "US$": "$", "euro": "€", "EUR": "€", "GBP": "£", "JPY": "¥", "yen": "¥", "kmh": "km/h", "kph": "km/h",
+    "° celsius": "°C", "° fahrenheit": "°F", "celsius": "°C", "fahrenheit": "°F",
 }  # fmt: skip
+_MEASURED = {"$", "€", "£", "¥", "%", "°", *_SCALES} - {"s", "min", "h"}
+_NEAR = Fraction(1, 100)
+"""A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
+_LONGEST = 100
+_DECIMAL_OR_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}\.[0-9]{3}")
+"""1.500, which is fifteen hundred in half of the world."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """``amount`` as written, in ``unit`` ("" for none); ``value`` is in the dimension's base unit and ``unit`` then names that."""
+    """``value`` in ``unit`` ("" for none), exactly as written. ``step`` is the unit of its last written digit."""
 
-    amount: float
-    unit: str = ""
-    dimension: str = ""
-    value: float = 0.0
+    value: Fraction
+    unit: str
+    form: Form
+    step: Fraction
+    digits: str
+    """The number's own text."""
+
+    @property
+    def integer(self) -> bool:
+        """Written as a whole number, to the last digit."""
+        return self.step == 1 and self.form == "digits"
 
     @property
     def is_year(self) -> bool:
-        """Four digits without a unit: a tolerance in per cent would mix up the years."""
-        return not self.unit and self.amount.is_integer() and 1000 <= self.amount <= 2999
+        """Four digits without unit and separator: a tolerance in per cent would mix up the years."""
+        return not self.unit and self.integer and len(self.digits) == 4 and 1000 <= self.value <= 2999
+
+    @property
+    def is_code(self) -> bool:
+        """More than six digits in a row: a number of something, not how many."""
+        return self.integer and len(self.digits.lstrip("+-")) > 6 and "," not in self.digits
 
 
 def quantity(text: str) -> Quantity | None:
-    """The whole text as one quantity, or None. Commas separate thousands."""
-    text = text.strip().casefold().replace("−", "-").replace("\\%", "%")
-    if word := _WORD.match(text):
-        text = f"{WORDS[word.group().replace(' ', '-')]:g}{text[word.end() :]}"
-    found = _NUMBER.match(text)
-    amount = _amount(found) if found else None
-    if found is None or amount is None:
+    """The whole plain text (``judge.plain``) as one quantity, or None. Commas separate thousands; zeros in front make a code."""
+    if len(text) > _LONGEST:
         return None
-    words = found["rest"].strip().rstrip(".").split()
-    if words and words[0] in _MAGNITUDES:
-        amount *= _MAGNITUDES[words.pop(0)]
-    unit, currency = _unit(" ".join(words)), found["currency"] or found["currency2"]
-    if (currency and unit not in ("", currency)) or len(words) > 3 or _NO_UNIT & set(words):
+    if text.casefold() in _WHOLE:
+        return Quantity(Fraction(_WHOLE[text.casefold()]), "", "word", Fraction(1), text)
+    word = _WORD.match(text)
+    if word:
+        text = f"{WORDS[word.group().casefold().replace(' ', '-')]}{text[word.end() :]}"
+    found = _NUMBER.fullmatch(text)
+    if found is None or re.match(r"0[0-9,]", found["top"] or found["number"]) or re.match(r"0", found["bottom"] or ""):
         return None
-    return _in_base(amount, currency or unit)
+    if found["rest"] == "s" and found["number"] and found["number"].endswith("0"):
+        return None  # a decade, or seconds
+    rest = found["rest"].strip()
+    magnitude = 0
+    if (first := rest.partition(" ")[0]).casefold() in _MAGNITUDES and not found["top"]:
+        magnitude, rest = _MAGNITUDES[first.casefold()], rest[len(first) :].strip()
+    unit = _unit(rest)
+    currency = found["currency"] or found["currency2"]
+    if unit is None or (found["currency"] and found["currency2"]) or (currency and unit not in ("", currency)):
+        return None
+    return _made(found, magnitude, currency or unit, "word" if word else "digits")
 
 
 def first_number(text: str) -> float | None:
@@ -91,34 +120,148 @@ def first_number(text: str) -> float | None:
     return float(found.group().replace(",", "")) if found else None
 
 
-def _amount(found: re.Match[str]) -> float | None:
-    """The number that matched; None when it divides by zero."""
-    top, bottom = (found["top"], found["bottom"]) if found["top"] else (found["number"], found["over"] or "1")
-    if float(bottom) == 0:
+def compare(reference: str, answer: str, question: Question, tolerance: float = 0.0) -> Relation:
+    """Two plain texts that are one quantity each. Same only when they are equal however the question is meant.
+
+    ``tolerance`` (relative, of the reference) is for numbers read off a chart: never for counts, years and codes.
+    """
+    wanted, got = quantity(reference), quantity(answer)
+    if wanted is None or got is None or _other_meaning(wanted, got, question):
+        return "unclear"
+    if wanted.unit != got.unit:
+        return _convert(wanted, got, question)
+    if wanted.value == got.value:
+        return "same" if _same_writing(wanted, got, question, tolerance) else "unclear"
+    if "fraction" in (wanted.form, got.form) and not question.exact:
+        return "unclear"
+    if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(1_000_001, 1_000_000):
+        return _tolerated(wanted, question)
+    return "unclear" if _may_agree(wanted, got, question) else "different"
+
+
+def _made(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Quantity:
+    sign = -1 if found["sign"] == "-" else 1
+    if found["top"]:
+        return Quantity(sign * Fraction(int(found["top"]), int(found["bottom"])), unit, "fraction", Fraction(0), found["top"])
+    power = magnitude + int(found["power"] or found["exponent"] or 0)
+    scale = Fraction(10) ** power
+    step = scale / 10 ** len(found["number"].partition(".")[2])
+    if found["power"] or found["exponent"]:
+        form = "scientific"
+    digits = found["sign"] + found["number"]
+    return Quantity(sign * Fraction(found["number"].replace(",", "")) * scale, unit, form, step, digits)
+
+
+def _unit(text: str) -> str | None:
+    """The unit's one spelling: singular, American, ``^{2}`` for squares, case kept in symbols; None for what is no unit."""
+    if not text:
+        return ""
+    if not _UNIT.fullmatch(text) or len(text.split()) > 3 or _NO_UNIT & set(text.casefold().split()):
         return None
-    amount = float(top.replace(",", "")) / float(bottom) * 10.0 ** int(found["power"] or 0)
-    return -amount if found["sign"] == "-" else amount
+    text = " ".join(_word(word) for word in text.replace("°", "° ").replace("/", " / ").split())
+    text = text.replace(" per ", "/").replace(" / ", "/").replace("° C", "°C").replace("° F", "°F")
+    if squared := re.fullmatch(r"(square|sq\.?|cubic) (\S+)", text):
+        power = 3 if squared.group(1) == "cubic" else 2
+        return f"{_SPELLINGS.get(squared.group(2), squared.group(2))}^{{{power}}}"
+    parts = [_SPELLINGS.get(part, part) for part in text.split("/")]
+    return _SPELLINGS.get("/".join(parts), "/".join(parts))
 
 
-def _unit(text: str) -> str:
-    """The unit's one spelling: singular, ``^2`` for squares, American."""
-    text = re.sub(r"\\text\{(.*?)\}|\\mathrm\{(.*?)\}", lambda m: m.group(1) or m.group(2) or "", text)
-    text = re.sub(r"[\s\\{}]+", " ", text.replace("litre", "liter").replace("metre", "meter")).strip()
-    text = re.sub(r"(?:²|\^ ?2|(?<=m)2)$", "^2", text).replace(" per ", "/")
-    if squared := re.fullmatch(r"(?:square|sq\.?) (.+)", text):
-        return f"{_unit(squared.group(1))}^2"
-    if over := re.fullmatch(r"(.+)/(.+)", text):
-        return f"{_unit(over.group(1).strip())}/{_unit(over.group(2).strip())}"
-    for spelling in (text, text.removesuffix("s")):
-        if spelling in _UNITS:
-            return spelling
-        if spelling in _SPELLINGS:
-            return _SPELLINGS[spelling]
-    return text.removesuffix("s")
+def _word(word: str) -> str:
+    """A unit that is written out in small letters, singular and American; symbols as they are."""
+    if not word.isalpha() or len(word) < 4 or not (word.islower() or word.istitle()):
+        return word
+    word = word.lower().replace("metre", "meter").replace("litre", "liter")
+    return word.removesuffix("s") if not word.endswith("ss") else word
 
 
-def _in_base(amount: float, unit: str) -> Quantity:
-    if unit in ("$", "€", "£", "¥"):
-        return Quantity(amount, unit, "money", amount)
-    dimension, scale = _UNITS.get(unit, ("", 1.0))
-    return Quantity(amount, dimension or unit, dimension, amount * scale)
+def _other_meaning(wanted: Quantity, got: Quantity, question: Question) -> bool:
+    """Whether the question may make one of the numbers something else: an option's number, a word, a time, a notation."""
+    if question.numbered or (question.wording and "word" in (wanted.form, got.form)):
+        return True
+    if "fraction" in (wanted.form, got.form) and (question.codes or wanted.unit or got.unit):
+        return True
+    return question.codes and wanted.value != got.value and not (wanted.integer and got.integer and not question.times)
+
+
+def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance: float) -> bool:
+    """Whether equal numbers are equal answers: 3.0 and 3 are, 1.10 and 1.1 may be versions, 5/6 and 10/12 dates, 1E3 a code."""
+    if wanted.form == got.form == "digits" and wanted.digits == got.digits:
+        return True
+    if question.codes:
+        return False
+    plain = wanted.form == got.form == "digits" and not wanted.unit
+    if plain and (wanted.is_code or got.is_code) and max(wanted.step, got.step) <= 1:
+        return wanted.digits.replace(",", "") == got.digits.replace(",", "")
+    if plain and not question.exact and not tolerance and any(_DECIMAL_OR_THOUSANDS.fullmatch(q.digits) for q in (wanted, got)):
+        return False
+    meant = question.values or bool(tolerance) or wanted.unit in _MEASURED
+    if "fraction" in (wanted.form, got.form):
+        return question.exact and wanted.form != got.form
+    if "scientific" in (wanted.form, got.form) and wanted.form != got.form and not meant:
+        return False
+    return meant or wanted.step == got.step or wanted.value.denominator == 1
+
+
+def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
+    """Other units: equal after conversion, or far from it. A unit that only one has is the question's matter."""
+    if {wanted.unit, got.unit} == {"%", ""}:
+        same = question.percent and wanted.value == got.value and abs(wanted.value) > 1
+        return "same" if same else "unclear"
+    if wanted.unit not in _SCALES or got.unit not in _SCALES or question.codes:
+        return "unclear"
+    (dimension, scale), (other, other_scale) = _SCALES[wanted.unit], _SCALES[got.unit]
+    left, right = wanted.value * scale, got.value * other_scale
+    if dimension != other or "fraction" in (wanted.form, got.form):
+        return "unclear"
+    if left == right:
+        return "same"
+    coarse = max(wanted.step * scale, got.step * other_scale)
+    return "unclear" if _close(left, right) or abs(left - right) <= coarse else "different"
+
+
+def _tolerated(wanted: Quantity, question: Question) -> Relation:
+    """A difference within a chart's tolerance: same for what is measured, different for a year, else the question's matter."""
+    if wanted.is_year and question.years:
+        return "different"
+    if question.codes or question.counts or wanted.is_code or wanted.is_year or wanted.form == "word":
+        return "unclear"
+    return "unclear" if wanted.integer and not wanted.unit and not question.values else "same"
+
+
+def _may_agree(wanted: Quantity, got: Quantity, question: Question) -> bool:
+    """Whether different numbers may be the same answer: rounded, in another notation or scale, or with the sign in the wording."""
+    exact = wanted.integer and got.integer
+    if not exact and (_close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2):
+        return True
+    if "scientific" in (wanted.form, got.form) and wanted.form != got.form:
+        return True
+    if wanted.form == got.form == "digits" and _readings(wanted.digits) & _readings(got.digits):
+        return True
+    if wanted.value == -got.value and question.changes:
+        return True
+    share = min(abs(wanted.value), abs(got.value)) <= 1 and not exact and not wanted.unit
+    if share and _shifted(wanted.value, got.value, (100,)):
+        return True
+    if wanted.is_year and got.integer and got.value < 100 and wanted.value % 100 == got.value and question.years:
+        return True
+    return question.scales and _shifted(wanted.value, got.value)
+
+
+def _readings(digits: str) -> set[Fraction]:
+    """The number with each way to read points and commas."""
+    found = {Fraction(digits.replace(",", ""))}
+    if digits.count(",") == 1 and "." not in digits:
+        found.add(Fraction(digits.replace(",", ".")))
+    if _DECIMAL_OR_THOUSANDS.fullmatch(digits):
+        found.add(Fraction(digits.replace(".", "")))
+    return found
+
+
+def _close(left: Fraction, right: Fraction) -> bool:
+    return abs(left - right) <= _NEAR * abs(left)
+
+
+def _shifted(left: Fraction, right: Fraction, scales: Sequence[int] = (10**2, 10**3, 10**6, 10**9, 10**12)) -> bool:
+    """One is the other in hundreds (or per cent), thousands, millions, ... within a per cent."""
+    return any(_close(left, right * scale) or _close(left * scale, right) for scale in scales)

@@ -43,17 +43,19 @@ class Rubric(Settings):
     """Whether the model is shown the item's images, for judges that can see; otherwise they are left out."""
     max_answer: int = Field(1000, ge=1)
     """Characters; longer answers are wrong without asking."""
-    tolerance: float = Field(1e-4, ge=0)
-    """Relative, for numbers that a rule compares."""
+    tolerance: float = Field(0.0, ge=0)
+    """Relative, for numbers that a rule compares; 0 compares exactly. Raise it only where answers are read off a scale."""
     tolerances: dict[str, float] = {}
-    """The same for single sets of examples."""
+    """The same for single data sources, by a whole word of the source's name; never for counts, years and codes."""
+    formulas: list[str] = []
+    """Sets of examples whose answers are formulas: the case of a letter counts there."""
     sources: dict[str, list[str]] = {}
-    """Which data sources a set of examples serves: the words one of which must occur in the source's name."""
+    """Which data sources a set of examples serves: whole words one of which is in the source's name, "8k" and such aside."""
     examples: dict[str, list[Example]]
 
     @model_validator(mode="after")
     def _consistent(self) -> Rubric:
-        if missing := {DEFAULT, *self.sources, *self.tolerances} - set(self.examples):
+        if missing := {DEFAULT, *self.sources, *self.formulas} - set(self.examples):
             raise ValueError(f"examples: no set named {', '.join(sorted(missing))}")
         for name, examples in self.examples.items():
             scored = self.kind == "scored"
@@ -67,19 +69,27 @@ class Rubric(Settings):
 
     def family(self, source: str) -> str:
         """The name of the set of examples for a data source; ``default`` for one that no set serves."""
-        words = set(re.split(r"[^a-z0-9]+", source.casefold()))
-        for name, markers in self.sources.items():
-            if any(m in words or ("_" in m and m in source.casefold()) or any(w.startswith(m) for w in words) for m in markers):
-                return name
-        return DEFAULT
+        name = _words(source)
+        return next((family for family, words in self.sources.items() if any(_words(word) in name for word in words)), DEFAULT)
 
     def tolerance_for(self, source: str) -> float:
-        return self.tolerances.get(self.family(source), self.tolerance)
+        """The relative tolerance for numbers of a data source."""
+        name = _words(source)
+        return next((value for word, value in self.tolerances.items() if _words(word) in name), self.tolerance)
+
+    def is_formula(self, source: str) -> bool:
+        """Whether answers of a data source are formulas."""
+        return self.family(source) in self.formulas
 
     @cached_property
     def digest(self) -> str:
         """The version and a hash of all that the model is told: a change without a new version shows as well."""
         return f"{self.version}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]}"
+
+
+def _words(name: str) -> str:
+    """A source's words, each between underscores and without a size at its end: ``_math_`` of Math-8k, ``_gsm_`` of gsm8k."""
+    return "_" + "".join(f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_" for word in re.findall(r"[a-z0-9]+", name.casefold()))
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:

@@ -1,34 +1,26 @@
-"""Deterministic rules for short answers: exact, option letter, yes or no, number with unit and tolerance, list or set.
+"""Deterministic rules for short answers: the same text, option, yes or no, number, list. Few, and careful.
 
-A rule decides only what it understands completely; ``decide`` returns None for the rest, which is a model's work. The rule
-backend, the step before a model is asked and the recipes' verifiers use the same rules.
+A rule decides only what is the same, or another answer, however the question is meant; ``decide`` returns UNDECIDED for the rest,
+which is a model's work. The rule backend, the step before a model is asked and the recipes' verifiers use the same rules.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from judge.quantities import Quantity, quantity
+from judge.plain import is_blank, plain, same_text, says_nothing
+from judge.quantities import compare, quantity
+from judge.question import Question, option
 
-Relation = Literal["same", "different", "unclear"]
-
-_WRAPPERS = re.compile(r"^\\(?:boxed|text|textbf|mathrm|mathbf|mathit)\s*\{(.*)\}$", re.DOTALL)
-_PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), ("**", "**"), ("`", "`"), ('"', '"'), ("'", "'"), ("“", "”"), ("‘", "’"))
-_LEAD = re.compile(r"^(?:(?:so|therefore|thus|hence)[, ]+)?(?:the )?(?:final |correct )?answer(?: is|:| is:)\s*", re.IGNORECASE)
-_ARTICLE = re.compile(r"^(?:the|a|an)\s+(?=\S)")
-_OPTION = re.compile(
-    r"^(?:(?:option|choice)\s+)?(?:\(\s*([A-Za-z])\s*\)|\[\s*([A-Za-z])\s*\]|([A-Za-z])(?=\s*[.):]|$))\s*[.):]?\s*(.*)$",
-    re.IGNORECASE | re.DOTALL,
+_YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
+_NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|∅|\\emptyset)?\W*", re.IGNORECASE)
+_DASH = re.compile(r"\s*[-–—−/]+\s*")
+_MARK = re.compile(
+    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|slash|dot|period|point|stop|percent|ampersand|asterisk|star|hash|pound|at)\b",
+    re.IGNORECASE,
 )
-_NEAR = 0.01
-"""A fraction that is missed by less may have been rounded: no rule calls it wrong."""
-_YES = {"yes", "true", "correct", "right", "y", "yeah", "yep"}
-_NO = {"no", "false", "incorrect", "wrong", "n", "nope"}
 _OPENERS = re.compile(
     r"(?:(?:ok(?:ay)?|sure|certainly|alright|well)[,.! ]*)?"
     r"(?:thought process|solution|final answer|answer|the (?:final )?answer is|reasoning|explanation|analysis|step \d+|response"
@@ -38,10 +30,8 @@ _OPENERS = re.compile(
     r"[\s:：,.!…]*",
     re.IGNORECASE,
 )
-_IN_ORDER = re.compile(
-    r"\b(?:order|sequence|rank(?:ed|ing)?|sort(?:ed)?|from \w+ to \w+|in turn|first to last|chronological\w*)\b", re.IGNORECASE
-)
-"""Questions of which the order of the answer's items is a part."""
+_SEPARATOR = re.compile(r" ?; ?|,? and | ?& ?|, ?")
+_MAX_ITEMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,156 +47,118 @@ UNDECIDED = Decision(None)
 
 
 def decide(
-    reference: str, answer: str, *, question: str = "", tolerance: float = 1e-4, max_length: int = 1000
+    reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
 ) -> Decision:
-    """Is ``answer`` right, given the right answer? ``tolerance`` is relative; ``max_length`` counts characters.
+    """Is ``answer`` right, given the right answer? Never raises. ``max_length`` counts characters.
 
-    The question only tells whether the order of a list counts.
+    ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly. ``exact``: of formulas, where case counts.
+    The question can only make a rule more careful, or say what a letter, a number or a sign means.
 
-    Answers that say nothing (empty, punctuation, the opening of a solution) and overlong ones are wrong.
+    Answers that say nothing (blank, punctuation, the opening of a solution) are wrong, and so are overlong ones that are not the
+    reference itself.
     """
+    if is_blank(answer):
+        return Decision(False, "empty", "no answer")
+    if reference.strip() == answer.strip():
+        return Decision(True, "exact", "the same text")
     if len(answer) > max_length:
         return Decision(False, "too_long", f"longer than {max_length} characters")
-    wanted, got = plain(reference), plain(answer)
-    if wanted and wanted == got:
+    asked, wanted, got = Question(question, exact), plain(reference), plain(answer)
+    if same_text(wanted, got, strict=exact or asked.case):
         return Decision(True, "exact", "the same text")
     if is_empty(answer):
-        return Decision(False, "empty", "no answer, or only the opening of one")
+        meant = _may_mean(reference, answer, asked)
+        return UNDECIDED if meant else Decision(False, "empty", "no answer, or only the opening of one")
     for rule in (_options, _yes_no):
-        if (decision := rule(reference, answer)) is not UNDECIDED:
+        if (decision := rule(wanted, got, asked)) is not UNDECIDED:
             return decision
-    relation = compare_quantities(wanted, got, tolerance)
+    relation = compare(wanted, got, asked, tolerance)
     if relation != "unclear":
         same = relation == "same"
         return Decision(same, "number", "the same quantity" if same else "another quantity")
-    if same_list(wanted, got, tolerance, ordered=_IN_ORDER.search(question) is not None):
-        return Decision(True, "set", "the same items")
+    if same_list(wanted, got, asked):
+        return Decision(True, "list", "the same items in the same order")
     return UNDECIDED
-
-
-def plain(text: str) -> str:
-    """Without case, mark-up, surrounding quotes, article, lead-in ("the answer is") and final punctuation; NFKC."""
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
-    before = None
-    while text != before:
-        before = text
-        text = _LEAD.sub("", text).strip()
-        for left, right in _PAIRS:
-            inner = text[len(left) : -len(right)]
-            if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right) and left not in inner:
-                text = inner.strip()
-        if wrapped := _WRAPPERS.match(text):
-            text = wrapped.group(1).strip()
-        text = text.rstrip(".。!;,").strip() or text
-    return _ARTICLE.sub("", text.casefold())
 
 
 def is_empty(answer: str) -> bool:
-    """Says nothing: no letter or digit, or only the way a solution begins ("Let's solve this step by step", "Solution:")."""
-    text = unicodedata.normalize("NFKC", answer).replace("’", "'").strip(" \t\r\n*#`\"'_")
-    return not any(c.isalnum() for c in text) or _OPENERS.fullmatch(text) is not None
+    """Says nothing: no letter, digit or sign, or only the way a solution begins ("Let's solve this step by step", "Solution:")."""
+    text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
+    return says_nothing(answer) or _OPENERS.fullmatch(text) is not None
 
 
-def option(text: str) -> tuple[str, str] | None:
-    """The letter (upper case) and the text of ``B``, ``(B)``, ``B. red``, ``option B``; None for anything else."""
-    text = _LEAD.sub("", " ".join(text.split()))
-    found = _OPTION.match(text.strip("*$ "))
-    if found is None:
-        return None
-    letter = next(part for part in found.groups()[:3] if part)
-    return letter.upper(), plain(found.group(4))
+def _may_mean(reference: str, answer: str, asked: Question) -> bool:
+    """Whether what looks empty may be meant: a dash for nothing, a mark that is asked for, the reference's own words."""
+    if says_nothing(answer):
+        dash = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None
+        return dash or asked.marks or says_nothing(reference) or _MARK.search(reference) is not None
+    words = set(re.findall(r"[^\W\d_]{4,}", answer.casefold()))
+    return not words.isdisjoint(re.findall(r"[^\W\d_]{4,}", reference.casefold()))
 
 
-def _options(reference: str, answer: str) -> Decision:
-    wanted, got = option(reference), option(answer)
-    if wanted is None:
+def _options(wanted: str, got: str, asked: Question) -> Decision:
+    """Both name an option of the question, or both are no more than an option's letter."""
+    if not asked.options:
+        first, second = option(wanted), option(got)
+        if not first or not second or first[1] or second[1] or not {first[0], second[0]} <= set("ABCDEFGH"):
+            return UNDECIDED
+        return _option(first[0], second[0])
+    chosen, named = _chosen(wanted, asked), _chosen(got, asked)
+    return _option(chosen, named) if chosen and named else UNDECIDED
+
+
+def _option(wanted: str, got: str) -> Decision:
+    return Decision(wanted == got, "option", f"option {got}" if wanted == got else f"option {got}, not {wanted}")
+
+
+def _chosen(text: str, asked: Question) -> str | None:
+    """The letter of the one option that a text names by its letter, its words, or both; None when they contradict."""
+    if found := option(text):
+        letter, words = found[0].upper(), found[1].casefold()
+        return letter if letter in asked.options and words in ("", asked.options[letter]) else None
+    return next((letter for letter, words in asked.options.items() if words and words == text.casefold()), None)
+
+
+def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
+    """Yes and no, true and false. Where another word than these is asked for only the opposite is wrong."""
+    left, right = wanted.casefold(), got.casefold()
+    if not {left, right} <= _YES | _NO or asked.options or asked.wording:
         return UNDECIDED
-    if got is None:
-        same = bool(wanted[1]) and wanted[1] == plain(answer)
-        return Decision(True, "option", "the text of the right option") if same else UNDECIDED
-    if wanted[0] != got[0]:
-        return Decision(False, "option", f"option {got[0]}, not {wanted[0]}") if wanted[1] != got[1] or not got[1] else UNDECIDED
-    if wanted[1] and got[1] and wanted[1] != got[1]:
-        return UNDECIDED
-    return Decision(True, "option", f"option {got[0]}") if not got[1] or got[1] == wanted[1] else UNDECIDED
-
-
-def _yes_no(reference: str, answer: str) -> Decision:
-    wanted, got = plain(reference), plain(answer)
-    if {wanted, got} <= _YES or {wanted, got} <= _NO:
-        return Decision(True, "yes_no", "both say the same")
-    if (wanted in _YES and got in _NO) or (wanted in _NO and got in _YES):
+    if (left in _YES) != (right in _YES):
         return Decision(False, "yes_no", "the opposite")
-    return UNDECIDED
+    return Decision(True, "yes_no", "both say the same") if asked.polar else UNDECIDED
 
 
-def compare_quantities(reference: str, answer: str, tolerance: float) -> Relation:
-    """Two texts that are one quantity each.
+def items(text: str) -> tuple[str, list[str]] | None:
+    """A plain text's list: its notation (brackets, and whether ``and`` alone joins the items) and its parts.
 
-    A unit that only the answer has, unknown units and near misses are unclear; a known unit may be left out.
+    None for no list, a number, and a comma that may be a decimal's.
     """
-    wanted, got = quantity(reference), quantity(answer)
-    if wanted is None or got is None:
-        return "unclear"
-    if wanted.unit != got.unit and "%" in (wanted.unit, got.unit):
-        return _compare_percent(wanted, got, tolerance)
-    if wanted.unit != got.unit:
-        if wanted.dimension and got.dimension and wanted.dimension != got.dimension:
-            return "different"
-        if got.unit or not wanted.dimension or not close(wanted.amount, got.amount, tolerance, exact=wanted.is_year):
-            return "unclear"
-        return "same"
-    if close(wanted.value, got.value, tolerance, exact=wanted.is_year):
-        return "same"
-    rounded = not wanted.amount.is_integer() and close(wanted.value, got.value, _NEAR)
-    return "unclear" if rounded else "different"
-
-
-def _compare_percent(wanted: Quantity, got: Quantity, tolerance: float) -> Relation:
-    """A percentage and a bare number: 50 % is 0.5, and 50 when the number is above 1."""
-    if wanted.unit not in ("", "%") or got.unit not in ("", "%"):
-        return "unclear"
-    percent, bare = (wanted.amount, got.amount) if wanted.unit == "%" else (got.amount, wanted.amount)
-    if close(percent / 100, bare, tolerance) or (abs(bare) > 1 and close(percent, bare, tolerance)):
-        return "same"
-    return "different"
-
-
-def close(reference: float, answer: float, tolerance: float, *, exact: bool = False) -> bool:
-    """``|answer - reference| <= tolerance |reference|``; a reference of 0, and ``exact``, allow rounding errors only."""
-    return math.isclose(reference, answer, rel_tol=1e-9, abs_tol=1e-9) or (
-        not exact and abs(answer - reference) <= tolerance * abs(reference) * (1 + 1e-9)
-    )
-
-
-def items(text: str) -> tuple[list[str], bool] | None:
-    """The parts of a list and whether their order counts: in brackets, or joined by arrows. None for no list."""
-    ordered = bool(re.match(r"^[\[(].*[\])]$", text)) or bool(re.search(r"->|→|⇒|>|\bthen\b", text))
-    inner = re.sub(r"^[\[({](.*)[\])}]$", r"\1", text)
-    parts = re.split(r"\s*(?:->|→|⇒|>|;|\n|,\s*(?:and\s|then\s)?|\band\b|&|\bthen\b)\s*", inner)
-    if len(parts) < 2 or not all(parts) or re.fullmatch(r"[-+]?[\d,]+(?:\.\d+)?", text):
+    brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
+    inner = text[1:-1] if brackets else text
+    if quantity(inner) is not None or (not brackets and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", inner)):
         return None
-    return parts, ordered
+    if ", " in inner or ";" in inner:
+        inner = re.sub(r",(?! )", "\0", inner)
+    parts = [part.replace("\0", ",") for part in _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)]
+    if not 2 <= len(parts) <= _MAX_ITEMS or not all(parts) or any(re.search(r"[\[\](){}]", part) for part in parts):
+        return None
+    return brackets + ("and" if len(parts) == 2 and re.search(r" and |&", inner) else ""), parts
 
 
-def same_list(reference: str, answer: str, tolerance: float, *, ordered: bool = False) -> bool:
-    """Both are lists of the same items; in the same order if ``ordered`` or where the reference's notation says so."""
-    wanted, got = items(reference), items(answer)
-    if wanted is None or got is None or len(wanted[0]) != len(got[0]):
+def same_list(wanted: str, got: str, asked: Question) -> bool:
+    """Both are lists in the same notation, of the same items in the same order. Another order is the question's matter."""
+    left, right = items(wanted), items(got)
+    if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
         return False
-    if wanted[1] or ordered:
-        return all(_same_item(w, g, tolerance) for w, g in zip(wanted[0], got[0], strict=True))
-    left = list(got[0])
-    for item in wanted[0]:
-        match = next((g for g in left if _same_item(item, g, tolerance)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
+    if any(part.casefold() in _YES | _NO for part in left[1]):
+        return False
+    return all(_same_item(w, g, asked) for w, g in zip(left[1], right[1], strict=True))
 
 
-def _same_item(reference: str, answer: str, tolerance: float) -> bool:
-    return plain(reference) == plain(answer) or compare_quantities(plain(reference), plain(answer), tolerance) == "same"
+def _same_item(wanted: str, got: str, asked: Question) -> bool:
+    first, second = plain(wanted), plain(got)
+    return same_text(first, second, strict=asked.exact or asked.case) or compare(first, second, asked) == "same"
 
 
 VSI_THRESHOLDS = tuple(i / 100 for i in range(50, 100, 5))
