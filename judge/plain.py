@@ -33,6 +33,7 @@ _LEAD = re.compile(
 )
 _ARTICLE = re.compile(r"(?:(The|the)|([Aa]n?)) (?!(?:few|little|lot|bit|couple|or|and|is)\b)([^\W\d_]{2,}[^\W\d_',.\- ]*)")
 _WORD = re.compile(r"[^\W\d_]+")
+_SMALL = {"no", "on", "up", "in", "at", "by", "to", "of", "is", "as", "or", "an", "my", "st", "mr", "dr", "de", "la", "el"}
 _SYMBOLS = re.compile(r"[\\^_=<>≤≥≠{}|~*+]")
 _ROUNDS = 8
 """Layers of mark-up that are taken off; a text with more keeps the rest."""
@@ -62,7 +63,7 @@ def plain(text: str) -> str:
 def same_text(first: str, second: str, *, strict: bool = False) -> bool:
     """Whether two plain texts say the same letter by letter, or differ in harmless case.
 
-    Case is harmless in words of four letters and more, and in the first letter of shorter ones. Beside digits only
+    Case is harmless in words of four letters and more, and in the first letter of those of three. Beside digits only
     the first letter of a longer word; beside symbols never. ``strict`` (formulas): only the first letter, from three letters on.
     """
     if first == second:
@@ -147,6 +148,9 @@ def _harmless(first: str, second: str, digits: bool, strict: bool) -> bool:
     length = min(len(first), len(second))
     if digits or strict:
         return length >= (4 if digits else 3) and all(word.islower() or word.istitle() for word in (first, second))
-    if length >= 4:
-        return True
-    return length >= 2 and all(word.islower() or word.istitle() for word in (first, second))
+    if length <= 2:
+        return first.lower() in _SMALL and all(word.islower() or word.istitle() for word in (first, second))
+    words = (first, second)
+    if length < 6:
+        return all(word.islower() or word.istitle() or (length > 3 and word.isupper()) for word in words)
+    return any(word.islower() or word.istitle() or word.isupper() for word in words)

@@ -11,7 +11,7 @@ from typing import Literal
 from judge.question import Question
 
 Relation = Literal["same", "different", "unclear"]
-Form = Literal["digits", "word", "fraction", "scientific"]
+Form = Literal["digits", "word", "fraction", "power", "exponent"]
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(
@@ -32,7 +32,7 @@ WORDS = {
     **{f"{ten}-{one}": 10 * i + j for i, ten in enumerate(_TENS, 2) for j, one in enumerate(_ONES[1:10], 1)},
 }  # fmt: skip
 _WORD = re.compile(rf"({'|'.join(sorted(WORDS, key=len, reverse=True)).replace('-', '[- ]')})(?![\w'-])", re.IGNORECASE)
-_WHOLE = {"dozen": 12, "a dozen": 12, "hundred": 100, "a hundred": 100, "a thousand": 1000, "a million": 10**6}
+_WHOLE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
 _NO_UNIT = {"and", "or", "of", "to", "but", "not", "is", "a", "in", "out", "plus", "minus", "times", "half", "hundred", *WORDS}
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALES: dict[str, tuple[str, Fraction]] = {
@@ -50,8 +50,8 @@ _SPELLINGS = {
     "millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "milligram": "mg", "gram": "g", "kilogram": "kg",
     "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h", "hr": "h", "hrs": "h", "days": "day",
     "milliliter": "mL", "ml": "mL", "liter": "L", "l": "L",
-    "degree": "°", "deg": "°", "percent": "%", "pct": "%",
-    "per cent": "%", "dollar": "$", "usd": "$", "USD": "$", "US$": "$", "euro": "€", "EUR": "€", "GBP": "£", "JPY": "¥", "yen": "¥", "kmh": "km/h", "kph": "km/h",
+    "degree": "°", "deg": "°", "percent": "%", "pct": "%", "per cent": "%", "dollar": "$", "usd": "$", "USD": "$", "US$": "$",
+    "euro": "€", "EUR": "€", "GBP": "£", "JPY": "¥", "yen": "¥", "kmh": "km/h", "kph": "km/h",
     "° celsius": "°C", "° fahrenheit": "°F", "celsius": "°C", "fahrenheit": "°F",
 }  # fmt: skip
 _MEASURED = {"$", "€", "£", "¥", "%", "°", *_SCALES} - {"s", "min", "h"}
@@ -147,7 +147,7 @@ def _made(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Quanti
     scale = Fraction(10) ** power
     step = scale / 10 ** len(found["number"].partition(".")[2])
     if found["power"] or found["exponent"]:
-        form = "scientific"
+        form = "power" if found["power"] else "exponent"
     digits = found["sign"] + found["number"]
     return Quantity(sign * Fraction(found["number"].replace(",", "")) * scale, unit, form, step, digits)
 
@@ -195,10 +195,10 @@ def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance
         return wanted.digits.replace(",", "") == got.digits.replace(",", "")
     if plain and not question.exact and not tolerance and any(_DECIMAL_OR_THOUSANDS.fullmatch(q.digits) for q in (wanted, got)):
         return False
-    meant = question.values or bool(tolerance) or wanted.unit in _MEASURED
+    meant = question.values or bool(tolerance) or wanted.unit in _MEASURED or "," in wanted.digits + got.digits
     if "fraction" in (wanted.form, got.form):
         return question.exact and wanted.form != got.form
-    if "scientific" in (wanted.form, got.form) and wanted.form != got.form and not meant:
+    if (wanted.form == "exponent") != (got.form == "exponent") and not meant:
         return False
     return meant or wanted.step == got.step or wanted.value.denominator == 1
 
@@ -234,9 +234,9 @@ def _may_agree(wanted: Quantity, got: Quantity, question: Question) -> bool:
     exact = wanted.integer and got.integer
     if not exact and (_close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2):
         return True
-    if "scientific" in (wanted.form, got.form) and wanted.form != got.form:
+    if wanted.form != got.form and not {wanted.form, got.form} <= {"digits", "word", "fraction"}:
         return True
-    if wanted.form == got.form == "digits" and _readings(wanted.digits) & _readings(got.digits):
+    if wanted.form == got.form == "digits" and max(wanted.step, got.step) <= 1 and _readings(wanted.digits) & _readings(got.digits):
         return True
     if wanted.value == -got.value and question.changes:
         return True

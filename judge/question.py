@@ -30,7 +30,7 @@ _WORDING = _any(
 )
 _CASE = _any(
     r"letters?, case, capital\w*, upper\w*, lower\w*, passwords?, exactly, plate, captcha, licen[cs]e, serial, variables?",
-    "symbols?, units?, codes?",
+    r"symbols?, units?, codes?, formulas?, formulae, compounds?, elements?, genotypes?, alleles?, genes?",
 )
 _MARKS = _any("symbols?, punctuation, characters?, operators?, operation, marks?")
 _VALUES = _any(
@@ -55,7 +55,7 @@ _POLAR = re.compile(
     re.IGNORECASE,
 )
 _FIRST, _SECOND = (re.compile(rf"(?:^|[\s(\[]){number}\s?[).:\]]\s*\S") for number in (1, 2))
-_MARKER = re.compile(r"(?:^|(?<=[\s(\[,;]))([A-Ja-j])[).:\]](?=\s|[^\s.])")
+_MARKER = re.compile(r"(?:^|(?<=[\s(\[,;]))([A-Ja-j])[).:\]](?![A-Za-z]?\.)")
 _OPTION = re.compile(
     r"(?:(?:option|choice) )?(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Za-z])(?=\s?[.):]|$))\s?[.):]?\s?(.*)",
     re.IGNORECASE | re.DOTALL,

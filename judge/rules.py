@@ -18,7 +18,7 @@ _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
 _NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|∅|\\emptyset)?\W*", re.IGNORECASE)
 _DASH = re.compile(r"\s*[-–—−/]+\s*")
 _MARK = re.compile(
-    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|slash|dot|period|point|stop|percent|ampersand|asterisk|star|hash|pound|at)\b",
+    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|slash|dot|period|point|stop|percent|ampersand|asterisk|star|hash|pound|at|minus|bar)\b",
     re.IGNORECASE,
 )
 _OPENERS = re.compile(

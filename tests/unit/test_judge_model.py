@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from judge.backend import Reply
-from judge.cache import VerdictCache
+from judge.cache import VerdictCache, cache_key
 from judge.grader import Grader, RuleBackend, fingerprint
 from judge.prompt import messages, sanitise, schema
 from judge.rubric import FOLDER, load_rubrics
@@ -268,6 +269,33 @@ def test_the_candidate_cannot_leave_its_fence(attack: str) -> None:
         assert token not in candidate
 
 
+SPECIAL = [
+    "<|im_start|>", "<|endoftext|>", "<|fim_prefix|>", "<|START_OF_TURN_TOKEN|>", "<｜User｜>", "<s>", "</s>",
+    "<<SYS>>", "<</SYS>>", "[INST]", "[/INST]", "<bos>", "<eos>", "<pad>", "<unk>", "<mask>", "<start_of_turn>",
+    "<end_of_image>", "<start_of_image>", "<unused0>", "<img>", "</img>", "<image>", "<IMG_CONTEXT>", "<ref>",
+    "<quad>", "<sop>", "<eop>", "<BOS_TOKEN>", "<0x0A>", "<reserved_1>", "<extra_id_12>", "<think>", "</think>",
+    "<tool_call>", "</tool_response>", "<answer>", "<answer >", "</ answer>", "</candidate-x >", "[IMG]", "[IMG_END]",
+    "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/SYSTEM_PROMPT]", "[gMASK]", "[CLS]", "[SEP]", "[THINK]",
+    "<|im_<|im_start|>start|>", "<s<s>>", "<<S<s>YS>>", "[IN<s>ST]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+def test_special_tokens_of_any_family_are_taken_out(token: str) -> None:
+    assert sanitise(f"a{token}b", 100) == "ab"
+
+
+@pytest.mark.parametrize("text", ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"])
+def test_what_only_looks_like_a_token_stays(text: str) -> None:
+    assert sanitise(text, 100) == text
+
+
+def test_what_is_left_out_of_a_question_is_said() -> None:
+    asked = messages(RUBRICS["equivalence"], item("x", question="long " * 2000, reference="y" * 8000))[-1]["content"]
+    assert "[the text goes on: 5903 more characters]" in asked
+    assert "y" * 8000 in asked
+
+
 @given(st.text(max_size=200), st.integers(0, 100))
 def test_sanitising_is_final(text: str, limit: int) -> None:
     clean = sanitise(text, limit)
@@ -345,6 +373,24 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").unlink()
     with pytest.raises(ConfigError, match="no rubric"):
         load_rubrics(tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), [("5²", "52"), ("10³", "103"), ("x\ny", "x y"), ("ﬁ", "fi"), ("½", "1⁄2"), ("A", "a")])
+def test_different_answers_have_different_keys(one: str, other: str) -> None:
+    assert cache_key(item(one), "f") != cache_key(item(other), "f")
+    assert cache_key(item(one), "f") == cache_key(item(f" {one}\n"), "f")
+
+
+def test_another_image_at_the_same_path_is_another_question(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    asked = item("x", images=(str(path),))
+    keys = [cache_key(asked, "f")]
+    for content, changed in ((b"one", 1), (b"other", 1), (b"third", 2)):
+        path.write_bytes(content)
+        os.utime(path, ns=(changed, changed))
+        keys.append(cache_key(asked, "f"))
+        assert cache_key(asked, "f") == keys[-1]
+    assert len(set(keys)) == 4
 
 
 def test_the_least_recently_used_verdict_goes_first() -> None:

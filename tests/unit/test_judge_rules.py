@@ -2,132 +2,158 @@
 
 from __future__ import annotations
 
-import math
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from judge.answers import boxed, extract
+from judge.api import JudgeItem
 from judge.grader import decide as decide_item
 from judge.labelled import calibration
+from judge.plain import is_blank, plain
+from judge.prompt import sanitise
 from judge.quantities import first_number, quantity
+from judge.question import Question
 from judge.rubric import load_rubrics
-from judge.rules import decide, is_empty, mean_relative_accuracy, plain
+from judge.rules import decide, items, mean_relative_accuracy
 
-RIGHT, WRONG, OPEN = True, False, None
-CASES = [
-    ("blue", "Blue.", RIGHT),
-    ("blue", "**blue**", RIGHT),
-    ("Paris", "The answer is Paris.", RIGHT),
-    ("blue", "red", OPEN),
-    ("B", "(b)", RIGHT),
-    ("B", "Answer: B", RIGHT),
-    ("B", "option B.", RIGHT),
-    ("B", "C", WRONG),
-    ("B", "C. red", WRONG),
-    ("B. red", "red", RIGHT),
-    ("B. red", "B", RIGHT),
-    ("B. red", "B. blue", OPEN),
-    ("B", "B. blue", OPEN),
-    ("A", "A dog", OPEN),
-    ("A", "A or B", OPEN),
-    ("A", "A, C", OPEN),
-    ("yes", "Yeah", RIGHT),
-    ("true", "Yes", RIGHT),
-    ("yes", "no", WRONG),
-    ("no", "Nothing", OPEN),
-    ("1,000", "1000", RIGHT),
-    ("1000", "1,000.0", RIGHT),
-    ("three", "3", RIGHT),
-    ("21", "twenty-one", RIGHT),
-    ("12", "a dozen", RIGHT),
-    ("5 million", "5,000,000", RIGHT),
-    ("1/2", r"\frac{1}{2}", RIGHT),
-    ("3e8 m/s", "3 x 10^8 m/s", RIGHT),
-    ("-5", "5", WRONG),
-    ("2010", "2015", WRONG),
-    ("0", "0.0", RIGHT),
-    ("0", "0.001", WRONG),
-    ("3.14159", "3.14", OPEN),
-    ("7", "7/0", OPEN),
-    ("7", "7 (because 3+4)", OPEN),
-    ("5", "5 or 6", OPEN),
-    ("1.5", "one and a half", OPEN),
-    ("one and a half", "1", OPEN),
-    ("9\\pi", "9", OPEN),
-    ("50%", "0.5", RIGHT),
-    ("50", "50%", RIGHT),
-    ("0.5", "0.5%", WRONG),
-    ("$5", "5 dollars", RIGHT),
-    ("$5", "5 €", OPEN),
-    ("5 cm", "50 mm", RIGHT),
-    ("5 cm", "5", RIGHT),
-    ("5", "5 km", OPEN),
-    ("5 cm", "5 m", WRONG),
-    ("5 kg", "5 m", WRONG),
-    ("1 hour", "60 minutes", RIGHT),
-    ("24 square metres", "24 m²", RIGHT),
-    ("60 km/h", "60 kilometers per hour", RIGHT),
-    ("red, blue", "blue and red", RIGHT),
-    ("red, blue", "red", OPEN),
-    ("red, red", "red, blue", OPEN),
-    ("(3, 4)", "(3,4)", RIGHT),
-    ("(3, 4)", "(4, 3)", OPEN),
-    ("A -> B", "B -> A", OPEN),
-    ("4", ":", WRONG),
-    ("4", "Let's solve this step by step", WRONG),
-    ("4", "Let’s solve this problem step by step:", WRONG),
-    ("4", "Let's solve: 4", OPEN),
-    ("Solution", "solution", RIGHT),
-    ("4", "Solution:", WRONG),
-    ("left", "First you go left", OPEN),
-    ("x", "x" * 1001, WRONG),
-]
+RUBRIC = load_rubrics()["equivalence"]
+PAIRS = yaml.safe_load((Path(__file__).parents[1] / "data" / "judge" / "rule_pairs.yaml").read_text())
+LABELS = {"right": True, "wrong": False, "open": None}
 
 
-@pytest.mark.parametrize(("reference", "answer", "right"), CASES)
-def test_rules_decide(reference: str, answer: str, right: bool | None) -> None:
-    decision = decide(reference, answer)
-    assert decision.correct is right, decision
-    assert bool(decision.rule) == (right is not None)
+def pairs() -> list[tuple[str, str, str, str, str, str]]:
+    """What the pair is about, question, source, reference, answer, label."""
+    return [
+        (group["about"], group.get("question", ""), group.get("source", ""), *pair)
+        for group in PAIRS["groups"] for pair in group["pairs"]
+    ]  # fmt: skip
 
 
-def test_tolerance_is_relative_and_spares_years() -> None:
-    assert decide("100", "104", tolerance=0.05).correct is True
-    assert decide("-100", "-104", tolerance=0.05).correct is True
-    assert decide("100", "106", tolerance=0.05).correct is False
-    assert decide("-100", "104", tolerance=0.05).correct is False
-    assert decide("2010", "2011", tolerance=0.05).correct is False
-    assert decide("2,010", "2,011 units", tolerance=0.05).correct is None
+@pytest.mark.parametrize(("about", "question", "source", "reference", "answer", "label"), pairs())
+def test_rules_decide(about: str, question: str, source: str, reference: str, answer: str, label: str) -> None:
+    item = JudgeItem(question=question, source=source, reference=reference, answer=answer)
+    decision = decide_item(RUBRIC, item)
+    assert decision.correct is LABELS[label], (about, decision)
+    assert bool(decision.rule) == (label != "open")
 
 
-def test_order_counts_where_the_question_says_so() -> None:
-    assert decide("chair, bed", "bed, chair", question="Which objects are there?").correct is True
-    assert decide("chair, bed", "bed, chair", question="In which order do they appear?").correct is None
-    assert decide("chair, bed", "chair and bed", question="In which order do they appear?").correct is True
+@pytest.mark.parametrize("pair", PAIRS["disputed"], ids=lambda pair: f"{pair['reference']}-{pair['answer']}")
+def test_disputed_pairs_are_left_to_a_model(pair: dict[str, str]) -> None:
+    assert pair["why"]
+    asked = {key: pair.get(key, "") for key in ("question", "source", "reference", "answer")}
+    assert decide_item(RUBRIC, JudgeItem(**asked)).correct is None
+
+
+def test_every_label_is_tried_in_many_pairs() -> None:
+    labels = [label for *_, label in pairs()]
+    assert set(labels) == set(LABELS)
+    assert min(labels.count(label) for label in LABELS) >= 50
+
+
+def test_an_overlong_answer_is_wrong_unless_it_is_the_reference() -> None:
+    assert decide("x", "x" * 1001).rule == "too_long"
+    assert decide("x" * 1001, "x" * 1001).correct is True
+
+
+def test_a_tolerance_is_relative_and_for_measured_values_only() -> None:
+    def said(reference: str, answer: str, question: str = "What is the value?") -> bool | None:
+        return decide(reference, answer, question=question, tolerance=0.05).correct
+
+    assert said("100", "104") is True
+    assert said("-100", "-104") is True
+    assert said("100", "106") is False
+    assert said("-100", "104") is False
+    assert said("100", "104", "How many are there?") is None
+    assert said("100", "104", "Which page?") is None
+    assert said("2010", "2011", "Which year?") is False
+    assert said("2010", "2011") is None
+    assert decide("100", "104", question="What is the value?").correct is False
+
+
+@pytest.mark.parametrize(
+    "source", ["geometry_figures", "math_tables", "tabletop_spatial", "tablet_ui", "vsi_figure", "charter", "research"]
+)
+def test_no_source_is_a_chart_by_accident(source: str) -> None:
+    assert RUBRIC.tolerance_for(source) == 0
+    assert RUBRIC.family(source) != "chart"
+
+
+def test_a_source_is_known_by_whole_words() -> None:
+    assert {RUBRIC.tolerance_for(name) for name in ("chart", "ChartQA", "my/chart_qa", "plotqa-v2", "evochart")} == {0.05}
+    assert all(RUBRIC.is_formula(name) for name in ("math_8k", "gsm8k", "geometry3k", "mathvista"))
+    assert RUBRIC.family("hr_bench_4k") == RUBRIC.family("v_star") == "visual_search"
+    assert RUBRIC.family("tv_starwars") == "default"
 
 
 def test_no_rule_contradicts_a_label() -> None:
-    rubric = load_rubrics()["equivalence"]
-    decided = [(one, decide_item(rubric, one.item)) for one in calibration()]
-    wrong = [
-        (one.id, d) for one, d in decided if d.correct is not None and d.correct is not (one.verdict == "correct")
-    ]
+    decided = [(one, decide_item(RUBRIC, one.item)) for one in calibration()]
+    wrong = [(one.id, d) for one, d in decided if d.correct is not None and d.correct is not (one.verdict == "correct")]
     assert not wrong
+    assert not [one.id for one, d in decided if one.attack and d.correct]
     assert all(d.correct is False for one, d in decided if one.kind in ("empty", "opener"))
+    assert sum(d.correct is True for _, d in decided) >= 55
+    assert sum(d.correct is False for _, d in decided) >= 90
 
 
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_any_texts_get_a_decision(reference: str, answer: str) -> None:
-    decision = decide(reference, answer)
+def test_options_are_read_from_the_question() -> None:
+    assert Question("Which? (A) cat (B) a dog").options == {"A": "cat", "B": "dog"}
+    assert Question("Which?\nA. cat\nB. dog\nAnswer with a letter.").options == {"A": "cat", "B": "dog"}
+    assert Question("Which? (a) cat (b) dog").options == {"A": "cat", "B": "dog"}
+    assert Question("Which picture? (A) (B) (C)").options == {"A": "", "B": "", "C": ""}
+    assert Question("Who is A. Smith?").options == {}
+    assert Question("A. B\nB. A").options == {}
+
+
+def test_long_lists_are_left_to_a_model() -> None:
+    short, long = (", ".join(f"w{i}" for i in range(n)) for n in (64, 65))
+    found = items(short)
+    assert found is not None
+    assert len(found[1]) == 64
+    assert items(long) is None
+
+
+PIECES = [
+    "1", "2", "0", "9", "999", "1e", "e", "E", "10^", "x10^", "×", "^{", "}", "{", "/", "\\frac{", "\\boxed{",
+    "\\text{", "%", "$", "€", ".", ",", "-", "−", "+", "k", "million", "half", "ten", "two-", "²", "⁵", "½", "٣", "m",
+    "m2", "km/h", "per", "square", "°", "'", "\"", "(", ")", "[", "]", "A", "B.", "yes", "no", "and", "or", ">", "->",
+    "the", "inf", "nan", "İ", "ß", "ﬀ", "_", "1,000", ",000", "!", "?", "\u3164", "\ud83d", " ",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=7).map("".join) | st.text(max_size=60)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.sampled_from((0.0, 0.05)), st.booleans())
+@example("1e999", "1e-999", "", 0.05, True)
+@example("5 m", "1 " + "/".join("m" * 400), "", 0.0, False)
+@example("9" * 999, "9" * 998 + "8", "", 0.05, False)
+@example("(" * 400, "[" * 400, "A. ( B. [", 0.0, True)
+def test_any_texts_get_a_decision(reference: str, answer: str, question: str, tolerance: float, exact: bool) -> None:
+    decision = decide(reference, answer, question=question, tolerance=tolerance, exact=exact)
     assert decision.correct in (True, False, None)
-    assert decide(reference, answer) == decision
+    assert decide(reference, answer, question=question, tolerance=tolerance, exact=exact) == decision
 
 
-@given(st.text(max_size=60))
-def test_plain_text_stays_plain(text: str) -> None:
-    assert decide(text, text).correct is not False or is_empty(text) or not plain(text)
+@given(TEXTS, TEXTS)
+def test_the_reference_itself_is_right_whatever_is_asked(text: str, question: str) -> None:
+    for answer in (text, f" {text}\n"):
+        assert decide(text, answer, question=question).correct is not is_blank(text)
+
+
+@given(TEXTS)
+def test_only_a_blank_text_has_an_empty_plain_form(text: str) -> None:
+    assert bool(plain(text)) == bool(text.split())
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_whole_numbers_are_equal_or_not(first: int, second: int) -> None:
+    assert decide(str(first), str(second)).correct is (first == second) or abs(first) == abs(second)
+    assert decide(f"{first:,}", str(first)).correct is True
 
 
 @given(st.floats(-1e9, 1e9, allow_nan=False))
@@ -135,8 +161,40 @@ def test_a_number_equals_itself_however_written(number: float) -> None:
     text = f"{number:.6f}"
     found = quantity(text)
     assert found is not None
-    assert math.isclose(found.amount, float(text))
+    assert found.value == Fraction(text)
     assert decide(text, f"{float(text):,.6f}").correct is True
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The least processor time of three runs."""
+    found = []
+    for _ in range(3):
+        begin = time.process_time()
+        work()
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+HOSTILE: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
+    "boxes that never close": (boxed, lambda n: "\\boxed{" * n),
+    "boxes in an answer block": (lambda text: extract(text, "tagged_box"), lambda n: "<answer>" + "\\boxed{" * n + "</answer>"),
+    "boxes that all close": (boxed, lambda n: "\\boxed{" * n + "}" * n),
+    "tags that never close": (lambda text: extract(text, "tag"), lambda n: "<answer>" * n),
+    "tokens in tokens": (lambda text: sanitise(text, 10**6), lambda n: "<s" * n + ">" * n),
+    "bars in bars": (lambda text: sanitise(text, 10**6), lambda n: "<|" * n + "|>" * n),
+    "a list": (lambda text: decide(text, text + ", x", max_length=10**6), lambda n: ",".join(f"w{i}" for i in range(n))),
+    "a reversed list": (lambda text: decide(text, text[::-1], max_length=10**6), lambda n: "a, b" * n),
+    "mark-up": (plain, lambda n: "the answer is **\\text{" * n),
+    "slashes": (lambda text: decide("1 m", text, max_length=10**6), lambda n: "1 m" + "/m" * n),
+    "options": (lambda text: Question(text).options, lambda n: "(A) a (B) b" * n),
+}
+
+
+@pytest.mark.parametrize(("work", "text"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_time_grows_with_the_length_not_with_its_square(work: Callable[[str], object], text: Callable[[int], str]) -> None:
+    """Four times the text takes four times as long; sixteen times would be quadratic."""
+    short, long = text(4_000), text(16_000)
+    assert _seconds(lambda: work(long)) < 9 * _seconds(lambda: work(short)) + 0.01
 
 
 def test_mean_relative_accuracy() -> None:
