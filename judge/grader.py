@@ -56,7 +56,7 @@ class RuleBackend:
         """Rules are the code, which does not change while it runs."""
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
-        return [self._one(item) for item in items]
+        return await asyncio.to_thread(lambda: [self._one(item) for item in items])
 
     def _one(self, item: JudgeItem) -> Result:
         try:
@@ -102,7 +102,7 @@ class Grader:
     async def _judged(self, rubric: Rubric, item: JudgeItem) -> Result:
         if item.fresh:
             return await self._ask(rubric, item)
-        decision = decide(rubric, item)
+        decision = await asyncio.to_thread(decide, rubric, item)
         if decision.correct is not None:
             return as_verdict(decision, self.fingerprint, self.label)
         key = cache_key(item, self.fingerprint)

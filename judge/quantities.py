@@ -59,7 +59,6 @@ _NEAR = Fraction(1, 100)
 """A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
 _LONGEST = 100
 _DECIMAL_OR_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}\.[0-9]{3}")
-"""1.500, which is fifteen hundred in half of the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,11 @@ class Quantity:
     def is_code(self) -> bool:
         """More than six digits in a row: a number of something, not how many."""
         return self.integer and len(self.digits.lstrip("+-")) > 6 and "," not in self.digits
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """1.500, which is fifteen hundred in half of the world."""
+        return _DECIMAL_OR_THOUSANDS.fullmatch(self.digits) is not None
 
 
 def quantity(text: str) -> Quantity | None:
@@ -156,7 +160,8 @@ def _unit(text: str) -> str | None:
     """The unit's one spelling: singular, American, ``^{2}`` for squares, case kept in symbols; None for what is no unit."""
     if not text:
         return ""
-    if not _UNIT.fullmatch(text) or len(text.split()) > 3 or _NO_UNIT & set(text.casefold().split()):
+    words = text.casefold().split()
+    if not _UNIT.fullmatch(text) or re.search("[¼-¾⅐-↏①-⓿]", text) or len(words) > 3 or _NO_UNIT & set(words):
         return None
     text = " ".join(_word(word) for word in text.replace("°", "° ").replace("/", " / ").split())
     text = text.replace(" per ", "/").replace(" / ", "/").replace("° C", "°C").replace("° F", "°F")
@@ -190,11 +195,11 @@ def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance
         return True
     if question.codes:
         return False
+    if not question.exact and not tolerance and (wanted.is_ambiguous or got.is_ambiguous):
+        return False
     plain = wanted.form == got.form == "digits" and not wanted.unit
     if plain and (wanted.is_code or got.is_code) and max(wanted.step, got.step) <= 1:
         return wanted.digits.replace(",", "") == got.digits.replace(",", "")
-    if plain and not question.exact and not tolerance and any(_DECIMAL_OR_THOUSANDS.fullmatch(q.digits) for q in (wanted, got)):
-        return False
     meant = question.values or bool(tolerance) or wanted.unit in _MEASURED or "," in wanted.digits + got.digits
     if "fraction" in (wanted.form, got.form):
         return question.exact and wanted.form != got.form
@@ -213,6 +218,8 @@ def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
     (dimension, scale), (other, other_scale) = _SCALES[wanted.unit], _SCALES[got.unit]
     left, right = wanted.value * scale, got.value * other_scale
     if dimension != other or "fraction" in (wanted.form, got.form):
+        return "unclear"
+    if (wanted.is_ambiguous or got.is_ambiguous) and not question.exact:
         return "unclear"
     if left == right:
         return "same"
@@ -237,6 +244,9 @@ def _may_agree(wanted: Quantity, got: Quantity, question: Question) -> bool:
     if wanted.form != got.form and not {wanted.form, got.form} <= {"digits", "word", "fraction"}:
         return True
     if wanted.form == got.form == "digits" and max(wanted.step, got.step) <= 1 and _readings(wanted.digits) & _readings(got.digits):
+        return True
+    one_scaled = not wanted.unit and (wanted.step > 1) != (got.step > 1)
+    if one_scaled and wanted.digits.replace(",", "") == got.digits.replace(",", ""):
         return True
     if wanted.value == -got.value and question.changes:
         return True

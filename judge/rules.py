@@ -32,6 +32,8 @@ _OPENERS = re.compile(
 )
 _SEPARATOR = re.compile(r" ?; ?|,? and | ?& ?|, ?")
 _MAX_ITEMS = 64
+_LONGEST_QUESTION = 8192
+"""Of a longer one, which takes long to search, only the text itself and blank answers are decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def decide(
     if is_empty(answer):
         meant = _may_mean(reference, answer, asked)
         return UNDECIDED if meant else Decision(False, "empty", "no answer, or only the opening of one")
+    if len(question) > _LONGEST_QUESTION:
+        return UNDECIDED
     for rule in (_options, _yes_no):
         if (decision := rule(wanted, got, asked)) is not UNDECIDED:
             return decision

@@ -406,7 +406,7 @@ def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
     assert found.attack_rate == found.false_positives == 0
     assert 0.3 < found.false_negatives < 0.6
     assert failures(found, Gate())
-    assert not failures(found, Gate(min_accuracy=0.8))
+    assert not failures(found, Gate(min_accuracy=0.8, min_kappa=0.5))
     page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
     attacks = sum(one.attack for one in items)
     assert f"{len(items)} labelled answers, {attacks} of them attacks" in page
