@@ -10,19 +10,26 @@ import pytest
 
 from tests.support import fault_table
 from tests.support.marks import Marks, kill, marked, next_mark
-from tests.support.runs import Run, ledger_closes, pause, run, settings
+from tests.support.runs import Run, ledger_closes, pause, resume, run, settings
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def kill_while_training(made: Run, marks: Marks, rank: int) -> float:
-    """SIGKILL a rank that was stopped before the step's training began: its peers wait for it in a collective."""
+def kill_while_training(made: Run, rank: int) -> float:
+    """SIGKILL a rank that was stopped in the middle of a step: its peers wait for it in a collective."""
     victim = made.actors("PolicyRank")[rank]
-    next_mark(made, marks, "reset", 8)
-    pause(victim)
-    next_mark(made, marks, "score", 8)
-    time.sleep(1.5)  # scored, hence training
-    return kill(victim)
+
+    def trains() -> bool:
+        return "".join(victim.cmdline()).startswith("ray::PolicyRank.train")  # Ray names a process by what it runs
+
+    for _ in range(20):
+        made.until(trains, "a step of the trainer")
+        pause(victim)
+        if trains():
+            time.sleep(0.5)
+            return kill(victim)
+        resume(victim)
+    raise AssertionError("no step was caught")
 
 
 def restored(made: Run, fault: str, cause: str, killed: float) -> tuple[dict[str, Any], fault_table.Times]:
@@ -41,7 +48,7 @@ def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> N
     )  # fmt: skip
     with run(marked(config, marks)) as made:
         made.until_event("checkpoint", step=2)
-        begin, rank = restored(made, "policy rank (of 2)", "policy_lost", kill_while_training(made, marks, 1))
+        begin, rank = restored(made, "policy rank (of 2)", "policy_lost", kill_while_training(made, 1))
         assert begin["why"].startswith("the policy group failed in train"), begin
         assert begin["lineage"] == 2
         assert begin["step"] >= 2
@@ -60,14 +67,13 @@ def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> N
 
 @pytest.mark.slow_faults
 def test_the_only_rank_dies(tmp_path: Path, digits_model: Path) -> None:
-    marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path, digits_model, steps=4, checkpoint__every=2,
         rollout__sampling={"max_tokens": 200, "min_tokens": 200}, reward__source__with={"seconds": 0.3},
     )  # fmt: skip
-    with run(marked(config, marks)) as made:
+    with run(config) as made:
         made.until_event("checkpoint", step=2)
-        killed = kill_while_training(made, marks, 0)
+        killed = kill_while_training(made, 0)
         begin, rank = restored(made, "policy rank (of 1)", "policy_lost", killed)
         assert begin["lineage"] == 2
         made.ends(0)
