@@ -72,10 +72,13 @@ class VllmEngine:
         Raises WorkerLost without loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the
         request up again and again, OverLongPrompt, and DataFailure for a prompt that cannot be used.
         """
-        for pause in (0.0, *RETRIES):
-            await asyncio.sleep(pause)
-            if (completion := await self._completed(prompt, sampling)) is not None:
-                return completion
+        completion = await self._completed(prompt, sampling)
+        for pause in RETRIES:
+            if completion is None:
+                await asyncio.sleep(pause)
+                completion = await self._completed(prompt, sampling)
+        if completion is not None:
+            return completion
         raise InfrastructureFailure(f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error")
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
@@ -129,11 +132,14 @@ class VllmEngine:
         Those that vLLM is still preparing are let in first: they carry the salt and the version of the present weights.
         """
         self._open.clear()
-        for entered in list(self._entering.values()):
-            await entered.wait()
-        await answered(
-            self._llm, self._llm.pause_generation(mode="keep", clear_cache=self._settings.inflight == "recompute")
-        )
+        clear = self._settings.inflight == "recompute"
+        try:
+            for entered in list(self._entering.values()):
+                await entered.wait()
+            await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear))
+        except BaseException:
+            self._open.set()  # whoever waits learns what is wrong, instead of waiting for a resume that never comes
+            raise
 
     async def resume(self) -> None:
         await answered(self._llm, self._llm.resume_generation())

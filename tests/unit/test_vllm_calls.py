@@ -174,6 +174,22 @@ def test_a_request_that_dies_in_preparation_does_not_hold_the_pause() -> None:
     run(test)
 
 
+def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        async def broken(**options: Any) -> None:
+            asked.append(asyncio.create_task(engine.generate(PROMPT, Sampling())))
+            await settle()
+            raise Exception("the scheduler is gone")
+
+        asked: list[asyncio.Task[Completion]] = []
+        monkeypatch.setattr(llm, "pause_generation", broken)
+        with pytest.raises(WorkerLost, match="the scheduler is gone"):
+            await engine.pause()
+        assert (await asked[0]).version == OLD
+
+    run(test)
+
+
 def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
