@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
-# Tests that start real runs wait more than they compute: two files at a time keep two cores busy.
+# Tests that start real runs wait more than they compute: two at a time keep two cores busy.
 WORKERS ?= 2
 BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
@@ -15,10 +15,10 @@ SPEC := pyproject.toml constraints.txt
 .PHONY: fast test test-faults test-judge test-k8s test-slurm test-vllm lint quickstart digits docs
 
 fast: lint
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not (slow_faults or k8s or slurm or judge or vllm)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or slurm or judge or vllm)"
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow_faults

@@ -37,7 +37,7 @@ class Player:
 class Production:
     finished = (1, 2, 3, 4, 5, 6)
 
-    async def collect(self, version: Any, inherited: Any) -> Any:
+    async def collect(self, *_: Any) -> Any:
         raise GenerationBudgetSpent("0 of 8 trajectories survived.")
 
 
