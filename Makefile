@@ -6,8 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
-# Tests that start real runs wait more than they compute: two at a time keep two cores busy.
-WORKERS ?= 2
+# Tests that start real runs wait more than they compute: three at a time keep two cores busy.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
@@ -21,7 +21,7 @@ test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or slurm or judge or vllm)"
 
 test-faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m slow_faults
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow_faults
 
 test-judge: $(VENV)/.judge
 	$(BIN)/python -m pytest -q -rs -m judge tests/serve

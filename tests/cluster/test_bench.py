@@ -85,6 +85,7 @@ def bench(*options: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow_faults
 def test_weights_are_published_over_every_transport() -> None:
     line = bench("publish", "--mib", "8", "--tensors", "4", "--rounds", "1")
     assert line["ratio"].keys() == {"object_store", "filesystem", "collective"}
@@ -92,6 +93,7 @@ def test_weights_are_published_over_every_transport() -> None:
         assert ratio == pytest.approx(line["seconds"][name] / line["seconds"]["plain"], rel=0.05)
 
 
+@pytest.mark.slow_faults
 def test_the_driver_plays_among_simulated_actors() -> None:
     line = bench("scale", "cost", "--in-flight", "1", "32", "--trajectories", "64")
     alone, many = line["cost"]

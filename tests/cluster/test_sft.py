@@ -120,6 +120,7 @@ def undisturbed(folder: Path, digits_model: Path) -> Stage:
     return ended(config(folder, digits_model, "undisturbed", save_every=4, checkpoint_every=100))
 
 
+@pytest.mark.slow_faults
 @pytest.mark.slow
 def test_a_stage_lowers_the_loss_and_writes_model_and_snapshots(undisturbed: Stage) -> None:
     losses = undisturbed.losses
