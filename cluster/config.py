@@ -288,6 +288,17 @@ class RunConfig(Settings):
         return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
 
 
+def wasteful(c: RunConfig) -> str:
+    """What an asynchronous run loses that throws left-over groups away (``carry_over: false``) while it waits for late ones; else ""."""
+    a = c.algorithm
+    if a.staleness.max_staleness == 0 or a.carry_over or a.staleness.when_late == "drop":
+        return ""
+    return (
+        f"filtering.carry_over: false with max_staleness: {a.staleness.max_staleness} throws away what ends while a step waits for "
+        "late groups, which is nearly half of all, and the short ones of it. Leave carry_over out, or set staleness.when_late: drop"
+    )
+
+
 def _problems(c: RunConfig) -> Any:
     a, stale = c.algorithm, c.algorithm.staleness.max_staleness
     if a.group_size == 1 and a.advantage.singleton == "error":
@@ -296,11 +307,6 @@ def _problems(c: RunConfig) -> Any:
         yield f"advantage.min_group ({a.advantage.min_group}) is larger than group_size ({a.group_size}): no group could be trained"
     if a.filtering.carry_over and stale == 0:
         yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
-    if stale > 0 and not a.carry_over and a.staleness.when_late == "wait":
-        yield (
-            f"filtering.carry_over: false with max_staleness: {stale} throws away what ends while a step waits for late groups, "
-            "which is nearly half of all, and the short ones of it. Leave carry_over out, or set staleness.when_late: drop"
-        )
     if c.rollout.deterministic and stale > 0:
         yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
     if c.policy.update.mini_batches > a.groups_per_step:

@@ -21,7 +21,7 @@ from actors.lease import Lease
 from cluster.activity import doing
 from cluster.background import background, timed
 from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, complete, resumes_from
-from cluster.config import RunConfig
+from cluster.config import RunConfig, wasteful
 from cluster.evaluation import blind, on_training_rows, play, plays
 from cluster.identity import about, changes
 from cluster.player import Player
@@ -69,8 +69,8 @@ class Driver(Actor):
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
         c = self.config
-        if why := on_training_rows(c):
-            self.reporter.event("evaluation_on_training_rows", why=why)
+        for why in filter(None, (on_training_rows(c), wasteful(c))):
+            self.reporter.event("warning", why=why)
         self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         me = ray.get_runtime_context().current_actor
         own = self.production

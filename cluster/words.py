@@ -123,7 +123,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
     "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
     "alarm": lambda record: f"ALARM: {record['why']}",
-    "evaluation_on_training_rows": lambda record: f"WARNING: {record['why']}",
+    "warning": lambda record: f"WARNING: {record['why']}",
     "unscored": lambda record: (
         f"trajectory {record['trajectory']} of task {record['task']}: no reward, the first {record['outcome']}: {record['why']}"
     ),

@@ -112,8 +112,8 @@ class FilteringSettings(Settings):
     """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts."""
     carry_over: bool | None = None
     """Whole groups left over compete again at the next step while fresh, which needs ``max_staleness`` > 0. None: on exactly
-    then. Off throws them away (the originals' way; with ``max_staleness`` > 0 it needs ``when_late: drop``): a trainer slower than
-    generation then wastes most of it."""
+    then. Off throws them away (the originals' way): with ``max_staleness`` > 0 a trainer slower than generation then wastes most
+    of it, and ``when_late: wait`` the short half; a run says so."""
 
 
 class ReplaySettings(Settings):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import RunConfig
+from cluster.config import RunConfig, wasteful
 from cluster.environment import LOCK, PREFIX, private_cluster, sweep
 from cluster.evaluation import on_training_rows
 from cluster.preflight import preflight
@@ -100,3 +100,12 @@ def test_evaluating_on_the_training_file_is_told_whatever_it_is_called(tmp_path:
     assert "data.eval is data.train" in said(rows)
     assert "data.eval is data.train" in said(link)
     assert said(other) == said(rows, every=0) == ""
+
+
+def test_throwing_away_what_ends_while_a_step_waits_is_told(tmp_path: Path) -> None:
+    def said(stale: int, carry_over: bool | None, when_late: str = "wait") -> str:
+        staleness = {"max_staleness": stale, "when_late": when_late}
+        return wasteful(config(tmp_path, algorithm={"filtering": {"carry_over": carry_over}, "staleness": staleness}))
+
+    assert "carry_over: false with max_staleness: 2" in said(2, False)
+    assert said(0, False) == said(2, None) == said(2, True) == said(2, False, "drop") == ""

@@ -218,10 +218,6 @@ CROSS_FIELD = [
     ({"algorithm.advantage": {"min_group": 9}}, ["min_group (9)", "group_size (4)"]),
     ({"algorithm.filtering": {"carry_over": True}}, ["max_staleness: 0"]),
     (
-        {"algorithm.filtering": {"carry_over": False}, "algorithm.staleness": {"max_staleness": 2}},
-        ["carry_over: false", "max_staleness: 2", "when_late: drop"],
-    ),
-    (
         {"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}},
         ["rollout.deterministic", "max_staleness: 3"],
     ),
