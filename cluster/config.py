@@ -289,7 +289,7 @@ class RunConfig(Settings):
 
 
 def wasteful(c: RunConfig) -> str:
-    """What an asynchronous run loses that throws left-over groups away (``carry_over: false``) while it waits for late ones; else ""."""
+    """What an asynchronous run loses that throws left-over groups away while it waits for late ones; else ""."""
     a = c.algorithm
     if a.staleness.max_staleness == 0 or a.carry_over or a.staleness.when_late == "drop":
         return ""
