@@ -86,7 +86,10 @@ def without_checkout(folder: Path) -> Path:
     site = sysconfig.get_path("purelib", vars={"base": str(folder)})
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
-    found = subprocess.run([python, "-c", "import ray, cluster"], cwd="/", capture_output=True, text=True, check=False)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [python, "-c", "import ray, cluster"], cwd="/", env=bare, capture_output=True, text=True, check=False
+    )
     assert "No module named 'cluster'" in found.stderr, found.stderr
     return python
 
