@@ -60,12 +60,12 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def versions() -> str:
-    """Ours, and those of what runs are made of; ``?`` for what is not installed."""
+    """Ours, and those of what runs are made of."""
 
     def of(name: str) -> str:
         with suppress(PackageNotFoundError):
             return version(name)
-        return "?"
+        return "(not installed)"
 
     return "rayloop " + ", ".join([of("rayloop"), *(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "vllm"))])
 

@@ -37,11 +37,17 @@ def _kept(metrics: Mapping[str, float]) -> str:
     return f"{_value('rollout/trained', '.0f')(metrics)}/{_value('rollout/trajectories', '.0f')(metrics)}"
 
 
-def _filtered(metrics: Mapping[str, float]) -> str:
-    """Share of the finished trajectories that filters removed."""
-    finished = metrics.get("rollout/trajectories", 0.0)
-    removed = sum(value for name, value in metrics.items() if name.startswith("filtered/"))
-    return f"{removed / finished:.0%}" if finished else ABSENT
+def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
+    """Of the finished trajectories, those that ended so: ``filtered``, or ``excluded`` for want of a reward."""
+
+    def share(metrics: Mapping[str, float]) -> str:
+        finished = metrics.get("rollout/trajectories", 0.0)
+        removed = sum(value for name, value in metrics.items() if name.startswith(f"{state}/"))
+        if not finished:
+            return ABSENT
+        return f"{removed / finished:.0%}" if removed else none
+
+    return share
 
 
 SEEN = 10
@@ -53,7 +59,8 @@ def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
     return (
         Column(f"reward\n({sampled})", f"reward({sampled})", _value("reward/mean", ".3f")),
         Column("trained/\nplayed", "trained", _kept),
-        Column("filtered", "filtered", _filtered),
+        Column("filtered", "filtered", _share("filtered", none="0%")),
+        Column("excluded", "excluded", _share("excluded", none=ABSENT)),
         Column("loss", "loss", _value("actor/loss", ".4f")),
         Column("grad\nnorm", "grad", _value("actor/grad_norm", ".3g")),
         Column("entropy", "entropy", _value("actor/entropy", ".3f")),

@@ -186,6 +186,7 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
                     f"{dotted(path)}=[...]"
                 )
             holder[key] = {}
+            source.lines[path] = COMMAND_LINE
         holder = holder[key]
     key = _key(holder, parts[-1], path)
     if key in CHOICES and isinstance(holder, dict) and holder.get(key, value) != value:

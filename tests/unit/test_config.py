@@ -219,6 +219,12 @@ def test_malformed_overrides(write: Write, override: str, message: str) -> None:
         load(path, [override], House)
 
 
+def test_a_key_that_only_the_command_line_has_is_refused_under_its_name(write: Write) -> None:
+    path = write("name: a\n")
+    (problem,) = refused(path, "gardn.size=3")
+    assert problem.startswith("command line: gardn: unknown key")
+
+
 def test_an_override_of_the_kind_starts_its_mapping_afresh(write: Write) -> None:
     path = write("name: a\nfavourite: {kind: cat, lives: 3}\n")
     assert load(path, ["favourite.kind=dog", "favourite.tricks=[sit]"], House).favourite == Dog(tricks=("sit",))
