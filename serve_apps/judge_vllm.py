@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import ray
@@ -14,6 +12,7 @@ import ray
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.model_files import model_identity
 from rayloop.engines.vllm_chat import RequestRefused, TooLong, VllmChat
+from rayloop.engines.vllm_process import versions
 from serve_apps.judge_openai import TOP, CompletionModel
 from serve_apps.judge_service import Answer
 from serve_apps.judge_settings import VllmBackendSettings
@@ -26,9 +25,7 @@ class VllmModel(CompletionModel):
         about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
         super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
         self._engine = VllmChat(settings.model, settings.engine, _scratch(), settings.revision)
-        self._identity = model_identity(settings.model, settings.revision) | {
-            name: version(name) for name in ("vllm", "xgrammar") if find_spec(name)
-        }
+        self._identity = model_identity(settings.model, settings.revision) | versions()
         self._timeout = settings.timeout
 
     async def identity(self) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -42,6 +44,16 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
         raise ConfigError(f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
     if found not in TESTED:
         raise ConfigError(f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install rayloop[gpu]")
+
+
+def versions() -> dict[str, str]:
+    """Of vLLM, under whatever name it was installed, and of what holds its replies to a schema."""
+    from vllm import __version__ as found
+
+    told = {"vllm": found}
+    with suppress(PackageNotFoundError):
+        told["xgrammar"] = version("xgrammar")
+    return told
 
 
 def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:

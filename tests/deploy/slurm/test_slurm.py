@@ -136,7 +136,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
 def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) -> None:
     site.cluster("up")
     environment = f"--export=ALL,RAYLOOP_RENDEZVOUS={site.place.folder.parent},RAYLOOP_PYTHON={sys.executable}"
-    config = site.config("limited", steps=40, environment__episode__environment__with=SLOW)
+    config = site.config("limited", steps=80, environment__episode__environment__with=SLOW)
     asked = ("--partition=cpu", "--cpus-per-task=1", "--time=20", "--signal=B:USR1@60", environment)
     job = site.sbatch(*asked, SCRIPTS / "train.sbatch", NAME, config)
 
@@ -153,7 +153,7 @@ def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) 
     site.wait(lambda: "Restarts=1" in site.state(job), "the time limit's signal, and a requeue", 150)
     site.limit(job, minutes=20)
     site.completed(job, 240)
-    assert site.steps("limited") == list(range(1, 41)), "every step once, none lost"
+    assert site.steps("limited") == list(range(1, 81)), "every step once, none lost"
 
     site.cluster("down")
     site.nothing_left_behind()
