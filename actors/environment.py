@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from actors.base import Actor
-from actors.lease import Lease, LeasedEngine, cause
+from actors.lease import Lease, LeasedEngine
+from actors.lost import cause
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,

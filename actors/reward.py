@@ -25,6 +25,7 @@ from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.reward_functions import as_source
 from rayloop.core.runfolder import RolloutRecord, rollout_record
 from rayloop.core.threads import hanging, in_thread
+from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import EndReason, Group, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
 from rayloop.envs.rendering import load_tokenizer, model_folder, shown
 
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
 """What a grader raises when something around it fails (network, disk, memory): never the policy's doing."""
-
-
 TRACE = 8000
 """Characters of a traceback that travel to the driver: its end."""
 
@@ -102,7 +101,7 @@ class RewardActor(Actor):
             if self._settings.on_error == "fail" and not infrastructure and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
-        trace = "".join(traceback.format_exception(last)).rstrip()[-TRACE:]
+        trace = own_frames(last)[-TRACE:]
         if infrastructure or isinstance(last, _UNAVAILABLE) or type(errors[0]) is not type(last):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason, trace)
         if self._settings.on_error == "fail":

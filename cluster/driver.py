@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 
 from actors.base import Actor
 from actors.lease import Lease
+from actors.lost import cause
 from cluster.activity import doing
 from cluster.background import background, timed
 from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, complete, resumes_from
@@ -25,7 +26,7 @@ from cluster.config import RunConfig, wasteful
 from cluster.evaluation import blind, on_training_rows, play, plays
 from cluster.identity import about, changes
 from cluster.player import Player
-from cluster.pool import brief, cause
+from cluster.pool import brief
 from cluster.production import Production, without
 from cluster.publication import Publisher
 from cluster.report import Reporter

@@ -13,12 +13,12 @@ from typing import Any
 import ray
 
 from actors.lease import Lease
+from actors.lost import cause
 from actors.rollout import start_weights
 from cluster.config import RunConfig
 from cluster.controls import Item, summarise, table
 from cluster.evaluation import Play, blind, play, plays
 from cluster.player import Player
-from cluster.pool import cause
 from cluster.services import Services, bundles, total
 from cluster.session import session
 from cluster.waits import within

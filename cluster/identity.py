@@ -6,8 +6,6 @@ model's files, the whole configuration and the best held-out reward so far.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from cluster.checkpoint import Checkpoint
 from cluster.config import RunConfig
 from rayloop.core.dataset import Dataset
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import hashed
 from rayloop.envs.rendering import model_folder
 
 SCHEMA = 1
@@ -37,8 +36,6 @@ FREE = ("policy.engine.lora.dropout",)
 """Of these, the ones that may."""
 UNTOLD = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
-BLOCKS, BLOCK = 16, 2**16
-"""A large file is hashed at so many places, so many bytes at each, and by its size."""
 
 
 class ResumeRefused(ConfigError):
@@ -48,10 +45,10 @@ class ResumeRefused(ConfigError):
 def identity(config: RunConfig) -> dict[str, str]:
     """Hashes of what the configuration only points to: the model's files by what they decide, its weights, the training rows."""
     folder = model_folder(config.model.path)
-    hashes = {name: _hashed([folder / file for file in files]) for name, files in FILES.items()}
+    hashes = {name: hashed([folder / file for file in files]) for name, files in FILES.items()}
     weights = sorted(folder.glob("*.safetensors"))
-    hashes["weights"] = _hashed(weights) if weights else config.model.path
-    return {**hashes, "data.train": _hashed([Path(config.data.train)])}
+    hashes["weights"] = hashed(weights) if weights else config.model.path
+    return {**hashes, "data.train": hashed([Path(config.data.train)])}
 
 
 def about(
@@ -123,18 +120,3 @@ def _items(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _items(part, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, value
-
-
-def _hashed(files: list[Path]) -> str:
-    """16 hex digits over the files that exist: all of a small one, blocks spread over a large one."""
-    digest = hashlib.sha256()
-    for file in files:
-        if not file.is_file():
-            continue
-        size = file.stat().st_size
-        digest.update(json.dumps([file.name, size]).encode())
-        with open(file, "rb") as content:
-            for number in range(BLOCKS):
-                content.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
-                digest.update(content.read(BLOCK))
-    return digest.hexdigest()[:16]

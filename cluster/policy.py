@@ -8,9 +8,10 @@ from typing import Any
 
 import ray
 
+from actors.lost import cause
 from actors.policy import Assignment, Comparison
 from cluster.config import PolicySettings
-from cluster.pool import brief, cause, is_lost
+from cluster.pool import brief, is_lost
 from cluster.waits import within
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.protocols import Manifest, Meeting

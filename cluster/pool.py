@@ -18,8 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from actors.lease import Lease
-from actors.lost import cause as cause
-from actors.lost import object_lost
+from actors.lost import cause, object_lost
 from cluster.config import RecoverySettings
 from cluster.waits import within
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed

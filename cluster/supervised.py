@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from cluster.pool import cause
+from actors.lost import cause
 from cluster.session import session
 from cluster.sft import START, Examples, Progress, SftConfig, make_tiny
 from rayloop.core.config import local_path

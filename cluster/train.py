@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.base import GROUPS
+from actors.lost import cause
 from cluster.checkpoint import CheckpointStore, resumes_from
 from cluster.config import RunConfig
 from cluster.driver import Driver
@@ -25,7 +26,7 @@ from cluster.eval import config_hash
 from cluster.identity import check as check_fit
 from cluster.identity import identity
 from cluster.pictures import draw_or_tell
-from cluster.pool import brief, cause
+from cluster.pool import brief
 from cluster.progress import Progress
 from cluster.services import actor_name, bundles, total
 from cluster.session import session

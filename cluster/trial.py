@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import tempfile
 import textwrap
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -28,6 +26,7 @@ from rayloop.core.dataset import TRUTHS, Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError, WorkerStartFailed
 from rayloop.core.runfolder import jsonable
 from rayloop.core.threads import in_thread
+from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import (
     Completion,
     Outcome,
@@ -52,12 +51,6 @@ ANSWERS = 2
 SHOWN_FAILURES = 3
 SHOWN = 500
 """Characters of a ground truth."""
-PLUMBING = (
-    "rayloop/core/config.py", "rayloop/core/reward_functions.py", "rayloop/core/threads.py", "rayloop/envs/episode.py",
-    "actors/reward.py", "cluster/trial.py",
-)  # fmt: skip
-"""Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
-
 Tell = Callable[[str], None]
 Made = TypeVar("Made")
 
@@ -180,13 +173,13 @@ class _Trial:
             outcome = await self.reward.score(played, task, 0)
         self.tell(_worded(outcome))
         if outcome.trace:
-            self._tell_once(_own(outcome.trace))
+            self._tell_once(outcome.trace)
         return isinstance(outcome, Scored) and not outcome.trace
 
     def _tell_error(self, error: BaseException) -> None:
         """The message of what was raised on purpose; else the traceback."""
         own = error.__cause__ if isinstance(error, RayloopError) else error
-        self._tell_once(f"{type(error).__name__}: {error}" if own is None else _traceback(own))
+        self._tell_once(f"{type(error).__name__}: {error}" if own is None else own_frames(own))
 
     def _tell_once(self, text: str) -> None:
         self.tell(_indented(text if text not in self.told else "the same"))
@@ -199,7 +192,7 @@ def _made(use: str, make: Callable[[], Made]) -> Made:
     except (RayloopError, ValidationError):
         raise
     except Exception as error:
-        raise WorkerStartFailed(f"{use} could not be made:\n{_traceback(error)}") from error
+        raise WorkerStartFailed(f"{use} could not be made:\n{own_frames(error)}") from error
 
 
 @contextmanager
@@ -211,16 +204,6 @@ def _silent(name: str) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _traceback(error: BaseException) -> str:
-    return _own("".join(traceback.format_exception(error, chain=False)))
-
-
-def _own(trace: str) -> str:
-    """A traceback without the frames of what called a person's code."""
-    plumbing = "|".join(map(re.escape, PLUMBING))
-    return re.sub(rf'^  File "[^"]*({plumbing})".*\n(    .*\n)*', "", trace.rstrip(), flags=re.MULTILINE)
 
 
 def _worded(outcome: Outcome) -> str:

@@ -18,12 +18,11 @@ from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
+from rayloop.core.dataset import TRUTHS
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.types import ImageSource, Scored, Task, Trajectory, Unscored, UnscoredKind
 
-TRUTHS = ("ground_truth", "answer", "solution", "label", "target")
-"""Names under which a function may ask for the ground truth when the row has no column of that name."""
 OWN = ("trajectory", "task", "context")
 
 
@@ -156,6 +155,7 @@ def _columns(task: Task) -> dict[str, Any]:
 
 
 def _truths(takes: Mapping[str, inspect.Parameter], task: Task) -> dict[str, Any]:
+    """The ground truth under the usual name that the function asks for, when the row has no column of that name."""
     columns = _columns(task)
     return {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
 

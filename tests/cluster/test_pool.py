@@ -17,9 +17,10 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.base import GROUPS, Actor
+from actors.lost import cause
 from cluster.config import RecoverySettings, RunConfig
 from cluster.environment import SUBREAPER
-from cluster.pool import Pool, cause
+from cluster.pool import Pool
 from cluster.services import bundles, reserve
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from tests.support.runs import settings
