@@ -665,7 +665,8 @@ def test_no_wake_up_is_lost(tmp_path: Path) -> None:
         production._notify()
         second = production._change()
         second.send(None)
-        await asyncio.wait_for(first, 1)
+        await asyncio.wait({first}, timeout=1)
         second.close()
+        assert first.done(), "the first waiter slept through the notice"
 
     asyncio.run(test())

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.support.runs import ROOT, Run, eventually, ledger_closes, run, settings
+from tests.support.vllm_processes import engine_cores, engine_workers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
 
@@ -82,15 +83,6 @@ def test_three_steps_on_pages_whose_greedy_answers_are_those_of_transformers(tmp
     assert answers(made) == answers(other)
 
 
-def below(actor: psutil.Process) -> dict[str, psutil.Process]:
-    """vLLM's processes of a rollout actor by name."""
-    found = {}
-    for process in actor.children(recursive=True):
-        with suppress(psutil.Error):
-            found["".join(process.cmdline())] = process
-    return {name: process for name, process in found.items() if name.startswith("VLLM::")}
-
-
 def vllm_metrics(made: Run) -> str:
     """One of vLLM's gauges at the metrics port of the run's node."""
     for file in made.temporary.rglob("metrics_export_port_*"):
@@ -109,12 +101,11 @@ def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_pa
             step = made.metrics[-1]["step"] if made.metrics else 0
             made.until(lambda: made.metrics and made.metrics[-1]["step"] > step, "a step", START)  # noqa: B023
             actor = made.actors("RolloutActor")[-1]
-            processes = below(actor)
             made.until(lambda: "rollout-0" in vllm_metrics(made), "vLLM's metrics at Ray's port", 60)
-            assert {"VLLM::EngineCore", "VLLM::Worker"} <= processes.keys()
-            (processes["VLLM::EngineCore"] if number == 1 else actor).kill()
+            (core,), (worker,) = engine_cores(actor), engine_workers(actor)
+            (core if number == 1 else actor).kill()
             made.until(lambda: len(made.named("worker_replaced", role="rollout")) == number, "a replacement", START)  # noqa: B023
-            eventually(lambda: not alive(actor, *processes.values()), "all of them are gone", 10)  # noqa: B023
+            eventually(lambda: not alive(actor, core, worker), "all of them are gone", 10)  # noqa: B023
         made.until(lambda: made.metrics[-1]["step"] > step + 1, "another step", START)
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=END)

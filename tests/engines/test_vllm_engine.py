@@ -16,10 +16,7 @@ from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 from rayloop.engines.vllm_process import common_arguments
 from tests.engines.prompts import prompt
 from tests.engines.test_contract import GREEDY, Served
-
-
-def below() -> dict[str, psutil.Process]:
-    return {"".join(process.cmdline()): process for process in psutil.Process().children(recursive=True)}
+from tests.support.vllm_processes import engine_cores, engine_workers
 
 
 async def until_unhealthy(served: Served) -> None:
@@ -33,14 +30,15 @@ def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
     """The death of the engine process is in tests/cluster/test_vllm_runs.py."""
     served = Served("vllm", tiny_text, max_model_len=512)
     served.run(served.load(served.start))
-    processes = {name: process for name, process in below().items() if name.startswith("VLLM::")}
+    this = psutil.Process()
+    (core,), (worker,) = engine_cores(this), engine_workers(this)
 
     async def test() -> None:
         with pytest.raises(OverLongPrompt):
             await served.engine.generate(TokenPrompt(tuple(range(20, 276)) * 2), GREEDY)
         waiting = asyncio.create_task(served.engine.generate(prompt(tiny_text, "What"), Sampling(max_tokens=400)))
         loading = asyncio.create_task(served.load(served.start))
-        processes["VLLM::Worker"].kill()
+        worker.kill()
         for call in (waiting, loading):
             with pytest.raises(WorkerLost):
                 await call
@@ -49,7 +47,7 @@ def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
 
     served.run(test())
     served.close()
-    _, left = psutil.wait_procs(list(processes.values()), 10)
+    _, left = psutil.wait_procs([core, worker], 10)
     assert not left
 
 

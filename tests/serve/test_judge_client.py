@@ -284,20 +284,26 @@ def keyed(*keys: str) -> Reply:
     return reply
 
 
-def test_a_key_that_changed_is_read_once_more(stub: JudgeStub, tmp_path: Path) -> None:
-    key = tmp_path / "key"
+def with_a_new_key(stub: JudgeStub, key: Path, change: Callable[[str], None]) -> tuple[list[Result], list[str]]:
+    """The results of two questions, the file's key replaced between them, and every key that was sent."""
 
     async def use(client: JudgeClient) -> list[Result]:
         found = []
         for text in ("secret-1", "secret-2"):
             key.write_text(text)
             key.chmod(0o600)
-            stub.always = keyed(text)
+            change(text)
             found.append(await client.judge(item(f"with {text}"), 5))
         return found
 
-    assert all(isinstance(result, JudgeVerdict) for result in using(stub.url, use, key_file=str(key)))
-    assert [sent["authorization"] for sent in stub.headers] == ["Bearer secret-1", "Bearer secret-1", "Bearer secret-2"]
+    results = using(stub.url, use, key_file=str(key))
+    return results, [sent["authorization"] for sent in stub.headers]
+
+
+def test_a_key_that_changed_is_read_once_more(stub: JudgeStub, tmp_path: Path) -> None:
+    results, sent = with_a_new_key(stub, tmp_path / "key", lambda text: setattr(stub, "always", keyed(text)))
+    assert all(isinstance(result, JudgeVerdict) for result in results)
+    assert sent == ["Bearer secret-1", "Bearer secret-1", "Bearer secret-2"]
 
 
 def test_nothing_is_sent_without_the_key_that_could_not_be_read(stub: JudgeStub, tmp_path: Path) -> None:
@@ -510,21 +516,11 @@ def test_the_key_is_sent_and_must_be_private(stub: JudgeStub, tmp_path: Path) ->
 
 
 def test_a_new_key_is_read_after_a_refusal(stub: JudgeStub, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-
-    async def use(client: JudgeClient) -> list[Result]:
-        found = []
-        for text in ("secret-1", "secret-2"):
-            key.write_text(text)
-            key.chmod(0o600)
-            found.append(await client.judge(item(), 5))
-        return found
-
     stub.script = [status(403)]
-    refused, judged = using(stub.url, use, key_file=str(key))
+    (refused, judged), sent = with_a_new_key(stub, tmp_path / "key", lambda text: None)
     assert isinstance(refused, JudgeUnscored)
     assert isinstance(judged, JudgeVerdict)
-    assert [sent["authorization"] for sent in stub.headers] == ["Bearer secret-1", "Bearer secret-2"]
+    assert sent == ["Bearer secret-1", "Bearer secret-2"]
 
 
 def test_a_breaker_outlives_a_key_that_is_gone_for_a_while(stub: JudgeStub, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from judge.rubric import load_rubrics
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from tests.support.judges import Served, served
 from tests.support.runs import eventually
+from tests.support.vllm_processes import engine_cores
 
 pytestmark = [
     pytest.mark.vllm,
@@ -65,7 +66,7 @@ def test_it_chats_and_refuses_what_does_not_fit(judge: Served) -> None:
 
 def test_an_engine_that_dies_is_replaced_and_no_verdict_is_lost(judge: Served) -> None:
     (replica,) = judge.replicas()
-    engines = [child for child in replica.children(recursive=True) if "EngineCore" in " ".join([child.name(), *child.cmdline()])]
+    engines = engine_cores(replica)
     assert engines, [child.cmdline() for child in replica.children(recursive=True)]
     for engine in engines:
         engine.kill()

@@ -205,7 +205,7 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run(outcome: Out
 def test_a_later_group_on_which_the_grader_fails_does_not_end_the_run() -> None:
     watch = Watched()
     watch.observe([member(CRASHED), member()])
-    watch.observe([member(CRASHED)] * 4)
+    assert watch.observe([member(CRASHED)] * 4) == []
 
 
 def test_reasons_are_the_most_frequent_kinds_with_an_example() -> None:
