@@ -128,7 +128,7 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
             env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(started.token)},
         )  # fmt: skip
         assert again.returncode == 0, again.stdout + again.stderr
-        assert f"restored step_{done:06d}" in again.stdout
+        assert f"continues from step_{done:06d}" in again.stdout
     assert metrics.read_text().count("\n") == done + 1
 
 
