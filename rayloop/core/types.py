@@ -372,7 +372,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task that share a baseline; ``issue`` orders everything. ``std`` is unbiased, of the scored."""
+    """The trajectories of one task that share a baseline; ``issue`` orders all. ``mean`` and unbiased ``std``: the baseline's."""
 
     issue: int
     task: Task

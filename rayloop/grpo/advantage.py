@@ -16,8 +16,9 @@ from rayloop.grpo.settings import AdvantageSettings
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased) are those of the rewards, whatever the
-    baseline and divisor were; a lone sample under ``singleton: raw`` has mean 0 and std 1 (verl's convention)."""
+    """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased, whatever the divisor was) are those of the
+    rewards, or of ``score != 0`` with the binarised baseline; ranking goes by this std. A lone sample under ``singleton: raw``
+    has mean 0 and std 1 (verl's convention)."""
 
     values: tuple[float, ...]
     mean: float
@@ -40,10 +41,11 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
         raise ValueError(f"rewards {scores} are not all finite: such a trajectory is Unscored(invalid_reward)")
     if len(scores) == 1:
         return _singleton(scores[0], settings)
-    values = _values(scores, settings)
+    base = [float(score != 0) for score in scores] if settings.baseline == "binarised" else scores
+    values = _values(scores, base, settings)
     if not all(map(math.isfinite, values)):
         raise ValueError(f"rewards {scores} are too far apart: an advantage is not finite")
-    return Advantages(values, statistics.mean(scores), statistics.stdev(scores))
+    return Advantages(values, statistics.mean(base), statistics.stdev(base))
 
 
 def _singleton(score: float, settings: AdvantageSettings) -> Advantages:
@@ -55,13 +57,9 @@ def _singleton(score: float, settings: AdvantageSettings) -> Advantages:
     return Advantages((score,), 0.0, 1.0)
 
 
-def _values(scores: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
-    if settings.baseline == "binarised":
-        base = [float(score != 0) for score in scores]
-    elif max(scores) - min(scores) <= settings.tolerance:
+def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
+    if settings.baseline == "mean" and max(scores) - min(scores) <= settings.tolerance:
         return (0.0,) * len(scores)
-    else:
-        base = list(scores)
     mean = statistics.mean(base)
     if not settings.normalize_std or max(base) == min(base):
         return tuple(score - mean for score in scores)

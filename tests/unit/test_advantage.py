@@ -50,6 +50,16 @@ def test_binarised_baseline_keeps_the_score_in_the_numerator() -> None:
     assert advantages([1.3, 1.1], AdvantageSettings(baseline="binarised")).values == pytest.approx([0.3, 0.1])
 
 
+def test_the_binarised_baselines_mean_and_std_are_reported() -> None:
+    binarised = AdvantageSettings(baseline="binarised", normalize_std=False)
+    mixed, failures_alone = advantages([-0.2, 1, -0.2, 0.5], binarised), advantages([0, 0], binarised)
+    assert (mixed.mean, mixed.std) == (1.0, 0.0)
+    assert (failures_alone.mean, failures_alone.std) == (0.0, 0.0)
+    assert advantages([1.3, 1.1, 0, 0], binarised).std == pytest.approx(0.577350, abs=1e-6)
+    group = with_advantages(make_group(0, [1.3, 1.1, 0, 0]), binarised)
+    assert (group.mean, group.std) == (0.5, pytest.approx(0.577350, abs=1e-6))
+
+
 @given(rewards, settings, st.integers(-50, 50).map(float))
 def test_a_constant_added_to_all_rewards_changes_nothing(
     values: list[float], settings: AdvantageSettings, shift: float
