@@ -7,6 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 
 from rayloop.core.seeds import derive
 from rayloop.core.types import Fate, Group, Member, State, TrajectoryId, Unscored
@@ -64,11 +65,11 @@ class ReplayBuffer:
             self._stored[task] = deque((m for m in members if m.summary.id not in ids), members.maxlen)
 
     def _failed(self, group: Group) -> bool:
-        results = [_result(member) for member in group.scored]
+        results = [_written(_result(member)) for member in group.scored]
         return (
             bool(results)
-            and statistics.pstdev(results) < self._settings.max_std
-            and statistics.mean(results) < self._settings.max_mean
+            and statistics.pstdev(results) < _written(self._settings.max_std)
+            and statistics.mean(results) < _written(self._settings.max_mean)
         )
 
     def _draw(self, group: Group, step: int) -> Member | None:
@@ -94,3 +95,8 @@ class ReplayBuffer:
 def _result(member: Member) -> float:
     """The environment's own result of a scored member, else its reward."""
     return member.reward if member.summary.env_result is None else member.summary.env_result
+
+
+def _written(number: float) -> Decimal:
+    """The number that is printed: 0.05 and 0.15 are then exactly 0.1 apart, which their binary fractions are not."""
+    return Decimal(repr(float(number)))

@@ -51,6 +51,15 @@ def test_other_groups_and_other_tasks_are_left_alone() -> None:
         assert (injection.group, injection.displaced) == (group, None)
 
 
+def test_results_are_compared_as_they_are_written() -> None:
+    """0.05 and 0.15 lie exactly 0.05 around their mean, 0.1 and 0.3 exactly around 0.2; as binary fractions they would not."""
+    buffer = buffer_with_success()
+    wide = ReplaySettings(enabled=True, max_std=0.2)
+    assert buffer.inject(make_group(1, [0.05, 0.15]), step=1).displaced is None
+    assert buffer_with_success(wide).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
+    assert buffer.inject(make_group(1, [0.05, 0.14]), step=1).displaced is not None
+
+
 def test_off_by_default() -> None:
     buffer = buffer_with_success(ReplaySettings())
     group = make_group(1, [0.0, 0.0])
