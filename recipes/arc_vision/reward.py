@@ -20,7 +20,7 @@ from rayloop.core.types import Outcome, Scored, Task, Trajectory
 from recipes.arc_vision.data import Box, box
 from recipes.arc_vision.original import library_box, looks_like_box, trained_box, true_box
 
-_NUMBER = r"\s*(\d{1,4}(?:\.\d{1,9})?)\s*"
+_NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"
 _ANSWER = re.compile(r"<bbox>\s*\[" + ",".join([_NUMBER] * 4) + r"\]\s*</bbox>")
 _NO_AREA = 0.01
 """Counts as the area of a true box without any, which only the originals' variants score."""
@@ -141,7 +141,8 @@ def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Setti
     about |= {"small": float(small), "edge": float(edge), "area": area}
     if calls and not _answered(text, settings.variant):
         paid = settings.tool_only if small or edge else 0.0
-        return Scored(paid, about | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}, ("tool_only",))
+        nothing = grounding(None, truth) | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}
+        return Scored(paid, about | nothing, ("tool_only",))
     overlap = found["iou"]
     penalties = _penalties(calls, overlap, small, edge, settings)
     tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())

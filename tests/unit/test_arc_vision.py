@@ -144,6 +144,18 @@ def test_the_originals_read_the_whole_episode_and_never_pay_what_is_no_number() 
     assert arc_vision(["nothing"], LARGE, endless).value == -1.0
 
 
+@pytest.mark.parametrize("answer", ["<box>0.1,0.1,0.2,0.2</box>", "x1,y1,x2,y2: 0.1,0.1,0.2,0.2"])
+def test_calls_without_an_answer_have_no_overlap_even_where_the_original_could_read_a_box(answer: str) -> None:
+    scored = arc_vision([ZOOM + answer], SMALL, ArcVisionReward.Settings(variant="original"))
+    assert (scored.value, scored.flags) == (0.1, ("tool_only",))
+    assert [scored.components[name] for name in ("iou", "click", "format")] == [0.0, 0.0, 0.0]
+
+
+def test_a_fraction_may_have_as_many_digits_as_a_float_is_printed_with() -> None:
+    scored = arc_vision(["<bbox>[0.30000000000000004,0.3,0.7,0.7]</bbox>"], LARGE, DEFAULTS)
+    assert (scored.components["iou"], scored.flags) == (pytest.approx(1.0), ())
+
+
 def test_the_library_takes_calls_beyond_two_from_the_tool_term() -> None:
     """0.3 (0.4 - 0.4 (n - 2)) for a small box that is found; without an answer there is no branch of its own."""
     library = ArcVisionReward.Settings(variant="library")
