@@ -9,7 +9,8 @@ How = Literal["tagged_box", "tag", "box", "last_line", "whole"]
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"[{}]")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or what a backslash makes text."""
 
 
 def extract(text: str, how: How) -> str | None:
@@ -35,13 +36,13 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` with balanced braces holds, or None. One pass, whatever the text."""
+    r"""What the last ``\boxed{...}`` with balanced braces holds, or None; ``\{`` and ``\}`` do not count. One pass."""
     starts = {match.end() for match in _BOX.finditer(text)}
     opened: list[int] = []
     found = (-1, -1)
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":
             opened.append(brace.end())
-        elif opened and (start := opened.pop()) in starts:
+        elif brace.group() == "}" and opened and (start := opened.pop()) in starts:
             found = max(found, (start, brace.start()))
     return None if found[0] < 0 else text[slice(*found)].strip()

@@ -119,8 +119,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def first_number(text: str) -> float | None:
-    """The first number anywhere in a text."""
-    found = re.search(rf"[-+]?(?:{_DIGITS})", text)
+    """The first number anywhere in a text, in any script's decimal digits; commas separate thousands."""
+    found = re.search(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)", text)
     return float(found.group().replace(",", "")) if found else None
 
 

@@ -42,7 +42,7 @@ class Rubric(Settings):
     sees_images: bool = False
     """Whether the model is shown the item's images, for judges that can see; otherwise they are left out."""
     max_answer: int = Field(1000, ge=1)
-    """Characters; longer answers are wrong without asking."""
+    """Characters; answers of so many or more are wrong without asking."""
     tolerance: float = Field(0.0, ge=0)
     """Relative, for numbers that a rule compares; 0 compares exactly. Raise it only where answers are read off a scale."""
     tolerances: dict[str, float] = {}

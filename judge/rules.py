@@ -51,7 +51,7 @@ UNDECIDED = Decision(None)
 def decide(
     reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
 ) -> Decision:
-    """Is ``answer`` right, given the right answer? Never raises. ``max_length`` counts characters.
+    """Is ``answer`` right, given the right answer? Never raises. ``max_length``: so many characters are too many.
 
     ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly. ``exact``: of formulas, where case counts.
     The question can only make a rule more careful, or say what a letter, a number or a sign means.
@@ -63,8 +63,8 @@ def decide(
         return Decision(False, "empty", "no answer")
     if reference.strip() == answer.strip():
         return Decision(True, "exact", "the same text")
-    if len(answer) > max_length:
-        return Decision(False, "too_long", f"longer than {max_length} characters")
+    if len(answer) >= max_length:
+        return Decision(False, "too_long", f"{max_length} characters or more")
     asked, wanted, got = Question(question, exact), plain(reference), plain(answer)
     if same_text(wanted, got, strict=exact or asked.case):
         return Decision(True, "exact", "the same text")
@@ -165,7 +165,8 @@ def _same_item(wanted: str, got: str, asked: Question) -> bool:
     return same_text(first, second, strict=asked.exact or asked.case) or compare(first, second, asked) == "same"
 
 
-VSI_THRESHOLDS = tuple(i / 100 for i in range(50, 100, 5))
+VSI_THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
+"""0.5 to 0.95, rounded as the originals round: 1 - 0.85 is a little above 0.15, and an error of exactly 15 % would be below it."""
 
 
 def mean_relative_accuracy(reference: float, answer: float, thresholds: Sequence[float] = VSI_THRESHOLDS) -> float:

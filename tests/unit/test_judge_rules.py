@@ -58,7 +58,8 @@ def test_every_label_is_tried_in_many_pairs() -> None:
 
 
 def test_an_overlong_answer_is_wrong_unless_it_is_the_reference() -> None:
-    assert decide("x", "x" * 1001).rule == "too_long"
+    assert decide("x", "x" * 1000).rule == "too_long"
+    assert decide("x", "x" * 999).rule != "too_long"
     assert decide("x" * 1001, "x" * 1001).correct is True
 
 
@@ -207,10 +208,17 @@ def test_mean_relative_accuracy() -> None:
     assert mean_relative_accuracy(-10, -9.7) == 1
 
 
+@pytest.mark.parametrize(("reference", "answer"), [(10, 8.5), (10, 11.5), (100, 85), (20, 17)])
+def test_an_error_of_exactly_fifteen_per_cent_is_not_below_it(reference: float, answer: float) -> None:
+    assert mean_relative_accuracy(reference, answer) == 0.7
+
+
 def test_first_number() -> None:
     assert first_number("I count 3 chairs, answer 10") == 3
     assert first_number("about 1,250.5 m") == 1250.5
     assert first_number("none") is None
+    assert first_number("１２ men") == 12
+    assert first_number("1,0000") == 1
 
 
 @pytest.mark.parametrize(
@@ -237,3 +245,10 @@ def test_extract(text: str, how: str, answer: str | None) -> None:
 def test_boxes_nest() -> None:
     assert boxed("\\boxed{\\boxed{blue}}") == "blue"
     assert boxed("\\boxed{a{b}c}") == "a{b}c"
+
+
+def test_a_brace_after_a_backslash_is_text() -> None:
+    assert boxed(r"\boxed{a\}}") == r"a\}"
+    assert boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert boxed(r"\boxed{a\\}") == r"a\\"
+    assert boxed(r"\boxed{a\}") is None
