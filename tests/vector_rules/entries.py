@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,6 +11,19 @@ from typing import Any
 
 class Unknown(Exception):
     """A rule cannot interpret this entry: it names an option or an input that nothing here stands for."""
+
+
+class Refused(Exception):
+    """Our code refuses these inputs on purpose, with an error that is no RayloopError."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around one call of ours with well-formed arguments, whose ValueError is a refusal and no mistake of the rule."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +49,25 @@ class Entry:
 
 
 class Nothing(Enum):
-    """No settings express the original."""
+    """There is no such value."""
 
-    EXPRESSES_IT = "nothing expresses it"
+    EXPRESSES_IT = "no settings express the original"
+    SAYS_IT = "the rule does not work out what ours must be"
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
     """What our code returns by default, which may differ from the original on purpose, and why. Agreement is agreement.
 
-    ``original`` is what it returns with the settings that express the original; if there are any, that must agree.
+    ``why`` is empty unless the raw inputs meet the reason's conditions. ``original`` is what our code returns with the settings
+    that express the original; if there are any, that must agree. ``instead`` is what the reason says that ours returns, worked
+    out by the rule itself without the functions under test: where ours differs from the original, it must be this.
     """
 
     got: Any
     why: str
     original: Any = Nothing.EXPRESSES_IT
+    instead: Any = Nothing.SAYS_IT
 
 
 Rule = Callable[[Entry, Sequence[Entry]], Any]
