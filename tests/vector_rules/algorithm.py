@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from rayloop.core.types import EndReason, Group, Scored, Task, TrajectoryId
-from rayloop.grpo.advantage import advantages, with_advantages
+from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.replay import ReplayBuffer
@@ -28,67 +30,8 @@ from rayloop.grpo.settings import (
     ToolImage,
 )
 from tests.unit.groups import make_group, make_member
-from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
-
-NUMBER = r"(\d*\.?\d+(?:e-?\d+)?)"
-VERL_GROUP_SIZE = 4
-"""Size of the groups of flat reward lists that do not say it."""
-
-
-def _number(pattern: str, name: str, otherwise: float | None) -> float | None:
-    found = re.search(pattern.replace("NUMBER", NUMBER), name)
-    return float(found[1]) if found else otherwise
-
-
-# Advantages --------------------------------------------------------------------------------------------------------
-
-
-def _advantage_settings(entry: Entry) -> AdvantageSettings:
-    """verl's GRPO unless the name says otherwise; only verl's newer code takes a lone sample's reward as it is."""
-    name, inputs = entry.reward, entry.inputs
-    floor = _number(r"max\(\s*NUMBER", name, None)
-    eps = _number(r"(?:eps\s*=?\s*|std\s*\+\s*)NUMBER", name, 1e-6 if floor is None else 0.0)
-    return AdvantageSettings(
-        normalize_std=inputs.get("norm_by_std", not re.search(r"no std|without std|dr\.?\s?grpo", name, re.I)),
-        eps=inputs.get("eps", eps),
-        std="population" if "population" in name else "unbiased",
-        std_floor=floor or 0.0,
-        baseline="binarised" if re.search(r"anb|binari[sz]ed", name) else "mean",
-        singleton="error" if "arpo" in entry.recipe else "raw",
-    )
-
-
-def _blocks(entry: Entry, file: Sequence[Entry]) -> list[list[int]]:
-    """Positions of each group in a flat reward list: by label, else as another entry groups the same rewards."""
-    rewards = entry.need("rewards")
-    same = [other for other in file if other.inputs.get("rewards") == rewards and "groups" in other.inputs]
-    labels = entry.inputs.get("groups") or (same[0].inputs["groups"] if same else None)
-    if labels is None:
-        size = entry.inputs.get("group_size", VERL_GROUP_SIZE)
-        labels = [i // size for i in range(len(rewards))]
-    if len(labels) != len(rewards):
-        raise Unknown(f"{len(labels)} group labels for {len(rewards)} rewards")
-    return [[i for i, label in enumerate(labels) if label == each] for each in dict.fromkeys(labels)]
-
-
-def group_advantage(entry: Entry, file: Sequence[Entry]) -> Any:
-    """Advantages of one group (``group_rewards``) or of several in a flat list (``rewards``)."""
-    entry.only("group_rewards", "rewards", "groups", "group_size", "norm_by_std", "eps")
-    settings = _advantage_settings(entry)
-    if "group_rewards" in entry.inputs:
-        result = advantages(entry.need("group_rewards"), settings)
-        values, std = list(result.values), result.std
-        answer = {"advantages": values, "adv": values, "std": std, "group_std_unbiased": std, "mean": result.mean}
-    else:
-        rewards = entry.need("rewards")
-        values, stds = [0.0] * len(rewards), [0.0] * len(rewards)
-        for block in _blocks(entry, file):
-            result = advantages([rewards[i] for i in block], settings)
-            for i, value in zip(block, result.values, strict=True):
-                values[i], stds[i] = value, result.std
-        answer = {"advantages": values, "adv": values, "std": stds, "group_std_unbiased": stds}
-    return answer if isinstance(entry.expected, Mapping) else values
-
+from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number
+from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown, refusals
 
 # Filtering ---------------------------------------------------------------------------------------------------------
 
@@ -98,7 +41,9 @@ END_REASONS = {
     "OVER_LENGTH": EndReason.OVER_LENGTH,
     "EXCEED_MAX_TURNS": EndReason.MAX_TURNS,
     "EXCEED_MAX_IMAGE_NUM_32": EndReason.MAX_IMAGES,
+    "ON_GOING": EndReason.ENVIRONMENT_FAILURE,
 }
+"""An episode that is going on is never scored here. Environment failures, which the original has no word for, stand for it."""
 
 
 def _end_reason(name: str) -> EndReason:
@@ -119,7 +64,7 @@ def _filters(entry: Entry) -> list[Filter]:
     }
     if unknown := sorted(set(entry.need("filters")) - set(table)):
         raise Unknown(f"filters {unknown}")
-    return [table[name] for name in entry.need("filters")]
+    return [table[name] for name in entry.need("filters") if name != "end_reason" or name in entry.inputs]
 
 
 def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
@@ -132,7 +77,7 @@ def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
     )
     settings = AdvantageSettings(normalize_std=False, min_group=1, singleton="raw")
     kept: list[int] = []
-    for issue, block in enumerate(_blocks(entry, file)):
+    for issue, block in enumerate(blocks_of(entry, file)):
         members = tuple(
             make_member(
                 TrajectoryId(issue, i),
@@ -153,7 +98,7 @@ def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
     """The first trajectories by group std. Any order among equal stds is right: the original's sort is not stable."""
     entry.only("kept_idx", "std")
     indices, stds = entry.need("kept_idx"), dict(zip(entry.need("kept_idx"), entry.need("std"), strict=True))
-    target = int(_number(r"top NUMBER", entry.reward, None) or len(entry.expected))
+    target = int(number(r"top NUMBER", entry.reward, None) or len(entry.expected))
     groups: list[Group] = []
     for index in indices:
         member = make_member(TrajectoryId(0, index), Scored(0.0))
@@ -191,15 +136,35 @@ def _stored_before(entry: Entry, file: Sequence[Entry]) -> list[str]:
 
 
 SINGLE_PRECISION = "a result of exactly 0.1 is not above 0.1: the original rounds results to single precision first"
+ON_THE_LIMIT = "a std of exactly 0.05 or a mean of exactly 0.2 is not below it: the original rounds results first"
 
 
 def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
     entry.only("step", "evals")
-    capacity = int(_number(r"buffer NUMBER", entry.reward, 8) or 8)
+    capacity = int(number(r"buffer NUMBER", entry.reward, 8) or 8)
     settings = ReplaySettings(enabled=True, capacity=capacity)
-    original = settings.model_copy(update={"success_above": 0.0999999})
-    why = SINGLE_PRECISION if 0.1 in entry.need("evals") else ""
-    return Deviation(_replayed(entry, file, settings), why, _replayed(entry, file, original))
+    evals = entry.need("evals")
+    exact, rounded = [Fraction(str(value)) for value in evals], np.array(evals, dtype=np.float32).astype(float)
+    mean = sum(exact) / len(exact)
+    below = {
+        "max_std": (sum((value - mean) ** 2 for value in exact) / len(exact) < Fraction(1, 400), rounded.std() < 0.05),
+        "max_mean": (mean < Fraction(1, 5), rounded.mean() < 0.2),
+    }
+    changes = {"success_above": 0.0999999}
+    for name, (here, there) in below.items():
+        changes[name] = getattr(settings, name) + 1e-6 * (int(there) - int(here))
+    conditions = {
+        SINGLE_PRECISION: 0.1 in evals,
+        ON_THE_LIMIT: any(here != there for here, there in below.values()),
+    }
+    why = "; ".join(reason for reason, holds in conditions.items() if holds)
+    fresh = [f"{entry.need('step')}_{i}" for i, value in enumerate(exact) if value > Fraction(1, 10)]
+    return Deviation(
+        _replayed(entry, file, settings),
+        why,
+        _replayed(entry, file, settings.model_copy(update=changes)),
+        {"buffer_after": [*_stored_before(entry, file), *fresh][-capacity:]},
+    )
 
 
 def _replayed(entry: Entry, file: Sequence[Entry], settings: ReplaySettings) -> dict[str, list[str]]:
@@ -233,38 +198,75 @@ def _aggregation(name: str, row_length: int) -> LossSettings:
     return LossSettings(aggregation=mode, norm_length=row_length if mode.endswith("norm") else None)
 
 
-def _rows(values: Any, mask: Any | None) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Flat loss tokens [N], their row [N], the number of rows and their padded length, from a list or rows of lists."""
-    table = torch.tensor(values, dtype=torch.float64)
+def _rows(values: Any, mask: Any | None, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """A list, or rows of lists, as a table [rows, padded length]; and which of its tokens count (bool, the same shape)."""
+    table = torch.tensor(values, dtype=dtype)
     table = table.unsqueeze(0) if table.dim() == 1 else table
-    where = torch.ones_like(table) if mask is None else torch.tensor(mask, dtype=torch.float64).reshape(table.shape)
-    segment = torch.arange(len(table)).unsqueeze(1).expand_as(table)
-    return table[where > 0], segment[where > 0], table.shape[0], table.shape[1]
+    where = torch.ones_like(table) if mask is None else torch.tensor(mask, dtype=dtype).reshape(table.shape)
+    return table, where > 0
 
 
-def agg_loss(entry: Entry, file: Sequence[Entry]) -> float:
+def _segments(where: torch.Tensor) -> torch.Tensor:
+    """The row of each token that counts."""
+    return torch.arange(len(where)).unsqueeze(1).expand_as(where)[where]
+
+
+EMPTY_ROW = "a trajectory without loss tokens adds nothing to the mean over all; the original divides its 0 by 0"
+NOTHING_TO_AVERAGE = "an update without a single loss token is refused; the original calls it 0"
+
+
+def agg_loss(entry: Entry, file: Sequence[Entry]) -> Any:
     entry.only("loss", "mask")
-    loss, segment, rows, length = _rows(entry.need("loss"), entry.inputs.get("mask"))
-    weights = token_weights(segment, _aggregation(entry.reward, length), Denominator(len(loss), rows))
-    return float((weights * loss).sum())
+    table, where = _rows(entry.need("loss"), entry.inputs.get("mask"))
+    settings = _aggregation(entry.reward, table.shape[1])
+    if not where.any():
+        return Deviation(_refused_update(settings), NOTHING_TO_AVERAGE, instead={"raises": "no loss tokens"})
+    weights = token_weights(_segments(where), settings, Denominator(int(where.sum()), len(table)))
+    got = float((weights * table[where]).sum())
+    if settings.aggregation != "seq-mean-token-mean" or where.any(dim=1).all():
+        return got
+    rows = [float(row[counts].mean()) for row, counts in zip(table, where, strict=True) if counts.any()]
+    return Deviation(got, EMPTY_ROW, instead=sum(rows) / len(table))
+
+
+def _refused_update(settings: LossSettings) -> Any:
+    try:
+        return token_weights(torch.zeros(0, dtype=torch.int64), settings, Denominator(0, 1)).tolist()
+    except ValueError as error:
+        return {"raises": str(error)}
+
+
+def _per_token(advantage: Any, table: torch.Tensor) -> torch.Tensor:
+    """The advantages [rows, padded length]: of one number, one per row, or one per token."""
+    values = torch.as_tensor(advantage, dtype=table.dtype)
+    if values.dim() == 1 and len(table) > 1:
+        values = values.unsqueeze(1)
+    return values.broadcast_to(table.shape)
 
 
 def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
-    """verl counts both clips of the first bound in one fraction (clipfrac, clip_hi), the dual clip in the other."""
+    """verl counts both clips of the first bound in one fraction (clipfrac, clip_hi), the dual clip in the other.
+
+    Single precision, as in the original and in our trainer: exp(log(3)) in double precision is above 3.
+    """
     entry.only("ratios", "advantage", "mask", "clip_low", "clip_high", "dual_clip")
     name = entry.reward
     options = {
-        "clip_low": _number(r"clip NUMBER/", name, 0.2),
-        "clip_high": _number(rf"clip {NUMBER[1:-1]}/NUMBER", name, 0.2),
-        "dual_clip": _number(r"dual(?: clip)? NUMBER", name, None),
+        "clip_low": number(r"clip NUMBER/", name, 0.2),
+        "clip_high": number(rf"clip {NUMBER[1:-1]}/NUMBER", name, 0.2),
+        "dual_clip": number(r"dual(?: clip)? NUMBER", name, None),
     }
     options |= {option: value for option, value in entry.inputs.items() if option in options}
-    ratios, segment, rows, length = _rows(entry.need("ratios"), entry.inputs.get("mask"))
-    advantage = torch.as_tensor(entry.need("advantage"), dtype=torch.float64).reshape(-1)
-    settings = LossSettings.model_validate(_aggregation(name, length).model_dump() | options | {"correction": "none"})
-    old = torch.zeros_like(ratios)
-    result = policy_loss(ratios.log(), old, old, advantage.expand_as(ratios), settings)
-    weights = token_weights(segment, settings, Denominator(len(ratios), rows))
+    table, where = _rows(entry.need("ratios"), entry.inputs.get("mask"), torch.float32)
+    advantage = _per_token(entry.need("advantage"), table)[where]
+    settings = LossSettings.model_validate(
+        _aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"}
+    )
+    current = table[where].log()
+    old = torch.zeros_like(current)
+    with refusals():
+        result = policy_loss(current, old, old, advantage, settings)
+        weights = token_weights(_segments(where), settings, Denominator(len(current), len(table)))
     metrics = result.metrics.finalize()
     clipped, dual = metrics["clip_low"] + metrics["clip_high"], metrics["clip_dual"]
     return {
@@ -273,7 +275,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
         "clip_lo": dual,
         "clipfrac": clipped,
         "clipfrac_lower": dual,
-        "ppo_kl": float(-ratios.log().mean()),
+        "ppo_kl": float(-current.mean()),
     }
 
 
@@ -286,9 +288,13 @@ NOT_CAPPED = (
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     entry.only("logp", "ref_logp")
     current, reference = (torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp"))
-    default = _kl_term(current, reference, LossSettings(kl_coef=1.0))
-    original = _kl_term(current, reference, LOW_VAR_KL)
-    return Deviation(default.tolist(), NOT_CAPPED if not default.equal(original) else "", original.tolist())
+    default = _kl_term(current, reference, LossSettings(kl_coef=1.0)).tolist()
+    original = _kl_term(current, reference, LOW_VAR_KL).tolist()
+    d = reference - current
+    bounded = d.clamp(-10, 10)
+    by_hand = bounded.exp() - bounded - 1
+    beyond = bool(((d.abs() > 10) | (by_hand > 10)).any())
+    return Deviation(default, NOT_CAPPED if beyond else "", original, by_hand.tolist())
 
 
 def _kl_term(current: torch.Tensor, reference: torch.Tensor, settings: LossSettings) -> torch.Tensor:
