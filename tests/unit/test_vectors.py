@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from judge import rules
+from rayloop.core.failures import DataFailure
+from rayloop.grpo.advantage import advantages as group
+from rayloop.grpo.loss import policy_loss
+from recipes.arc_vision import reward
+from tests.vector_rules import advantages, algorithm, arc_vision, judge
 from tests.vectors import check, main, matches, read
 
 FILES = sorted((Path(__file__).parent.parent / "data" / "vectors").glob("*.json"))
@@ -134,3 +142,51 @@ def test_matching_knows_kinds() -> None:
     assert not matches({}, {"a": 1})
     assert not matches("a", "b")
     assert not matches(0, None)
+    assert matches(math.nan, math.nan)
+    assert not matches(0.0, math.nan)
+    assert not matches(math.nan, 0.0)
+    assert matches({"raises": "ConfigError: ..."}, {"raises": "AssertionError"})
+    assert not matches({"score": 0.0}, {"raises": "AssertionError"})
+    assert not matches({"raises": "ConfigError: ..."}, {"score": 0.0})
+
+
+def mismatches() -> int:
+    files = [read(str(path)) for path in FILES]
+    return sum(v.ok is False and not v.why for file in files for v in (check(entry, file) for entry in file))
+
+
+def never(*arguments: Any) -> Any:
+    raise DataFailure("here", "nothing pleases me")
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "no answer is a box": (reward.READ, "strict", lambda text: None),
+    "no true box is one": (reward, "box", never),
+    "every answer is wrong": (rules, "decide", lambda *a, **k: rules.Decision(False, "number")),
+    "every answer is right": (rules, "decide", lambda *a, **k: rules.Decision(True, "exact")),
+    "every answer reads XXX": (judge, "extract", lambda text, how: "XXX"),
+    "no number is near another": (rules, "mean_relative_accuracy", lambda wanted, got: float(wanted == got)),
+    "the KL term is tripled": (
+        algorithm, "policy_loss", lambda *a, **k: replace(policy_loss(*a, **k), loss=3 * policy_loss(*a, **k).loss)
+    ),
+    "advantages are halved": (
+        advantages, "advantages", lambda *a: replace(group(*a), values=tuple(v / 2 for v in group(*a).values))
+    ),
+    "steps are paid": (arc_vision, "StepResult", make_dataclass("Paying", ["reward"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_function_is_a_mismatch_and_no_deviation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, attribute, broken = BROKEN[name]
+    if isinstance(holder, dict):
+        monkeypatch.setitem(holder, attribute, broken)
+    else:
+        monkeypatch.setattr(holder, attribute, broken)
+    assert mismatches() > 0
+
+
+def test_the_default_kl_term_alone_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = algorithm._kl_term
+    monkeypatch.setattr(algorithm, "_kl_term", lambda c, r, s: right(c, r, s) * (3 if s.kl_cap is None else 1))
+    assert mismatches() > 0
