@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_CHARACTERS = str.maketrans(
+from judge.numerals import NUMERALS
+
+CHARACTERS = str.maketrans(
     {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
     | dict.fromkeys(map(ord, "‐‑‒–−﹣"), "-")
     | dict.fromkeys(map(ord, "‘’‛′"), "'")
@@ -31,7 +33,10 @@ _BOX = re.compile(r"\\boxed\s*\{")
 _LEAD = re.compile(
     r"(?:(?:so|therefore|thus|hence)[, ]+)?(?:the )?(?:final |correct )?answer(?: is:?|:) ?(?=\S)", re.IGNORECASE
 )
-_ARTICLE = re.compile(r"(?:(The|the)|([Aa]n?)) (?!(?:few|little|lot|bit|couple|or|and|is)\b)([^\W\d_]{2,}[^\W\d_',.\- ]*)")
+_ARTICLE = re.compile(
+    r"(?:(The|the)|([Aa]n?)) (?!(?:few|little|lot|bit|couple|or|and|is|half|third|quarter|fourth|fifth|tenth)\b)"
+    r"([^\W\d_]{2,}[^\W\d_',.\- ]*)"
+)
 _WORD = re.compile(r"[^\W\d_]+")
 _SMALL = {"no", "on", "up", "in", "at", "by", "to", "of", "is", "as", "or", "an", "my", "st", "mr", "dr", "de", "la", "el"}
 _SYMBOLS = re.compile(r"[\\^_=<>≤≥≠{}|~*+]")
@@ -39,9 +44,12 @@ _ROUNDS = 8
 """Layers of mark-up that are taken off; a text with more keeps the rest."""
 
 
-def plain(text: str) -> str:
-    """One spelling of a text. Never empty unless the text is blank. Linear in its length."""
-    text = " ".join(unicodedata.normalize("NFC", text).translate(_CHARACTERS).split())
+def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
+    """One spelling of a text. Never empty unless the text is blank. Linear in its length.
+
+    ``exact`` (formulas) keeps every ``!``, ``articles`` those at the beginning, which belong to a name.
+    """
+    text = " ".join(unicodedata.normalize("NFC", text).translate(CHARACTERS).split())
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _without_latex(text) if "\\" in text else text
     text = re.sub(r"\^(-?[0-9]+|[A-Za-z°])", r"^{\1}", text)
@@ -49,12 +57,12 @@ def plain(text: str) -> str:
     for _ in range(_ROUNDS):
         before = text
         text = _unwrapped(_LEAD.sub("", text, count=1) if _LEAD.match(text) else text)
-        text = _unpunctuated(text)
+        text = _unpunctuated(text, exact)
         if text == before:
             break
     text = _TIGHT.sub(r"\1", text).replace(" - ", "-")
     text = re.sub(r"(?<=[(\[{]) | (?=[)\]}])", "", text)
-    found = _ARTICLE.match(text)
+    found = None if articles else _ARTICLE.match(text)
     if found and _drops_article(text, found):
         text = text[found.start(3) :]
     return text
@@ -68,7 +76,7 @@ def same_text(first: str, second: str, *, strict: bool = False) -> bool:
     """
     if first == second:
         return True
-    if first.casefold() != second.casefold() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
+    if first.lower() != second.lower() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
         return False
     pairs = list(zip(_WORD.findall(first), _WORD.findall(second), strict=False))
     if "".join(a for a, _ in pairs) + "".join(b for _, b in pairs) != "".join(_WORD.findall(first) + _WORD.findall(second)):
@@ -78,8 +86,8 @@ def same_text(first: str, second: str, *, strict: bool = False) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Nothing that could be seen: blanks, control characters and fillers."""
-    return not any(unicodedata.category(c)[0] not in "ZC" and not _is_filler(c) for c in text)
+    """Nothing that could be seen: blanks, control characters and fillers. A private sign may be a logo."""
+    return not any(_is_shown(unicodedata.category(c)) and not _is_filler(c) for c in text)
 
 
 def says_nothing(text: str) -> bool:
@@ -87,7 +95,12 @@ def says_nothing(text: str) -> bool:
     text = text.strip().strip("#*`_'\"").strip()
     if re.fullmatch(r"\{ *\}|\[ *\]|\( *\)", text):
         return False
-    return not any(unicodedata.category(c)[0] in "LNS" and not _is_filler(c) and c not in "`^$" for c in text)
+    kinds = (unicodedata.category(c) for c in text if c not in "`^$" and not _is_filler(c))
+    return not any(kind[0] in "LNSC" and _is_shown(kind) for kind in kinds)
+
+
+def _is_shown(category: str) -> bool:
+    return category[0] != "Z" and category not in ("Cc", "Cf", "Cs")
 
 
 def _is_filler(character: str) -> bool:
@@ -125,21 +138,25 @@ def _unwrapped(text: str) -> str:
     return text
 
 
-def _unpunctuated(text: str) -> str:
-    """Without one final mark; an ellipsis stays, and so does a factorial."""
+def _unpunctuated(text: str, exact: bool) -> str:
+    """Without one final mark; an ellipsis stays, and so does what may be a factorial."""
     if len(text) > 1 and text[-1] in ".。;," and text[-2] not in ".。;,":
         return text[:-1].rstrip() or text
-    if text.endswith("!") and re.fullmatch(r"(?:no|.*[^\W\d_]{3})!{1,3}", text, re.IGNORECASE):
-        return text.rstrip("!")
-    return text
+    if exact or not text.endswith("!") or re.search(r"[\\0-9]", text):
+        return text
+    spoken = re.fullmatch(r"(?:no|.*[^\W\d_]{3})!{1,3}", text, re.IGNORECASE) is not None
+    return text.rstrip("!") if spoken and _last_word(text) not in NUMERALS else text
+
+
+def _last_word(text: str) -> str:
+    return re.split(r"[\s-]", text.rstrip("!").lower())[-1]
 
 
 def _drops_article(text: str, found: re.Match[str]) -> bool:
-    """``the`` before any word; ``a`` only before plain words, since a may be a letter or a variable."""
+    """``the`` before any word but a number; ``a`` only before plain words, since a may be a letter or a variable."""
+    words = text[found.start(3) :].split()
     if found.group(1):
-        return True
-    rest = text[found.start(3) :]
-    words = rest.split()
+        return words[0].lower().partition("-")[0] not in NUMERALS
     plain_words = all(re.fullmatch(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?", word) or word == "a" for word in words)
     return plain_words and (found.group(2).islower() or words[0].islower())
 
