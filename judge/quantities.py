@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
+from judge.numerals import MAGNITUDES, WHOLE, WORDS
 from judge.question import Question
 
 Relation = Literal["same", "different", "unclear"]
@@ -21,20 +22,8 @@ _NUMBER = re.compile(
     r"(?P<rest>[^\d]*(?:\^\{-?[0-9]\}[^\d]*){0,4})"
 )
 _UNIT = re.compile(r"(?:[^\W\d_]|[°%$€£¥])(?:[^\W\d_]|[°%$€£¥/·. ]|\^\{-?[0-9]\})*")
-_ONES = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
-    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-WORDS = {
-    **{word: i for i, word in enumerate(_ONES)},
-    **{ten: 10 * i for i, ten in enumerate(_TENS, 2)},
-    **{f"{ten}-{one}": 10 * i + j for i, ten in enumerate(_TENS, 2) for j, one in enumerate(_ONES[1:10], 1)},
-}  # fmt: skip
 _WORD = re.compile(rf"({'|'.join(sorted(WORDS, key=len, reverse=True)).replace('-', '[- ]')})(?![\w'-])", re.IGNORECASE)
-_WHOLE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
 _NO_UNIT = {"and", "or", "of", "to", "but", "not", "is", "a", "in", "out", "plus", "minus", "times", "half", "hundred", *WORDS}
-_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALES: dict[str, tuple[str, Fraction]] = {
     unit: (dimension, Fraction(scale))
     for dimension, units in {
@@ -48,15 +37,18 @@ _SCALES: dict[str, tuple[str, Fraction]] = {
 }
 _SPELLINGS = {
     "millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "milligram": "mg", "gram": "g", "kilogram": "kg",
-    "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h", "hr": "h", "hrs": "h", "days": "day",
+    "second": "s", "sec": "s", "secs": "s", "minute": "min", "mins": "min", "hour": "h", "hr": "h", "hrs": "h", "days": "day",
     "milliliter": "mL", "ml": "mL", "liter": "L", "l": "L",
     "degree": "°", "deg": "°", "percent": "%", "pct": "%", "per cent": "%", "dollar": "$", "usd": "$", "USD": "$", "US$": "$",
     "euro": "€", "EUR": "€", "GBP": "£", "JPY": "¥", "yen": "¥", "kmh": "km/h", "kph": "km/h",
     "° celsius": "°C", "° fahrenheit": "°F", "celsius": "°C", "fahrenheit": "°F",
 }  # fmt: skip
-_MEASURED = {"$", "€", "£", "¥", "%", "°", *_SCALES} - {"s", "min", "h"}
+_MONEY_OR_SHARE = {"$", "€", "£", "¥", "%"}
+_MEASURED = {*_MONEY_OR_SHARE, "°", *_SCALES} - {"s", "min", "h"}
 _NEAR = Fraction(1, 100)
 """A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
+_THOUSANDS = (10**3, 10**6, 10**9, 10**12)
+_COUNTED_IN = (2, 12, 10**2, *_THOUSANDS, 10**5, 10**7)
 _LONGEST = 100
 _DECIMAL_OR_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}\.[0-9]{3}")
 
@@ -78,6 +70,10 @@ class Quantity:
         return self.step == 1 and self.form == "digits"
 
     @property
+    def absolute(self) -> Quantity:
+        return replace(self, value=abs(self.value), digits=self.digits.lstrip("+-"))
+
+    @property
     def is_year(self) -> bool:
         """Four digits without unit and separator: a tolerance in per cent would mix up the years."""
         return not self.unit and self.integer and len(self.digits) == 4 and 1000 <= self.value <= 2999
@@ -97,20 +93,22 @@ def quantity(text: str) -> Quantity | None:
     """The whole plain text (``judge.plain``) as one quantity, or None. Commas separate thousands; zeros in front make a code."""
     if len(text) > _LONGEST:
         return None
-    if text.casefold() in _WHOLE:
-        return Quantity(Fraction(_WHOLE[text.casefold()]), "", "word", Fraction(1), text)
+    if text.casefold() in WHOLE:
+        return Quantity(Fraction(WHOLE[text.casefold()]), "", "word", Fraction(1), text)
     word = _WORD.match(text)
     if word:
         text = f"{WORDS[word.group().casefold().replace(' ', '-')]}{text[word.end() :]}"
     found = _NUMBER.fullmatch(text)
     if found is None or re.match(r"0[0-9,]", found["top"] or found["number"]) or re.match(r"0", found["bottom"] or ""):
         return None
+    if found["number"] == "0" and re.match("[xXbBoO]", found["rest"]):
+        return None  # hexadecimal
     if found["rest"] == "s" and found["number"] and found["number"].endswith("0"):
         return None  # a decade, or seconds
     rest = found["rest"].strip()
     magnitude = 0
-    if (first := rest.partition(" ")[0]).casefold() in _MAGNITUDES and not found["top"]:
-        magnitude, rest = _MAGNITUDES[first.casefold()], rest[len(first) :].strip()
+    if (first := rest.partition(" ")[0]).casefold() in MAGNITUDES and not found["top"]:
+        magnitude, rest = MAGNITUDES[first.casefold()], rest[len(first) :].strip()
     unit = _unit(rest)
     currency = found["currency"] or found["currency2"]
     if unit is None or (found["currency"] and found["currency2"]) or (currency and unit not in ("", currency)):
@@ -132,6 +130,15 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     wanted, got = quantity(reference), quantity(answer)
     if wanted is None or got is None or _other_meaning(wanted, got, question):
         return "unclear"
+    if wanted.unit == got.unit and (wanted.value - got.value) % 360 == 0 != wanted.value - got.value and question.angles:
+        return "unclear"
+    if wanted.value * got.value < 0 and not question.blank:  # "by how much did it fall" says the sign itself
+        different = _relation(wanted.absolute, got.absolute, question, tolerance) == "different"
+        return "different" if different else "unclear"
+    return _relation(wanted, got, question, tolerance)
+
+
+def _relation(wanted: Quantity, got: Quantity, question: Question, tolerance: float) -> Relation:
     if wanted.unit != got.unit:
         return _convert(wanted, got, question)
     if wanted.value == got.value:
@@ -140,13 +147,14 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
         return "unclear"
     if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(1_000_001, 1_000_000):
         return _tolerated(wanted, question)
-    return "unclear" if _may_agree(wanted, got, question) else "different"
+    return "unclear" if _may_agree(wanted, got, question, tolerance) else "different"
 
 
 def _made(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Quantity:
     sign = -1 if found["sign"] == "-" else 1
     if found["top"]:
-        return Quantity(sign * Fraction(int(found["top"]), int(found["bottom"])), unit, "fraction", Fraction(0), found["top"])
+        written = f"{found['top']}/{found['bottom']}"
+        return Quantity(sign * Fraction(written), unit, "fraction", Fraction(0), written)
     power = magnitude + int(found["power"] or found["exponent"] or 0)
     scale = Fraction(10) ** power
     step = scale / 10 ** len(found["number"].partition(".")[2])
@@ -174,7 +182,7 @@ def _unit(text: str) -> str | None:
 
 def _word(word: str) -> str:
     """A unit that is written out in small letters, singular and American; symbols as they are."""
-    if not word.isalpha() or len(word) < 4 or not (word.islower() or word.istitle()):
+    if not word.isalpha() or len(word) < 5 or not (word.islower() or word.istitle()):
         return word
     word = word.lower().replace("metre", "meter").replace("litre", "liter")
     return word.removesuffix("s") if not word.endswith("ss") else word
@@ -193,19 +201,20 @@ def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance
     """Whether equal numbers are equal answers: 3.0 and 3 are, 1.10 and 1.1 may be versions, 5/6 and 10/12 dates, 1E3 a code."""
     if wanted.form == got.form == "digits" and wanted.digits == got.digits:
         return True
-    if question.codes:
+    if question.codes or question.wording or (question.forms and (wanted.form != got.form or wanted.step != got.step)):
         return False
     if not question.exact and not tolerance and (wanted.is_ambiguous or got.is_ambiguous):
         return False
     plain = wanted.form == got.form == "digits" and not wanted.unit
     if plain and (wanted.is_code or got.is_code) and max(wanted.step, got.step) <= 1:
         return wanted.digits.replace(",", "") == got.digits.replace(",", "")
-    meant = question.values or bool(tolerance) or wanted.unit in _MEASURED or "," in wanted.digits + got.digits
+    a_value = question.number or (bool(tolerance) and not question.picks and not question.times)
+    meant = a_value or wanted.unit in _MEASURED or "," in wanted.digits + got.digits
     if "fraction" in (wanted.form, got.form):
-        return question.exact and wanted.form != got.form
+        return question.exact and wanted.form != got.form and not question.picks and not question.holds(got.digits)
     if (wanted.form == "exponent") != (got.form == "exponent") and not meant:
         return False
-    return meant or wanted.step == got.step or wanted.value.denominator == 1
+    return meant or wanted.step == got.step or (wanted.value.denominator == 1 and not question.picks)
 
 
 def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
@@ -222,22 +231,21 @@ def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
     if (wanted.is_ambiguous or got.is_ambiguous) and not question.exact:
         return "unclear"
     if left == right:
-        return "same"
+        return "unclear" if question.units or question.wording or question.holds(got.digits) else "same"
     coarse = max(wanted.step * scale, got.step * other_scale)
     return "unclear" if _close(left, right) or abs(left - right) <= coarse else "different"
 
 
 def _tolerated(wanted: Quantity, question: Question) -> Relation:
     """A difference within a chart's tolerance: same for what is measured, different for a year, else the question's matter."""
-    if wanted.is_year and question.years:
+    if wanted.is_year and question.asks_year:
         return "different"
-    if question.codes or question.counts or wanted.is_code or wanted.is_year or wanted.form == "word":
-        return "unclear"
-    return "unclear" if wanted.integer and not wanted.unit and not question.values else "same"
+    read_off = wanted.unit in _MONEY_OR_SHARE or "." in wanted.digits
+    return "same" if read_off and wanted.form == "digits" and question.measured and not wanted.is_code else "unclear"
 
 
-def _may_agree(wanted: Quantity, got: Quantity, question: Question) -> bool:
-    """Whether different numbers may be the same answer: rounded, in another notation or scale, or with the sign in the wording."""
+def _may_agree(wanted: Quantity, got: Quantity, question: Question, tolerance: float) -> bool:
+    """Whether different numbers may be the same answer: rounded, or in another notation, scale or numbering."""
     exact = wanted.integer and got.integer
     if not exact and (_close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2):
         return True
@@ -248,12 +256,20 @@ def _may_agree(wanted: Quantity, got: Quantity, question: Question) -> bool:
     one_scaled = not wanted.unit and (wanted.step > 1) != (got.step > 1)
     if one_scaled and wanted.digits.replace(",", "") == got.digits.replace(",", ""):
         return True
-    if wanted.value == -got.value and question.changes:
-        return True
     share = min(abs(wanted.value), abs(got.value)) <= 1 and not exact and not wanted.unit
     if share and _shifted(wanted.value, got.value, (100,)):
         return True
-    if wanted.is_year and got.integer and got.value < 100 and wanted.value % 100 == got.value and question.years:
+    difference = abs(wanted.value - got.value)
+    short = exact and question.years and sorted(len(number.digits) for number in (wanted, got)) == [2, 4]
+    if short and difference % 100 == 0 and (wanted.is_year or got.is_year):
+        return True
+    if question.times and difference == 12:
+        return True
+    if question.labels(wanted.digits, got.digits) or question.labels(got.digits, wanted.digits):
+        return True
+    if question.roughly and max(wanted.value, got.value) <= 2 * min(wanted.value, got.value):
+        return True
+    if tolerance and min(wanted.step, got.step) <= 1 and _shifted(wanted.value, got.value, _THOUSANDS, Fraction(tolerance)):
         return True
     return question.scales and _shifted(wanted.value, got.value)
 
@@ -268,10 +284,10 @@ def _readings(digits: str) -> set[Fraction]:
     return found
 
 
-def _close(left: Fraction, right: Fraction) -> bool:
-    return abs(left - right) <= _NEAR * abs(left)
+def _close(left: Fraction, right: Fraction, near: Fraction = _NEAR) -> bool:
+    return abs(left - right) <= near * abs(left)
 
 
-def _shifted(left: Fraction, right: Fraction, scales: Sequence[int] = (10**2, 10**3, 10**6, 10**9, 10**12)) -> bool:
-    """One is the other in hundreds (or per cent), thousands, millions, ... within a per cent."""
-    return any(_close(left, right * scale) or _close(left * scale, right) for scale in scales)
+def _shifted(left: Fraction, right: Fraction, scales: Sequence[int] = _COUNTED_IN, near: Fraction = _NEAR) -> bool:
+    """One is the other in pairs, dozens, hundreds (or per cent), thousands, ... within a per cent."""
+    return any(_close(left, right * scale, near) or _close(left * scale, right, near) for scale in scales)

@@ -10,30 +10,40 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from judge.plain import is_blank, plain, same_text, says_nothing
+from judge.plain import is_blank, says_nothing
 from judge.quantities import compare, quantity
 from judge.question import Question, option
 
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
-_NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|∅|\\emptyset)?\W*", re.IGNORECASE)
-_DASH = re.compile(r"\s*[-–—−/]+\s*")
+_OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))
+_NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*", re.IGNORECASE)
+_DASH = re.compile(r"\s*(?:[-–—−/]+|_+|\.{2,}|…)\s*")
+_JUNK = re.compile(r"[.:,。：，…*_`#]|\.{2,}|\*+|_+|`+|#+|-{3,}")
 _MARK = re.compile(
-    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|slash|dot|period|point|stop|percent|ampersand|asterisk|star|hash|pound|at|minus|bar)\b",
+    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|dot|period|point|stop|ellips[ie]s|omission|hash|hashtag|pound|sharp|number|asterisk"
+    r"|star|bullet|underscore|underline|line|backtick|accent|separator|punctuation)(?:e?s)?\b",
     re.IGNORECASE,
 )
+_WORD_OF_OPENER = (
+    "thought process|solution|final answer|answer|reasoning|explanation|analysis|response|judge?ment|verdict|output|result"
+    "|think(?:ing)?|解|解答|答案|かいせつ|respuesta|antwort"
+)
+_BARE_OPENER = re.compile(rf"(?:{_WORD_OF_OPENER})[\s,.!…]*", re.IGNORECASE)
+_STEP = re.compile(r"step (\d+)[\s:：,.!…]*", re.IGNORECASE)
 _OPENERS = re.compile(
     r"(?:(?:ok(?:ay)?|sure|certainly|alright|well)[,.! ]*)?"
-    r"(?:thought process|solution|final answer|answer|the (?:final )?answer is|reasoning|explanation|analysis|step \d+|response"
-    r"|judg(?:e)?ment|verdict|output|result|think(?:ing)?|解|解答|答案|かいせつ|respuesta|antwort"
+    rf"(?:{_WORD_OF_OPENER}|the (?:final )?answer is|step \d+"
     r"|let(?:'s|s| us| me) (?:solve|think|analy[sz]e|work|break|start|begin|examine|consider)\b[^.:!?0-9]{0,80}"
     r"|to (?:solve|answer) (?:this|the) (?:question|problem|equation)\b[^.:!?0-9]{0,60})"
     r"[\s:：,.!…]*",
     re.IGNORECASE,
 )
-_SEPARATOR = re.compile(r" ?; ?|,? and | ?& ?|, ?")
+_AND = frozenset({"and", ",and", "&"})
+_SEPARATOR = re.compile(r"( ?; ?|,? and | & |, ?)")
 _MAX_ITEMS = 64
-_LONGEST_QUESTION = 8192
-"""Of a longer one, which takes long to search, only the text itself and blank answers are decided."""
+_LONGEST = 8192
+"""Of a longer question or reference, which takes long to search, only the text itself and empty answers are decided. What is asked
+stands at a question's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class Decision:
 
 
 UNDECIDED = Decision(None)
+_EMPTY = Decision(False, "empty", "no answer, or only the opening of one")
+_LETTERS = frozenset("ABCDEFGH")
 
 
 def decide(
@@ -65,17 +77,20 @@ def decide(
         return Decision(True, "exact", "the same text")
     if len(answer) >= max_length:
         return Decision(False, "too_long", f"{max_length} characters or more")
-    asked, wanted, got = Question(question, exact), plain(reference), plain(answer)
-    if same_text(wanted, got, strict=exact or asked.case):
-        return Decision(True, "exact", "the same text")
-    if is_empty(answer):
-        meant = _may_mean(reference, answer, asked)
-        return UNDECIDED if meant else Decision(False, "empty", "no answer, or only the opening of one")
-    if len(question) > _LONGEST_QUESTION:
+    if len(reference) > _LONGEST:
         return UNDECIDED
-    for rule in (_options, _yes_no):
-        if (decision := rule(wanted, got, asked)) is not UNDECIDED:
-            return decision
+    asked = Question(question[-_LONGEST:], exact)
+    wanted, got = asked.plain(reference), asked.plain(answer)
+    if asked.same_text(wanted, got):
+        return Decision(True, "exact", "the same text")
+    if len(question) > _LONGEST:
+        return _nothing(reference, answer, asked)
+    if (decision := _options(wanted, got, asked)) is not UNDECIDED:
+        return decision
+    if (decision := _yes_no(wanted, got, asked)) is not UNDECIDED:
+        return decision
+    if (decision := _nothing(reference, answer, asked)) is not UNDECIDED:
+        return decision
     relation = compare(wanted, got, asked, tolerance)
     if relation != "unclear":
         same = relation == "same"
@@ -85,30 +100,50 @@ def decide(
     return UNDECIDED
 
 
-def is_empty(answer: str) -> bool:
-    """Says nothing: no letter, digit or sign, or only the way a solution begins ("Let's solve this step by step", "Solution:")."""
-    text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
-    return says_nothing(answer) or _OPENERS.fullmatch(text) is not None
+def _nothing(reference: str, answer: str, asked: Question) -> Decision:
+    """No letter, digit or sign, or only the way a solution begins ("Let's solve this step by step", "Solution:").
 
-
-def _may_mean(reference: str, answer: str, asked: Question) -> bool:
-    """Whether what looks empty may be meant: a dash for nothing, a mark that is asked for, the reference's own words."""
+    A mark, or a single word, is wrong only where a number, an option, yes or no is wanted; elsewhere it may be what is meant.
+    """
+    definite = _is_definite(asked.plain(reference), asked)
     if says_nothing(answer):
-        dash = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None
-        return dash or asked.marks or says_nothing(reference) or _MARK.search(reference) is not None
-    words = set(re.findall(r"[^\W\d_]{4,}", answer.casefold()))
-    return not words.isdisjoint(re.findall(r"[^\W\d_]{4,}", reference.casefold()))
+        meant = asked.marks or says_nothing(reference) or asked.offers(answer) or _MARK.search(reference) is not None
+        meant = meant or (_DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None)
+        empty = definite or _JUNK.fullmatch(answer.strip()) is not None
+        return _EMPTY if empty and not meant else UNDECIDED
+    text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
+    if _OPENERS.fullmatch(text) is None or not _starts(reference).isdisjoint(_starts(answer)):
+        return UNDECIDED
+    if (step := _STEP.fullmatch(text)) and (step.group(1) in reference or option(reference)):
+        return UNDECIDED
+    a_step = step is not None and (text[-1] not in ":：" or "step" in asked.text.lower())
+    may_be_meant = a_step or _BARE_OPENER.fullmatch(text) is not None
+    return _EMPTY if definite or not may_be_meant else UNDECIDED
+
+
+def _is_definite(wanted: str, asked: Question) -> bool:
+    """A quantity, an option, yes or no."""
+    found = option(wanted)
+    letter = found is not None and not found[1] and found[0] in _LETTERS
+    return letter or wanted.casefold() in _YES | _NO or quantity(wanted) is not None or _chosen(wanted, asked) is not None
+
+
+def _starts(text: str) -> set[str]:
+    """How its words begin: that of "analyses" is that of "analysis"."""
+    return {word[:4] for word in re.findall(r"[^\W\d_]{4,}", text.lower())}
 
 
 def _options(wanted: str, got: str, asked: Question) -> Decision:
     """Both name an option of the question, or both are no more than an option's letter."""
-    if not asked.options:
-        first, second = option(wanted), option(got)
-        if not first or not second or first[1] or second[1] or not {first[0], second[0]} <= set("ABCDEFGH"):
-            return UNDECIDED
-        return _option(first[0], second[0])
-    chosen, named = _chosen(wanted, asked), _chosen(got, asked)
-    return _option(chosen, named) if chosen and named else UNDECIDED
+    if asked.ambiguous:
+        return UNDECIDED
+    if asked.options:
+        chosen, named = _chosen(wanted, asked), _chosen(got, asked)
+        return _option(chosen, named) if chosen and named else UNDECIDED
+    first, second = option(wanted), option(got)
+    if not first or not second or first[1] or second[1] or not {first[0], second[0]} <= _LETTERS:
+        return UNDECIDED
+    return _option(first[0], second[0])
 
 
 def _option(wanted: str, got: str) -> Decision:
@@ -118,42 +153,59 @@ def _option(wanted: str, got: str) -> Decision:
 def _chosen(text: str, asked: Question) -> str | None:
     """The letter of the one option that a text names by its letter, its words, or both; None when they contradict."""
     if found := option(text):
-        letter, words = found[0].upper(), found[1].casefold()
-        return letter if letter in asked.options and words in ("", asked.options[letter]) else None
-    return next((letter for letter, words in asked.options.items() if words and words == text.casefold()), None)
+        letter, words = found[0].upper(), asked.plain(found[1])
+        fits = letter in asked.options and (not words or asked.same_text(words, asked.options[letter]))
+        return letter if fits else None
+    same = [letter for letter, words in asked.options.items() if words and asked.same_text(words, text)]
+    return next((letter for letter in same if len(same) == 1 or asked.options[letter] == text), None)
 
 
 def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
-    """Yes and no, true and false. Where another word than these is asked for only the opposite is wrong."""
+    """Yes and no, true and false. Across the two pairs, only that both say the same: "false" may be said of a statement."""
     left, right = wanted.casefold(), got.casefold()
-    if not {left, right} <= _YES | _NO or asked.options or asked.wording:
+    if not {left, right} <= _YES | _NO or asked.options or asked.negated:
         return UNDECIDED
-    if (left in _YES) != (right in _YES):
+    if {left, right} in _OPPOSITES:
         return Decision(False, "yes_no", "the opposite")
-    return Decision(True, "yes_no", "both say the same") if asked.polar else UNDECIDED
+    agree = (left in _YES) == (right in _YES) and asked.polar and not asked.wording
+    return Decision(True, "yes_no", "both say the same") if agree else UNDECIDED
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
-    """A plain text's list: its notation (brackets, and whether ``and`` alone joins the items) and its parts.
+    """A plain text's list: its notation and its parts.
 
+    The notation tells apart what must not be compared: brackets, ``and`` alone between two items, commas that may be a decimal's,
+    and the separators themselves where there are two levels of them, or within brackets, where ``;`` ends a row.
     None for no list, a number, and a comma that may be a decimal's.
     """
     brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
     inner = text[1:-1] if brackets else text
     if quantity(inner) is not None or (not brackets and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", inner)):
         return None
-    if ", " in inner or ";" in inner:
+    tight = ", " not in inner and ";" not in inner
+    if not tight:
         inner = re.sub(r",(?! )", "\0", inner)
-    parts = [part.replace("\0", ",") for part in _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)]
+    split = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
+    parts, separators = [part.replace("\0", ",") for part in split[::2]], ["".join(mark.split()) for mark in split[1::2]]
     if not 2 <= len(parts) <= _MAX_ITEMS or not all(parts) or any(re.search(r"[\[\](){}]", part) for part in parts):
         return None
-    return brackets + ("and" if len(parts) == 2 and re.search(r" and |&", inner) else ""), parts
+    perhaps_decimal = tight and re.search(r"[0-9],[0-9]{3}" if brackets else r"[0-9],[0-9]", inner)
+    return brackets + ("tight" if perhaps_decimal else "") + _levels(separators, bool(brackets)), parts
+
+
+def _levels(separators: list[str], brackets: bool) -> str:
+    """The separators where they say more than where an item ends: "" for "a, b", "a; b" and "a, b and c"."""
+    if len(separators) == 1 and separators[0] in _AND:
+        return "and"
+    first = separators[:-1] if separators[-1] in _AND else separators
+    rows = ";" in first and (brackets or first is not separators)
+    return " ".join(separators) if rows or len(set(first)) > 1 or first[0] in _AND else ""
 
 
 def same_list(wanted: str, got: str, asked: Question) -> bool:
     """Both are lists in the same notation, of the same items in the same order. Another order is the question's matter."""
     left, right = items(wanted), items(got)
-    if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
+    if asked.wording or left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
         return False
     if any(part.casefold() in _YES | _NO for part in left[1]):
         return False
@@ -161,8 +213,8 @@ def same_list(wanted: str, got: str, asked: Question) -> bool:
 
 
 def _same_item(wanted: str, got: str, asked: Question) -> bool:
-    first, second = plain(wanted), plain(got)
-    return same_text(first, second, strict=asked.exact or asked.case) or compare(first, second, asked) == "same"
+    first, second = asked.plain(wanted), asked.plain(got)
+    return asked.same_text(first, second) or compare(first, second, asked) == "same"
 
 
 VSI_THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
