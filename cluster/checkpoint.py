@@ -26,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rayloop.core.failures import CheckpointError, ConfigError
+from rayloop.core.failures import CheckpointError, ConfigError, NotSaved, Preempted, RayloopError
 
 MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -59,10 +59,52 @@ def complete(folder: Path) -> Checkpoint | None:
         return None
 
 
-def resumes_from(folder: Path) -> str:
-    """What the next start of the run with the checkpoints in ``folder`` continues from, in words."""
-    newest = CheckpointStore(folder, keep=1).find("auto")
-    return "the beginning: there is no checkpoint" if newest is None else f"step {newest.step} ({newest.folder.name})"
+@dataclass(frozen=True)
+class Origin:
+    """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced.
+
+    ``folder`` is that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun
+    before this start: what a later one has saved goes before what is named.
+    """
+
+    folder: Path
+    resume: str
+    since: int
+
+    @classmethod
+    def of(cls, folder: Path, resume: str, since: int | None = None) -> Origin:
+        """Of a start that is made now, unless ``since`` says otherwise."""
+        return cls(folder, resume, CheckpointStore(folder, keep=1).lineages() if since is None else since)
+
+    def find(self) -> Checkpoint | None:
+        """Raises ConfigError when a named folder holds no complete checkpoint."""
+        store = CheckpointStore(self.folder, keep=1)
+        newest = store.find("auto")
+        return newest if newest is not None and newest.lineage > self.since else store.find(self.resume)
+
+    def again(self) -> str:
+        """How to continue, and from what, in words: the same command would begin where it did when that was named."""
+        found = self.find()
+        where = "the beginning: there is no checkpoint" if found is None else f"step {found.step} ({found.folder.name})"
+        return f"{self._run(found)} to continue from {where}"
+
+    def _run(self, found: Checkpoint | None) -> str:
+        ours = found is not None and found.lineage > self.since
+        same = self.resume == "auto" or (self.resume != "never" and not ours)
+        return "run again" if same else "run again with checkpoint.resume=auto"
+
+    def stopped(self, last_step: int) -> RayloopError:
+        """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun.
+
+        ``last_step`` is the last one on record. Preempted only when a checkpoint is there, from which the next start continues.
+        """
+        found = self.find()
+        began = CheckpointStore(self.folder, keep=1).lineages() > self.since
+        if began and last_step > (found.step if found else 0):
+            return NotSaved(f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}")
+        if found is None:
+            return NotSaved(f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew")
+        return Preempted(f"stopped while nothing was being trained: there was nothing to save; {self.again()}")
 
 
 class CheckpointStore:
@@ -71,11 +113,15 @@ class CheckpointStore:
         self.lineage = 0
         folder.mkdir(parents=True, exist_ok=True)
 
+    def lineages(self) -> int:
+        """How many have begun so far."""
+        path = self.folder / "lineage"
+        return int(path.read_text()) if path.exists() else 0
+
     def next_lineage(self) -> int:
         """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
-        path = self.folder / "lineage"
-        self.lineage = int(path.read_text()) + 1 if path.exists() else 1
-        _write(path, str(self.lineage).encode())
+        self.lineage = self.lineages() + 1
+        _write(self.folder / "lineage", str(self.lineage).encode())
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
@@ -122,8 +168,9 @@ class CheckpointStore:
             await asyncio.to_thread(self._commit, aside, final, step, state, about)
         except (OSError, CheckpointError) as error:
             written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
-            shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._explain(step, error, written)) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
         return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:

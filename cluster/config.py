@@ -176,7 +176,8 @@ class CheckpointSettings(Settings):
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state."""
     resume: str = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint."""
+    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
+    folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
     max_failures: int = Field(3, ge=0)
     """Failed saves in a row (a full disk) before the run stops."""
 

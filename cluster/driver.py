@@ -21,7 +21,7 @@ from actors.lease import Lease
 from actors.lost import cause
 from cluster.activity import doing
 from cluster.background import background, timed
-from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, complete, resumes_from
+from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from cluster.config import RunConfig, wasteful
 from cluster.evaluation import blind, on_training_rows, play, plays
 from cluster.identity import about, changes
@@ -46,11 +46,15 @@ from rayloop.grpo.filtering import apply_filters
 class Driver(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
 
-    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of cluster/identity.py, for the checkpoints.
+    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of cluster/identity.py, for the checkpoints;
+    ``resume`` and ``since`` are those of ``Origin``, by default of a start that is made now.
     """
 
-    def __init__(self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING) -> None:
-        self.config, self.folder, self.resume, self.hashes = config, Path(folder), resume, hashes
+    def __init__(
+        self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None
+    ) -> None:
+        self.config, self.folder, self.hashes = config, Path(folder), hashes
+        self.origin = Origin.of(self.folder / "checkpoints", resume, since)
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
         self.prepared = self.owes_evaluation = False
@@ -133,21 +137,29 @@ class Driver(Actor):
             await self.reporter.loggers.close()
 
     async def stopped(self) -> RayloopError:
-        """Save. Returns Preempted only when a resume will start from this very step, otherwise NotSaved."""
+        """Save, if the run has begun: before that the ranks may hold no weights, or those of no step.
+
+        Returns Preempted only when a resume will start from this very step, otherwise NotSaved.
+        """
+        if self.version.lineage == 0:
+            return self.ended(self.origin.stopped(self.reporter.folder.last_step()))
         why = "the policy was lost, and its replacement had not been restored"
         try:
             if not self.lost:
                 await self.checkpoint()
         except (RayloopError, RayError) as error:
             why = brief(error)
-        began = self.version.lineage > 0
-        where = f"at step {self.step} of {self.config.steps}" if began else "before the run began"
-        if began and not self.on_disk():
-            end = NotSaved(f"stopped {where}, not saved: {why}. Run again to continue from {resumes_from(self.checkpoints.folder)}")
+        where = f"stopped at step {self.step} of {self.config.steps}"
+        if self.on_disk():
+            return self.ended(Preempted(f"{where}, saved; {self.origin.again()}"))
+        return self.ended(NotSaved(f"{where}, not saved: {why}; {self.origin.again()}"))
+
+    def ended(self, end: RayloopError) -> RayloopError:
+        if isinstance(end, Preempted):
+            self.reporter.event("preempted", ledger=self.ledger.counts())
+        else:
             self.failed(end)
-            return end
-        self.reporter.event("preempted", ledger=self.ledger.counts())
-        return Preempted(f"stopped {where}{', saved' if began else ''}; run again to continue")
+        return end
 
     def on_disk(self) -> bool:
         """Whether there is a complete checkpoint of the current version."""
@@ -176,13 +188,12 @@ class Driver(Actor):
         self.reporter.event("policy_rebuilt", seconds=round(time.monotonic() - began, 3))
 
     async def restore(self) -> None:
-        """Begin a new lineage from the newest complete checkpoint, or from the start model."""
-        lineage = self.checkpoints.next_lineage()
-        checkpoint = self.checkpoints.find(self.resume)
-        self.resume = "auto"
+        """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
+        checkpoint = self.origin.find()
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
         reinstate(self, checkpoint.state() if checkpoint else self.initial)
+        lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
             self.reporter.event("changed", values=changed)

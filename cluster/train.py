@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.base import GROUPS
 from actors.lost import cause
-from cluster.checkpoint import CheckpointStore, resumes_from
+from cluster.checkpoint import Origin
 from cluster.config import RunConfig
 from cluster.driver import Driver
 from cluster.eval import config_hash
@@ -32,7 +32,7 @@ from cluster.services import actor_name, bundles, total
 from cluster.session import session
 from cluster.words import describe, sampled
 from rayloop.core.config import dump
-from rayloop.core.failures import NotSaved, Preempted, RayloopError
+from rayloop.core.failures import NotSaved, RayloopError
 from rayloop.core.runfolder import RunFolder
 
 POLL = 0.5
@@ -55,26 +55,26 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     Returns 0; raises RayloopError (its exit code is the command's).
     """
     folder = RunFolder(config.output, config.name)
+    origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     with (
-        _while_idle() as check,
+        _while_idle(lambda: origin.stopped(folder.last_step())) as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
     ):
-        hashes = _fitting(config, folder)
+        hashes = _fitting(config, folder, origin)
         with session(total(bundles(config)), address, temporary, folder.logs):
             folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
             folder.events.close()  # the driver goes on writing it
-            result = _run(config, folder, hashes, progress, check)
+            result = _run(config, folder, origin, hashes, progress, check)
             draw_or_tell(folder, config.report.boxes, progress.note)
             progress.close(result)
     return 0
 
 
-def _fitting(config: RunConfig, folder: RunFolder) -> dict[str, str]:
+def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:
     """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
     hashes = identity(config)
-    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).find(config.checkpoint.resume)
-    if checkpoint is None:
+    if (checkpoint := origin.find()) is None:
         folder.write_config(dump(config))
     else:
         check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
@@ -98,23 +98,24 @@ def _software() -> dict[str, str]:
 
 
 def _run(
-    config: RunConfig, folder: RunFolder, hashes: dict[str, str], progress: Progress, check: Callable[[], None]
+    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint.
+    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
 
-    ``check`` raises Preempted when a SIGTERM came while there was no driver to save.
+    ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save.
     """
-    resume, path = config.checkpoint.resume, str(folder.path.resolve())
+    path = str(folder.path.resolve())
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
-        driver = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options).remote(config, path, resume, hashes)
+        made = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options)
+        driver = made.remote(config, path, origin.resume, hashes, origin.since)
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until, folder)
+                return _follow(driver, progress, config.recovery.stall_timeout, until, origin)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
                 raise cause(error) from error
@@ -125,8 +126,7 @@ def _run(
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(event))
             if until() < math.inf:
-                raise _not_saved("the driver was lost while it saved", folder) from error
-            resume = "auto"
+                raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
         finally:
             ray.kill(driver)
     raise DriverLost(
@@ -138,12 +138,8 @@ def _never() -> float:
     return math.inf
 
 
-def _not_saved(why: str, folder: RunFolder) -> NotSaved:
-    return NotSaved(f"{why}; run again to continue from {resumes_from(folder.checkpoints)}")
-
-
 def _follow(
-    driver: Any, progress: Progress, silence: float, until: Callable[[], float], folder: RunFolder
+    driver: Any, progress: Progress, silence: float, until: Callable[[], float], origin: Origin
 ) -> dict[str, Any]:
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
@@ -165,10 +161,9 @@ def _follow(
                 raise
             progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
         if not ended and time.monotonic() > until():
-            raise _not_saved(
+            raise NotSaved(
                 "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
-                "and a checkpoint",
-                folder,
+                f"and a checkpoint; {origin.again()}"
             )
         seen += len(updates)
         for kind, record in updates:
@@ -183,11 +178,11 @@ def _follow(
 
 
 @contextmanager
-def _while_idle() -> Iterator[Callable[[], None]]:
+def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
     """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
 
-    Gives a function that raises Preempted when a SIGTERM has come: an exception raised by a signal handler (this one, or
-    that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
+    Gives a function that raises what ``stopped`` returns when a SIGTERM has come: an exception raised by a signal handler
+    (this one, or that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
     """
     seen, told = socket.socketpair()
     with seen, told, _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
@@ -198,7 +193,7 @@ def _while_idle() -> Iterator[Callable[[], None]]:
         def check() -> None:
             with suppress(BlockingIOError):
                 if signal.SIGTERM in seen.recv(4096):
-                    raise Preempted("stopped while no driver ran: there was nothing to save; run again to continue")
+                    raise stopped()
 
         try:
             yield check

@@ -34,7 +34,10 @@ class Preempted(RayloopError):
 
 
 class NotSaved(RayloopError):
-    """The run was asked to stop and its last steps could not be saved. The message says what a resume starts from."""
+    """The run was asked to stop, and its last steps could not be saved, or it had none and there is nothing to continue from.
+
+    The message says what a resume starts from.
+    """
 
 
 class DataFailure(RayloopError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkpoint import MARKER, CheckpointStore, complete
+from cluster.checkpoint import MARKER, CheckpointStore, Origin, complete
 from rayloop.core.failures import CheckpointError, ConfigError
 from tests.support.runs import ROOT
 
@@ -176,13 +177,67 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
     assert steps(store) == [2, 1]
 
 
-def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (CheckpointError("rank 1 could not write"), r"rank 1 could not write.*\(4,000 were written\)"),
+        (AttributeError("no engine yet"), "no engine yet"),
+    ],
+)
+def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Exception, told: str) -> None:
     store = CheckpointStore(tmp_path, keep=2)
 
     async def fail(folder: str) -> None:
         await write_weights(folder, 1)
-        raise CheckpointError("rank 1 could not write")
+        raise error
 
-    with pytest.raises(CheckpointError, match=r"rank 1 could not write.*\(4,000 were written\)"):
+    with pytest.raises(type(error), match=told):
         asyncio.run(store.save(1, {}, fail))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "named"])
+def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
+    store = CheckpointStore(tmp_path, keep=4)
+    store.next_lineage()
+    save(store, 1)
+    save(store, 2)
+    origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
+    first = {"auto": "step_000002", "never": None, "named": "step_000001"}[resume]
+
+    def found() -> str | None:
+        checkpoint = origin.find()
+        return checkpoint and checkpoint.folder.name
+
+    assert found() == first
+    store.next_lineage()
+    assert found() == first, "its own first lineage has saved nothing yet"
+    save(store, 1)
+    assert found() == "step_000001-1"
+    how = "run again" if resume == "auto" else "run again with checkpoint.resume=auto"
+    assert origin.again() == f"{how} to continue from step 1 (step_000001-1)"
+
+
+@pytest.mark.parametrize(
+    ("saved", "reached", "code", "says"),
+    [
+        ((), None, 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
+        ((4,), None, 75, r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)"),
+        ((), 3, 1, "stopped after step 3, not saved: the driver was gone; run again to continue from the beginning"),
+        ((4,), 5, 1, "stopped after step 5, not saved: .* continue from step 4 "),
+        ((4,), 4, 75, "continue from step 4 "),
+    ],
+)
+def test_a_stop_without_a_driver_is_75_only_with_what_was_reached(
+    tmp_path: Path, saved: tuple[int, ...], reached: int | None, code: int, says: str
+) -> None:
+    """``reached`` is the last recorded step of a driver that has died; None: there was none, what is recorded is older."""
+    store = CheckpointStore(tmp_path, keep=2)
+    origin = Origin.of(tmp_path, "auto")
+    if reached is not None:
+        store.next_lineage()
+    for step in saved:
+        save(store, step)
+    end = origin.stopped(9 if reached is None else reached)
+    assert re.search(says, str(end)), end
+    assert end.exit_code == code

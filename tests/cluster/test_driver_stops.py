@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from actors.policy import Comparison, PolicyRank, RankSettings
-from cluster.checkpoint import Checkpoint
+from cluster.checkpoint import Checkpoint, CheckpointStore
 from cluster.config import RunConfig
 from cluster.driver import Driver
 from cluster.identity import about, identity
@@ -28,6 +28,7 @@ from cluster.publication import Publisher
 from cluster.state import capture
 from cluster.waits import unless
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
+from rayloop.core.types import Version
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 
@@ -75,9 +76,9 @@ class Stage:
             for name, parameter in self.rank.engine._parameters.items():
                 parameter._local_tensor.copy_(self.start[name])  # type: ignore[attr-defined]
 
-    def driver(self, folder: Path) -> Driver:
+    def driver(self, folder: Path, resume: str = "auto") -> Driver:
         folder.mkdir(exist_ok=True)
-        driver = Driver(self.config, str(folder), "auto", identity(self.config))
+        driver = Driver(self.config, str(folder), resume, identity(self.config))
         driver.production = Production(self.config, driver.ledger, driver.reporter)
         driver.held_out, driver.prepared = [], True
         policy = PolicyGroup(self.config.policy, lambda rank: None)
@@ -85,6 +86,17 @@ class Stage:
         driver.services = driver.publisher.services = Services(policy)  # type: ignore[assignment]
         driver.player = SimpleNamespace()  # type: ignore[assignment]
         return driver
+
+    def saved(self, folder: Path, *steps: int) -> CheckpointStore:
+        """What an earlier start of the run in ``folder`` has saved: what the rank holds, as each of these steps."""
+        driver = self.driver(folder)
+        driver.checkpoints.next_lineage()
+        whose = about(self.config, driver.hashes, len(driver.production.dataset), None)
+        for driver.step in steps:
+            driver.version = Version(1, driver.step)
+            state = asyncio.run(capture(driver))
+            asyncio.run(driver.checkpoints.save(driver.step, state, driver.services.policy.save, whose))
+        return driver.checkpoints
 
     def until(self, folder: Path, number: int) -> tuple[Driver, BaseException | None, int]:
         """Begin a run and stop it at its ``number``-th await. Returns the driver, how it ended, and the awaits until then."""
@@ -101,7 +113,7 @@ class Stage:
             loop.set_task_factory(lambda loop, work: asyncio.Task(Counted(work, tick), loop=loop))  # type: ignore[arg-type]
             try:
                 await asyncio.wait_for(asyncio.create_task(driver.main()), 60)
-            except (Preempted, Begun) as end:
+            except (Preempted, NotSaved, Begun) as end:
                 return end
             return None
 
@@ -173,10 +185,7 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
         expected = {name: tensor + 0.25 for name, tensor in stage.start.items()}
         stage.start, start = expected, stage.start
         stage.begin_anew()
-        driver = stage.driver(folder)
-        driver.checkpoints.next_lineage()
-        whose = about(stage.config, driver.hashes, len(driver.production.dataset), None)
-        asyncio.run(driver.checkpoints.save(0, asyncio.run(capture(driver)), driver.services.policy.save, whose))
+        stage.saved(folder, 0)
         stage.start = start
     stops = saved = number = 0
     while True:
@@ -187,6 +196,8 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
             break
         stops += isinstance(end, Preempted)
         checkpoint = driver.checkpoints.find("auto")
+        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), f"at await {number}: {end}"
+        assert not list(driver.checkpoints.folder.glob("*.tmp")), f"stopped at await {number}"
         if checkpoint is not None:
             saved += 1
             assert damaged(checkpoint, expected) == [], f"stopped at await {number}"
@@ -246,3 +257,63 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
     driver = stage.driver(tmp_path / "run")
     with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
         asyncio.run(driver.main())
+
+
+@pytest.mark.parametrize(
+    ("older", "code", "says"),
+    [
+        ((), 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
+        ((1, 2), 75, r"there was nothing to save; run again to continue from step 2 \(step_000002\)"),
+    ],
+)
+def test_a_stop_while_the_actors_start_saves_nothing(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: tuple[int, ...], code: int, says: str
+) -> None:
+    """Also while the resources are awaited, when there is no policy to ask."""
+    before = sorted(path.name for path in stage.saved(tmp_path / "run", *older).folder.iterdir())
+    driver = stage.driver(tmp_path / "run")
+
+    async def start(admit: Any) -> None:
+        driver.stopping.set()
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(driver.services, "start", start)
+    driver.services.policy = None
+    with pytest.raises(RayloopError, match=says) as raised:
+        asyncio.run(driver.main())
+    assert raised.value.exit_code == code
+    assert sorted(path.name for path in driver.checkpoints.folder.iterdir()) == before
+    assert driver.reporter.updates[-1][1]["event"] == ("preempted" if code == 75 else "failed")
+
+
+@pytest.mark.parametrize(("whose", "saves"), [("run", False), ("other", False), ("run", True)])
+def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_told_to_begin(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, saves: bool
+) -> None:
+    """A rank dies before, or after, the first save of a run that was rewound to step 1."""
+    named = str(stage.saved(tmp_path / whose, 1, 2).folder / "step_000001")
+    begun = []
+
+    async def rebuild(self: PolicyGroup) -> None:
+        stage.begin_anew()
+
+    async def evaluate(self: Driver) -> None:
+        begun.append((self.step, self.version.lineage))
+        if len(begun) == 2:
+            raise Begun
+        if saves:
+            self.step = 2
+            await self.publish()
+            await self.checkpoint()
+        raise PolicyLost("rank 0 died")
+
+    monkeypatch.setattr(PolicyGroup, "rebuild", rebuild)
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    driver = stage.driver(tmp_path / "run", named)
+    first = driver.checkpoints.lineages() + 1
+    with pytest.raises(Begun):
+        asyncio.run(driver.main())
+    assert begun == [(1, first), (2 if saves else 1, first + 1)]
+    restored = [record["restored"] for _, record in driver.reporter.updates if record.get("event") == "begin"]
+    again = ("step_000002-1" if whose == "run" else "step_000002") if saves else "step_000001"
+    assert restored == ["step_000001", again]

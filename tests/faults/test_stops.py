@@ -116,7 +116,7 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
     done = made.metrics[-1]["step"]
     assert done > step, "a step was lost"
     assert f"NotSaved: stopped at step {done} of 400, not saved: the policy was lost" in made.text
-    assert f"Run again to continue from step {step} (step_{step:06d})" in made.text
+    assert f"run again to continue from step {step} (step_{step:06d})" in made.text
     config["steps"] = step + 1
     assert finished(config).named("begin")[-1]["restored"] == f"step_{step:06d}"
 

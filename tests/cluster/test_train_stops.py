@@ -1,0 +1,111 @@
+"""The ``train`` process when drivers die: what the next one is told, and how a SIGTERM between two of them ends. Ray is made up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from cluster import train
+from cluster.checkpoint import CheckpointStore, Origin
+from cluster.config import RunConfig
+from rayloop.core.failures import NotSaved, Preempted, RayloopError
+from rayloop.core.runfolder import RunFolder
+from tests.support.runs import settings
+
+Life = Callable[[RunFolder], None]
+
+
+class Stage:
+    """``run`` follows drivers that live as ``lives`` say and then die; a SIGTERM comes when the ``stop``-th has died."""
+
+    def __init__(self, folder: Path, lives: list[Life], stop: int | None = None) -> None:
+        self.config = RunConfig.model_validate(settings(folder, folder, recovery={"driver_restarts": 5}))
+        self.folder = RunFolder(self.config.output, self.config.name)
+        self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
+
+    def options(self, **_: Any) -> Any:
+        def remote(config: Any, path: str, resume: str, hashes: Any, since: int) -> Any:
+            self.told.append((resume, since))
+            return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
+
+        return SimpleNamespace(remote=remote)
+
+    def follow(self, *_: Any) -> dict[str, Any]:
+        if len(self.told) > len(self.lives):
+            return {}
+        self.lives[len(self.told) - 1](self.folder)
+        raise RayActorError
+
+    def note(self, text: str) -> None:
+        if len(self.told) == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, resume: str = "auto") -> RayloopError | None:
+        context = SimpleNamespace(get_node_id=lambda: "00" * 28)
+        monkeypatch.setattr(train, "ray", SimpleNamespace(
+            get_runtime_context=lambda: context, remote=lambda **_: lambda actor: self, kill=lambda driver: None
+        ))  # fmt: skip
+        monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+        monkeypatch.setattr(train, "_follow", self.follow)
+        origin = Origin.of(self.folder.checkpoints, resume)
+        progress: Any = SimpleNamespace(note=self.note)
+        ended = lambda: origin.stopped(self.folder.last_step())  # noqa: E731
+        try:
+            with train._while_idle(ended) as check, self.folder.acquired(resume):
+                train._run(self.config, self.folder, origin, {}, progress, check)
+        except RayloopError as end:
+            return end
+        return None
+
+
+def lives(*steps: int, saves: int | None = None) -> Life:
+    """A driver that records these steps, and saves one of them."""
+
+    def live(folder: RunFolder) -> None:
+        store = CheckpointStore(folder.checkpoints, keep=3)
+        store.next_lineage()
+        for step in steps:
+            folder.metrics.append({"step": step})
+            if step == saves:
+                asyncio.run(store.save(step, {}, _nothing))
+
+    return live
+
+
+async def _nothing(folder: str) -> None: ...
+
+
+def dies_at_once(folder: RunFolder) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("life", "kind", "says"),
+    [
+        (lives(1, 2, 3), NotSaved, "stopped after step 3, not saved: .* continue from the beginning"),
+        (lives(1, 2, 3, saves=2), NotSaved, r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)"),
+        (lives(1, 2, 3, saves=3), Preempted, r"continue from step 3 \(step_000003\)"),
+        (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to begin anew"),
+    ],
+)
+def test_a_stop_after_a_lost_driver_is_75_only_when_all_it_did_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, life: Life, kind: type[RayloopError], says: str
+) -> None:
+    end = Stage(tmp_path, [life], stop=1).run(monkeypatch)
+    with pytest.raises(kind, match=says):
+        raise end or AssertionError("it ended well")
+
+
+def test_every_driver_is_told_what_the_first_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that follows before anything is saved begins where the first did (``Origin``), not with what was rewound."""
+    stage = Stage(tmp_path, [lives(1, saves=1), lives(2), lives(2, saves=2)])
+    CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
+    assert stage.run(monkeypatch, "somewhere") is None
+    assert stage.told == [("somewhere", 1)] * 4
