@@ -56,6 +56,7 @@ def _snapshot(driver: Driver) -> dict[str, Any]:
         "environment_failures": dict(production.blame.groups_failed),
         "acceptance": production.acceptance.state(),
         "issued_this_step": production.issued_this_step,
+        "graded": production.alarms.graded,
         "replay": production.buffer.state(),
     }
 
@@ -78,6 +79,7 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.blame.groups_failed.update(state["environment_failures"])
     production.acceptance.restore(state["acceptance"])
     production.issued_this_step = state["issued_this_step"]
+    production.alarms.graded |= state.get("graded", driver.step > 0)  # older checkpoints do not say
     production.buffer.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})
 
 

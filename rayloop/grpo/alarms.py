@@ -87,7 +87,7 @@ class Alarms:
 
     ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
     first traceback, and an ``unscored`` for the first trajectory of each kind. Both methods raise AlarmStopped, ``groups`` also
-    GraderBroken when the reward raised on every trajectory of the first group that reached it.
+    GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
     def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:
@@ -101,7 +101,9 @@ class Alarms:
         self._active: set[str] = set()
         self._kinds: set[UnscoredKind] = set()
         self._trace = ""
-        self._reached_grader = False
+        self.graded = False
+        """The first group has reached the grader. It is in the checkpoint: the first one after a resume proves nothing."""
+        self._raised: list[bool] = []
 
     def groups(self, members: Iterable[Member]) -> None:
         fresh = [member for member in members if not member.replayed]
@@ -138,15 +140,17 @@ class Alarms:
             self._tell("unscored", **where, outcome=str(outcome.kind), why=outcome.reason)
 
     def _first_group(self, members: Sequence[Member]) -> None:
-        reached = [member for member in members if member.summary.length]
-        if self._reached_grader or not reached:
+        if self.graded:
             return
-        self._reached_grader = True
-        if all(_grader_raised(member) for member in reached):
+        self._raised += [_grader_raised(member) for member in members if member.summary.length]
+        if len(self._raised) < 2:  # one trajectory is one task's word
+            return
+        self.graded = True
+        if all(self._raised):
             raise GraderBroken(
-                f"the reward {self._reward} raised on each of the {len(reached)} trajectories of the first group. Repair it, and "
-                "look at it with `python -m cluster try CONFIG`: a dataset column that is missing, or an answer of a form that it "
-                f"does not expect, are the usual reasons.\n{self._trace}"
+                f"the reward {self._reward} raised on each of the {len(self._raised)} trajectories that reached it first. Repair "
+                "it, and look at it with `python -m cluster try CONFIG`: a dataset column that is missing, or an answer of a form "
+                f"that it does not expect, are the usual reasons.\n{self._trace}"
             )
 
     def _shares(self) -> dict[str, Alarm]:

@@ -208,6 +208,18 @@ def test_a_later_group_on_which_the_grader_fails_does_not_end_the_run() -> None:
     assert watch.observe([member(CRASHED)] * 4) == []
 
 
+def test_one_trajectory_on_which_the_grader_fails_does_not_end_the_run() -> None:
+    never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
+    watch = Watched()
+    watch.observe([member(CRASHED), never_played])
+    watch.observe([member()])
+    watch.observe([member(CRASHED)] * 4)
+    broken = Watched()
+    with pytest.raises(GraderBroken, match="on each of the 2 trajectories"):
+        for _ in range(2):
+            broken.observe([member(CRASHED)])
+
+
 def test_reasons_are_the_most_frequent_kinds_with_an_example() -> None:
     lost = [LOST, CRASHED, replace(CRASHED, reason="KeyError: 'y'")]
     assert reasons(lost) == ["grader_error 2: my:Reward: KeyError: 'x'", "reward_unavailable 1"]
