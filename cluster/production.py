@@ -70,6 +70,7 @@ class Production:
         self.dropped: Counter[str] = Counter()
         """What became stale or surplus since the last step, by ``state/source`` (for metrics)."""
         self.issued_this_step = 0
+        self._made_up_for = 0
         self._taken = 0
         self._collecting = False
         self._stopping = False
@@ -240,7 +241,7 @@ class Production:
             self.ready = sorted([*chosen.left_over, *self.ready], key=lambda g: g.issue)
         else:
             self.settle([_with_fate(g, Fate(State.SURPLUS, "left_over")) for g in chosen.left_over], None)
-        self.issued_this_step = 0
+        self.issued_this_step = self._made_up_for = 0
         self._taken = sum(len(group.kept) for group in chosen.train)
         return chosen.train
 
@@ -283,9 +284,18 @@ class Production:
         self.ready = [group for group in groups if group.kept]
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """These trajectories were scored, and their payloads are gone with the node that held them: nobody can train on them."""
+        """These trajectories were scored, and their payloads are gone with the node that held them: nobody can train on them.
+
+        They are made up for at no cost to the step's budget, which is about filters, as often as that has groups.
+        """
         self.reporter.event("payload_lost", trajectories=sorted(map(str, ids)))
+        live = [id for id in ids if self.ledger.state_of(id) is not None]  # the others are stored for replay
+        self.alarms.lost(live)
+        again = min(math.ceil(len(live) / self.config.algorithm.group_size), self._budget - self._made_up_for)
+        self._made_up_for += again
+        self.issued_this_step -= again
         self.buffer.forget(ids)
+        self._injected = {issue: (without(group, ids), gone) for issue, (group, gone) in self._injected.items()}
         self.finished = [without(group, ids) for group in self.finished]
         remaining = [without(group, ids) for group in self.ready]
         self.settle(remaining, None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rayloop.core.config import Settings
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.types import Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.types import Member, Scored, State, TrajectoryId, Unscored, UnscoredKind
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
@@ -75,6 +75,7 @@ class AlarmSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
+    id: TrajectoryId
     source: str
     length: int
     unscored: Unscored | None
@@ -83,11 +84,11 @@ class _Seen:
 
 
 class Alarms:
-    """``groups`` is told of every finished group's members, ``step`` of every step's metrics.
+    """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of every step's metrics.
 
     ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
-    first traceback, and an ``unscored`` for the first trajectory of each kind. Both methods raise AlarmStopped, ``groups`` also
-    GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
+    first traceback, and an ``unscored`` for the first trajectory of each kind. ``groups`` and ``step`` raise AlarmStopped, ``groups``
+    also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
     def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:
@@ -112,9 +113,16 @@ class Alarms:
             unscored = member.outcome if isinstance(member.outcome, Unscored) else None
             excluded = member.fate is not None and member.fate.state is State.EXCLUDED
             flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
-            self._seen.append(_Seen(member.summary.source, member.summary.length, unscored, excluded, tuple(set(flags))))
+            of = member.summary
+            self._seen.append(_Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags))))
         self._first_group(fresh)
         self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
+
+    def lost(self, ids: Collection[TrajectoryId]) -> None:
+        """These were scored and then lost: they count as excluded from the next finished group on. Raises nothing, for it may be a
+        checkpoint that found out, and that must be saved."""
+        seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
+        self._seen = deque(seen, maxlen=self.settings.window)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Steps without samples of lag 0 say nothing about drift."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.types import Fate, Group, Member, State, Unscored
+from rayloop.core.types import Fate, Group, Member, State, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
 from rayloop.grpo.settings import (
     EqualRewards,
@@ -142,6 +142,8 @@ def generation_verdict(
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
     if 2 * len(unscored) > sum(counts.values()):
         advice = "Most have no reward, which is not the policy's doing: repair that first"
+    if 2 * (lost := counts.get(f"{State.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
+        advice = f"{lost} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
     why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
     raise GenerationBudgetSpent(
         f"{survivors} of {target} trajectories survived {batches_used} generation batches, fewer than min_fraction "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 import cluster.state
-from rayloop.core.types import Member, PlayRequest, Scored, TrajectoryId, Unscored, UnscoredKind
-from tests.cluster.test_production import Loop, Play, crashes, issues, spread
+from cluster.production import without
+from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
+from rayloop.core.types import Group, Member, PlayRequest, Scored, State, TrajectoryId, Unscored, Version
+from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
 
 
@@ -74,4 +77,77 @@ def test_one_task_whose_grader_raises_does_not_end_a_resumed_run(tmp_path: Path)
     loop = resumed(tmp_path, before, fast, **rounds)
     assert issues(loop.run(loop.step)) == [1, 2]
     assert loop.ledger.counts()["excluded[grader_error]"] == 4
+    ledger_closes(loop.ledger.counts())
+
+
+# Payloads that are gone -------------------------------------------------------------------------------------------------
+
+
+def loses(per_group: int, times: int = 1) -> Callable[[tuple[Group, ...]], Awaitable[set[TrajectoryId]]]:
+    """The trainer finds so often that the first members of each group are gone."""
+    asked: list[int] = []
+
+    async def hold(groups: tuple[Group, ...]) -> set[TrajectoryId]:
+        asked.append(1)
+        gone = range(per_group if len(asked) <= times else 0)
+        return {m.summary.id for group in groups for m in group.kept if m.summary.id.sample in gone}
+
+    return hold
+
+
+def test_losses_alarm_as_what_is_excluded(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, differs, alarms={"excluded": {"warn": 0.05, "stop": 0.2}})
+
+    async def test() -> None:
+        for step in range(1, 20):
+            groups = await loop.production.collect(loop.version, {}, loses(2))
+            loop.production.settle(groups, State.TRAINED)
+            loop.version = Version(1, step)
+            loop.production.published(loop.version)
+
+    with pytest.raises(AlarmStopped, match=r"of the last \d+ trajectories were excluded from training"):
+        loop.run(test)
+
+
+def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp_path: Path) -> None:
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        return Scored(float(request.id.sample % 2))
+
+    loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
+    plain, gone = loop.finish, {TrajectoryId(1, 1)}
+
+    async def finish(group: Group) -> Group:
+        """As the driver's, when the reference cannot fetch a payload."""
+        group = await plain(group)
+        if group.issue != 1:
+            return group
+        loop.production.lose(gone)
+        return without(group, gone)
+
+    loop.finish = finish  # type: ignore[method-assign]
+    loop.run(loop.step)
+    stored = {member.summary.id for members in loop.production.buffer.state().values() for member in members}
+    assert stored >= {TrajectoryId(1, 3), TrajectoryId(2, 1), TrajectoryId(2, 3)}
+    assert not stored & gone
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_losses_are_made_up_for_beyond_the_budget(batches: int, tmp_path: Path) -> None:
+    loop = Loop(tmp_path, differs, algorithm__filtering={"max_generation_batches": batches})
+
+    async def test() -> int:
+        groups = await loop.production.collect(loop.version, {}, loses(3, times=batches))
+        return sum(len(group.kept) for group in groups)
+
+    assert loop.run(test) == 8
+    assert loop.production.issued_this_step == 0
+
+
+def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, differs, algorithm__filtering={"max_generation_batches": 2})
+    with pytest.raises(GenerationBudgetSpent, match=r"excluded\[payload_lost\] 32") as spent:
+        loop.run(lambda: loop.production.collect(loop.version, {}, loses(4, times=99)))
+    assert "loosen filters" not in str(spent.value)
+    assert "32 were lost with the nodes that held them" in str(spent.value)
+    assert loop.production.next_number == 2 * 4
     ledger_closes(loop.ledger.counts())

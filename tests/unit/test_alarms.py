@@ -120,6 +120,15 @@ def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
     assert alarm == "30 of the last 60 trajectories were excluded from training"
 
 
+def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_group() -> None:
+    watch, kept = Watched(), [member() for _ in range(40)]
+    lost = {TrajectoryId(9, sample) for sample in range(20)}
+    watch.observe([*kept, *(replace(m, summary=replace(m.summary, id=id)) for m, id in zip(kept, lost, strict=False))])
+    watch.alarms.lost(lost)
+    assert watch.told == [], "a checkpoint may be the one who found out: it must be saved first"
+    assert watch.observe([member()]) == ["20 of the last 61 trajectories were excluded from training"]
+
+
 @pytest.mark.parametrize(
     ("settings", "bad", "message"),
     [
@@ -215,9 +224,9 @@ def test_one_trajectory_on_which_the_grader_fails_does_not_end_the_run() -> None
     watch.observe([member()])
     watch.observe([member(CRASHED)] * 4)
     broken = Watched()
+    broken.observe([member(CRASHED)])
     with pytest.raises(GraderBroken, match="on each of the 2 trajectories"):
-        for _ in range(2):
-            broken.observe([member(CRASHED)])
+        broken.observe([member(CRASHED)])
 
 
 def test_reasons_are_the_most_frequent_kinds_with_an_example() -> None:
