@@ -59,6 +59,8 @@ class Production:
         self._playing = Playing(config, self._notify)
         self._injected: dict[int, tuple[Group, Member | None]] = {}
         self.reissue: list[Issue] = []
+        self.one_round = True
+        """Without staleness: what is issued again was one round, which is finished as it began; else it fills rounds of its own."""
         self.next_number = 0
         self.quarantined: set[str] = set()
         self.blame = Blame(config.environment)
@@ -112,11 +114,12 @@ class Production:
         stale = c.staleness.max_staleness
         if self._stopping or (stale == 0 and (self.in_flight or not self._collecting)):
             return 0
-        if self.reissue:
+        if stale == 0 and self.one_round and self.reissue:
             return len(self.reissue)
         rate = self.acceptance.value
         slots = open_slots(stale, c.target, self.survivors + self._taken, len(self.in_flight) * c.group_size, rate)
-        wanted, left = slots / (c.group_size * rate), (stale + 1) * self._budget - self.issued_this_step
+        wanted = slots / (c.group_size * rate)
+        left = max(0, (stale + 1) * self._budget - self.issued_this_step) + len(self.reissue)  # which were counted before
         if stale:  # not one beyond the bound, which would only grow stale
             return min(math.floor(wanted), left)
         return min(c.filtering.groups_per_generation or math.ceil(wanted), left) if slots else 0
@@ -260,7 +263,7 @@ class Production:
         would be too old for the next step."""
         c = self.config.algorithm.staleness
         if c.max_staleness == 0:
-            return bool(self.in_flight or self.reissue)
+            return bool(self.in_flight or (self.one_round and self.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _verdict(self, owed: bool) -> Verdict:

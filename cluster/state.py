@@ -42,6 +42,7 @@ async def capture(driver: Driver) -> dict[str, Any]:
 def _snapshot(driver: Driver) -> dict[str, Any]:
     """The state of one moment, with references: production goes on while they are resolved."""
     production = driver.production
+    synchronous = driver.config.algorithm.staleness.max_staleness == 0
     return {
         "step": driver.step,
         "version": driver.version,
@@ -50,6 +51,7 @@ def _snapshot(driver: Driver) -> dict[str, Any]:
         "cursor": production.cursor.state(),
         "next_number": production.next_number,
         "in_flight": [*production.reissue, *production.in_flight.values()],
+        "one_round": synchronous and (production.one_round or not production.reissue),
         "ready": list(production.ready),
         "finished": [_bare(group) for group in production.finished],
         "quarantined": sorted(production.quarantined),
@@ -72,6 +74,7 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.next_number = state["next_number"]
     production.in_flight.clear()
     production.reissue = sorted(state["in_flight"], key=lambda issue: issue.number)
+    production.one_round = state.get("one_round", True)
     production.ready = [_own(group) for group in state["ready"]]
     production.finished = list(state["finished"])
     production.quarantined = set(state["quarantined"])

@@ -87,8 +87,8 @@ class Alarms:
     """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of every step's metrics.
 
     ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
-    first traceback, and an ``unscored`` for the first trajectory of each kind. ``groups`` and ``step`` raise AlarmStopped, ``groups``
-    also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
+    first traceback, and an ``unscored`` for the first trajectory of each kind. ``groups`` and ``step`` raise AlarmStopped, and
+    ``groups`` GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
     def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:

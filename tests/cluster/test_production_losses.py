@@ -151,3 +151,55 @@ def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_pat
     assert "32 were lost with the nodes that held them" in str(spent.value)
     assert loop.production.next_number == 2 * 4
     ledger_closes(loop.ledger.counts())
+
+
+# Another bound on staleness ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale", [1, 2, 4])
+def test_a_resume_keeps_its_own_bound_on_staleness(stale: int, tmp_path: Path) -> None:
+    """Ten groups were in flight; a step takes two."""
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored:
+        most.append(loop.production.survivors + 4 * len(loop.production.in_flight) + loop.production._taken)
+        await asyncio.sleep(0.01 * (1 + (request.id.group * 7919) % 5))
+        return spread(request)
+
+    most: list[int] = []
+    before = stopped(tmp_path, play, 0.005, algorithm__staleness={"max_staleness": 4})
+    assert len(before.production.in_flight) == 10
+    most.clear()
+    loop = resumed(tmp_path, before, play, algorithm__staleness={"max_staleness": stale})
+
+    async def test() -> list[int]:
+        return [group for _ in range(8) for group in issues(await loop.step(between=0.01))]
+
+    assert sorted(loop.run(test)[:10]) == list(range(1, 11))
+    assert max(most) == (stale + 1) * 8
+    assert "stale" not in loop.ledger.counts()
+
+
+def test_a_resume_without_staleness_plays_in_rounds_what_was_in_flight_with_it(tmp_path: Path) -> None:
+    """Also when it is stopped and resumed once more."""
+    before = stopped(tmp_path, waits, 0.5, algorithm__staleness={"max_staleness": 4})
+    once = resumed(tmp_path, before, waits)
+
+    async def steps(loop: Loop, count: int) -> list[list[int]]:
+        return [issues(await loop.step()) for _ in range(count)]
+
+    assert once.run(lambda: steps(once, 2)) == [[1, 2], [3, 4]]
+    again = resumed(tmp_path, once, waits)
+    assert again.run(lambda: steps(again, 4)) == [[5, 6], [7, 8], [9, 10], [11, 12]]
+    assert set(again.ledger.counts()) == {"issued", "in_flight", "ready", "trained", "attempts", "replayed"}
+
+
+def test_a_spent_budget_does_not_keep_what_was_in_flight_from_being_played(tmp_path: Path) -> None:
+    """The asynchronous step had a larger one, so that nothing more may be begun."""
+    before = stopped(tmp_path, waits, 0.5, algorithm__staleness={"max_staleness": 4})
+    loop = resumed(tmp_path, before, waits, algorithm__filtering={"max_generation_batches": 1})
+    assert issues(loop.run(loop.step)) == [1, 2]
+
+
+async def waits(loop: Loop, request: PlayRequest) -> Scored:
+    await asyncio.sleep(1)
+    return spread(request)
