@@ -347,8 +347,8 @@ class Production:
         self._notify()
 
     def probe_tasks(self) -> list[Task]:
-        """The first tasks of the dataset, for the parity check and the self-test."""
-        return [self.dataset[i] for i in range(min(self.config.publish.probes, len(self.dataset)))]
+        """Those that the parity check and the self-test may play, in the dataset's order."""
+        return [task for task in self.dataset if task.id not in self.quarantined]
 
     def stop(self) -> None:
         self._stopping = True

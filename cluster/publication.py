@@ -16,11 +16,13 @@ from cluster.waits import within
 from rayloop.core.failures import BroadcastFailed, DataFailure, EnvironmentFailed, ParityError, PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
-from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, UnscoredKind, Version
+from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, Unscored, UnscoredKind, Version
 from rayloop.engines.settings import CollectiveTransport
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
+FAILING = 4
+"""Tasks that cannot be played, with none that can, before the proof at the start gives up; ``publish.probes`` if that is more."""
 ARRIVED = 1 / 3
 """Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
 
@@ -32,6 +34,7 @@ class Publisher:
         self.config, self.services, self.reporter = config, services, reporter
         self._current: tuple[Manifest, Any] | None = None
         self._failed_broadcasts = 0
+        self._unplayable: set[str] = set()
 
     async def publish(self, version: Version) -> None:
         """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
@@ -66,7 +69,11 @@ class Publisher:
             await within(self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine)
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
-        """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``)."""
+        """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).
+
+        ``tasks`` are those to draw probes from, in order.
+        """
+        self._unplayable.clear()
         try:
             await self._parity(tasks, player)
             if self.config.publish.self_test:
@@ -128,18 +135,31 @@ class Publisher:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the tasks, at the run's own sampling settings. Tasks with bad data are passed over."""
-        payloads, reason = [], ""
+        """Payloads of fresh episodes at the run's own sampling settings, on the first ``publish.probes`` tasks that can be played.
+
+        One that cannot is not tried again in this proof: it may have cost several deadlines. Raises EnvironmentFailed or
+        DataFailure when so many fail that the tasks are not to blame, and none is played.
+        """
+        payloads: list[Any] = []
+        failed: list[Unscored] = []
+        wanted = self.config.publish.probes
         for number, task in enumerate(tasks):
+            if len(payloads) == wanted or len(failed) == max(wanted, FAILING):
+                break
+            if task.id in self._unplayable:
+                continue
             seed = derive(self.config.seed, "probe", purpose, task.id)
             request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
             played = await player.episode(request)
-            if not isinstance(played, PlayFailed):
+            if isinstance(played, PlayFailed):
+                failed.append(played.outcome)
+                self._unplayable.add(task.id)
+                self.reporter.event("probe_failed", purpose=purpose, task=task.id, why=played.outcome.reason)
+            else:
                 payloads.append(played[1])
-                continue
-            reason = played.outcome.reason
-            if played.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
-                raise EnvironmentFailed(f"the {purpose} probe on task {task.id} failed: {played.outcome.reason}")
         if not payloads:
-            raise DataFailure(self.config.data.train, f"none of the {len(tasks)} probe tasks could be played: {reason}")
+            reason = f"none of {len(failed)} tasks could be played for the {purpose} probe: {failed[-1].reason if failed else ''}"
+            if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):
+                raise DataFailure(self.config.data.train, reason)
+            raise EnvironmentFailed(reason)
         return payloads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from ray.exceptions import ActorDiedError
 
 from cluster.config import RecoverySettings
 from cluster.pool import Pool
-from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
+from cluster.publication import Publisher
+from rayloop.core.failures import EnvironmentFailed, GenerationBudgetSpent, WorkerSpent
 from rayloop.core.types import PlayRequest
 from tests.support.stand_ins import Handle, World, failed
 
@@ -200,6 +202,68 @@ def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> Non
     made.run(steps=5)
     assert made.environment.replaced >= 3
     assert made.ledger.counts()["trained"] == 5 * 16
+
+
+# Probes ----------------------------------------------------------------------------------------------------------------------
+
+
+async def probe(made: World, purpose: str = "parity") -> list[Any]:
+    """What the proof at the start does first: an episode on each of the first tasks."""
+    reporter: Any = SimpleNamespace(event=made._event)
+    player = await made.player()
+    publisher = Publisher(made.config, player.services, reporter)
+    return await publisher._probe(made.production.probe_tasks(), player, purpose)
+
+
+@pytest.mark.parametrize("probes", [1, 3])
+def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: Make, probes: int) -> None:
+    def first_hangs(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            first = request.task.id == "train-0"
+            return failed(request, "reset gave no answer", hung=True) if first else made.well(request)
+
+        return behave
+
+    made = world(first_hangs, environment={"actors": 2}, publish={"probes": probes})
+    assert len(asyncio.run(probe(made))) == probes
+    assert made.plays == {"train-0": 3, **{f"train-{i}": 1 for i in range(1, 1 + probes)}}
+    [told] = made.named("probe_failed")
+    assert (told["task"], told["why"]) == ("train-0", "reset gave no answer")
+
+
+def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
+
+    async def twice() -> None:
+        reporter: Any = SimpleNamespace(event=made._event)
+        player = await made.player()
+        publisher = Publisher(made.config, player.services, reporter)
+        for purpose in ("parity", "language"):
+            assert len(await publisher._probe(made.production.probe_tasks(), player, purpose)) == 4
+
+    asyncio.run(twice())
+    assert made.plays[BAD] == 3
+
+
+def test_a_quarantined_task_is_no_probe(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
+    made.production.quarantined = {BAD}
+    assert len(asyncio.run(probe(made))) == 4
+    assert BAD not in made.plays
+
+
+def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            return failed(request, "Guess.step must return StepResult, not str", bug=True)
+
+        return behave
+
+    made = world(broken, environment={"actors": 2})
+    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"):
+        asyncio.run(probe(made))
 
 
 # Leases ----------------------------------------------------------------------------------------------------------------------

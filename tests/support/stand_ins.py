@@ -119,12 +119,16 @@ class World:
         """Collect this many steps. Raises what ends a run."""
         asyncio.run(asyncio.wait_for(self._run(steps), 60))
 
-    async def _run(self, steps: int) -> None:
-        rollout, reward = self._pool("rollout", 1), self._pool("reward", 1)
+    async def player(self) -> Player:
+        """The run's player, over pools that have started."""
+        rollout, reward = self._pool("rollout", self.config.rollout.actors), self._pool("reward", self.config.reward.actors)
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        player = Player(self.config, services, None, self._event, self.production.quarantine, self.production.blame)
+        return Player(self.config, services, None, self._event, self.production.quarantine, self.production.blame)
+
+    async def _run(self, steps: int) -> None:
+        player = await self.player()
         self.production.published(self.version)
         async with background(self.production.run(player, self.finish), self._supervise()):
             for _ in range(steps):
