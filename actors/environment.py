@@ -59,7 +59,7 @@ class EnvironmentActor(Actor):
             seconds = time.monotonic() - began
             return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
         except Exception as error:
-            return _failed(request, cause(error)), None
+            return _failed(request, error), None
         finally:
             self._running -= 1
             engine.leave()
@@ -75,11 +75,13 @@ class EnvironmentActor(Actor):
             raise EnvironmentFailed(what, bug) from error
 
 
-def _failed(request: PlayRequest, error: BaseException) -> PlayFailed:
+def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
     """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
+    error = cause(raised)
     kind, path, reason = UnscoredKind.ENVIRONMENT_FAILURE, "", f"{type(error).__name__}: {error}"
     own = isinstance(error, EnvironmentFailed)
     if isinstance(error, DataFailure):
+        own = error is raised  # not what an engine raised
         kind, path, reason = UnscoredKind.BAD_DATA, error.path, error.reason
     elif isinstance(error, OverLongPrompt):
         kind, reason = UnscoredKind.OVER_LONG_PROMPT, str(error)

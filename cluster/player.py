@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -45,6 +46,14 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
 
 SPARED = 10
 """Times that an episode is played again because its actor was ended on account of another one, before it is given up."""
+
+
+@dataclass
+class _Avoid:
+    """Slots on which an episode failed already."""
+
+    environments: set[int] = field(default_factory=set)
+    engines: set[int] = field(default_factory=set)
 
 
 class Player:
@@ -92,68 +101,88 @@ class Player:
         """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows.
 
         Only what failed by itself is one of ``environment.attempts``; the same bug on a second actor is not tried a third time, and
-        nothing more is once too many episodes of the group hung.
+        nothing more is once too many episodes of the group hung. Bad data is what two actors say; what one alone says is held
+        against that actor when another one plays the task.
         """
         failed = PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played"))
-        avoid: set[int] = set()
-        paid, before = 0, ""
-        for attempt in range(self.config.environment.attempts + SPARED):
+        avoid = _Avoid()
+        doubted: list[tuple[Lease, PlayFailed]] = []
+        attempts, paid, before = self.config.environment.attempts, 0, ""
+        for attempt in range(attempts + SPARED):
             if hangs := self.blame.hangs(request.id.group):
                 return dataclasses.replace(failed, outcome=Unscored(UnscoredKind.ENVIRONMENT_FAILURE, hangs))
             self.reissued += attempt > 0
             async with self.admission.room():
                 begins()
-                lease, result = await self._play_once(dataclasses.replace(request, attempt=attempt), avoid)
+                lease, engine, result = await self._play_once(dataclasses.replace(request, attempt=attempt), avoid)
             if not isinstance(result, PlayFailed):
+                self._refuted(request, doubted)
                 return result
             failed, why = result, result.outcome.reason
-            if failed.outcome.kind is UnscoredKind.BAD_DATA:
-                self._bad_data(request.task, failed.path, why)
-            if failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
+            if bad := failed.outcome.kind is UnscoredKind.BAD_DATA:
+                doubted.append((lease if failed.own else engine, failed))
+                if self._confirmed(doubted):
+                    self._bad_data(request.task, failed.path, why)
+                    break
+                avoid.engines.add(engine.slot)
+            elif failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
                 break
             self._event("episode_failed", trajectory=str(request.id), attempt=attempt, why=why)
-            avoid.add(lease.slot)
-            paid += failed.own or lease.worker not in self.services.environment.ended
-            if paid >= self.config.environment.attempts or (failed.bug and why == before):
+            avoid.environments.add(lease.slot)
+            paid += failed.own or bad or lease.worker not in self.services.environment.ended
+            if paid >= (max(attempts, 2) if bad else attempts) or (failed.bug and why == before):
                 break
             before = why
         return failed
 
     async def _play_once(
-        self, request: PlayRequest, avoid: Collection[int]
-    ) -> tuple[Lease, PlayFailed | tuple[Summary, Any]]:
-        """On an environment actor whose slot is not one to ``avoid``, if there is another; its lease, and what came of it."""
+        self, request: PlayRequest, avoid: _Avoid
+    ) -> tuple[Lease, Lease, PlayFailed | tuple[Summary, Any]]:
+        """On an environment actor and an engine whose slots are not ones to ``avoid``, if there are others; both, and what came of
+        it."""
         environments, key, affinity = self.services.environment, f"{request.id}@{request.attempt}", str(request.id.group)
-        lease = await environments.lease(avoid=avoid)
+        lease = await environments.lease(avoid=avoid.environments)
         try:
-            engine = await self.services.rollout.lease(affinity)
+            engine = await self.services.rollout.lease(affinity, avoid.engines)
         except BaseException:
             environments.release(lease.worker)
             raise
         self._engines[key] = engine.worker
         self.blame.begins(request.id.group, lease.worker)
         result, payload = lease.handle.play.options(num_returns=2).remote(request, engine, self._driver)
-        well: bool | None = None
+        well, served = None, None
         try:
             what = f"episode {key} of task {request.task.id} on {environments.name(lease)}"
             summary = await within(self.config.environment.episode_timeout, result, what, lease.handle)
-            well = None if isinstance(summary, PlayFailed) and not summary.own else not isinstance(summary, PlayFailed)
+            well, served = _went_well(summary)
         except asyncio.CancelledError:
             ray.cancel(result)
             raise
         except Exception as error:
             if not is_lost(error):
                 raise
-            return lease, self._lost(request, lease, error)
+            return lease, engine, self._lost(request, lease, error)
         finally:
             environments.release(lease.worker, well=well)
-            self.services.rollout.release(self._engines.pop(key), affinity)
+            self.services.rollout.release(self._engines.pop(key), affinity, served)
         if not isinstance(summary, PlayFailed):
             self.blame.succeeded(lease.worker)
-            return lease, (summary, payload)
-        if summary.own:
+            return lease, engine, (summary, payload)
+        if summary.own and summary.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
             self._environment_failed(request, lease, summary)
-        return lease, summary
+        return lease, engine, summary
+
+    def _confirmed(self, doubted: Sequence[tuple[Lease, PlayFailed]]) -> bool:
+        """Whether as many actors found the data bad as can be asked, up to two."""
+        by = {(failed.own, lease.slot) for lease, failed in doubted}
+        pool = self.services.environment if doubted[-1][1].own else self.services.rollout
+        return len(by) >= min(2, pool.size)
+
+    def _refuted(self, request: PlayRequest, doubted: Sequence[tuple[Lease, PlayFailed]]) -> None:
+        """Another actor played a task whose data these found bad. Engines have their misses in the pool."""
+        for lease, failed in doubted:
+            if failed.own:
+                self._environment_failed(request, lease, failed)
 
     def _lost(self, request: PlayRequest, lease: Lease, error: Exception) -> PlayFailed:
         """The episode's actor is gone. It was the episode's own doing unless it was ended because of another one."""
@@ -219,6 +248,14 @@ class Player:
             self._event("rollouts_not_written", group=group.issue, why=brief(error))
             return [], {}
         return found
+
+
+def _went_well(summary: Summary | PlayFailed) -> tuple[bool | None, bool | None]:
+    """Whether an episode says that its environment actor, and its engine, do their work; None where it says nothing."""
+    if not isinstance(summary, PlayFailed):
+        return True, True
+    bad = summary.outcome.kind is UnscoredKind.BAD_DATA
+    return (False, None) if summary.own else (None, False if bad else None)
 
 
 def _no_summary(request: PlayRequest, failed: PlayFailed) -> Summary:

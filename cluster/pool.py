@@ -109,7 +109,7 @@ class Pool:
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease:
-        """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid``.
+        """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid`` either.
 
         A failure weighs as much as a lease until the worker succeeds, so that one that fails fast does not attract the work; of
         equals the one that was not leased for longest. Waits for a replacement if there is no worker.
@@ -120,8 +120,8 @@ class Pool:
                 raise self._failure
             self._changed.clear()
             await within(deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role")
-        known = [w for w in self.workers.values() if affinity and w.affinities[affinity]]
         others = [w for w in self.workers.values() if w.slot not in avoid]
+        known = [w for w in others if affinity and w.affinities[affinity]]
         worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
         self._leases += 1
         worker.leases, worker.leased = worker.leases + 1, self._leases

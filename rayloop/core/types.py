@@ -307,9 +307,9 @@ Outcome = Scored | Unscored
 class PlayFailed:
     """An episode that could not be played. A value, not an exception: the driver decides what follows.
 
-    ``outcome.kind`` BAD_DATA quarantines the task (``path`` is the file at fault), OVER_LONG_PROMPT excludes it, and
-    ENVIRONMENT_FAILURE is played again elsewhere. ``own``: the environment itself failed, not an engine; ``hung``: it outlived a
-    deadline, end its process; ``bug``: its code raised what it would raise anywhere.
+    ``outcome.kind`` BAD_DATA quarantines the task when another actor says the same (``path`` is the file at fault),
+    OVER_LONG_PROMPT excludes it, and ENVIRONMENT_FAILURE is played again elsewhere. ``own``: the environment or its actor failed,
+    not an engine; ``hung``: it outlived a deadline, end its process; ``bug``: its code raised what it would raise anywhere.
     """
 
     id: TrajectoryId

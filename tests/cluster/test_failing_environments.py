@@ -16,7 +16,7 @@ from cluster.pool import Pool
 from cluster.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed, GenerationBudgetSpent, WorkerSpent
 from rayloop.core.types import PlayRequest
-from tests.support.stand_ins import Handle, World, failed
+from tests.support.stand_ins import Handle, World, bad_data, failed
 
 BAD = "train-3"
 Behave = Callable[[Handle, PlayRequest], Awaitable[Any]]
@@ -202,6 +202,65 @@ def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> Non
     made.run(steps=5)
     assert made.environment.replaced >= 3
     assert made.ledger.counts()["trained"] == 5 * 16
+
+
+# Bad data --------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
+    def unmounted(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            if actor is made.spawned[0]:
+                return bad_data(request, "cannot be read: No such file or directory")
+            await asyncio.sleep(0.001)
+            return made.well(request)
+
+        return behave
+
+    made = world(unmounted, environment={"actors": 2})
+    made.run(steps=10)
+    assert made.production.quarantined == set()
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+    [lost] = made.named("worker_lost")
+    assert lost["why"].endswith("failed on it one after the other, last: cannot be read: No such file or directory")
+
+
+def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> None:
+    asked: list[int] = []
+
+    def unmounted(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            asked.append(made.engines[request.id])
+            return bad_data(request, "the image does not exist", own=False) if asked[-1] == 0 else made.well(request)
+
+        return behave
+
+    made = world(unmounted, environment={"actors": 2}, rollout__actors=2)
+    made.run(steps=20)
+    assert made.production.quarantined == set()
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+    assert asked.count(0) < asked.count(1) / 10
+    assert made.named("worker_lost") == [], "the environment actors are not to blame"
+
+
+@pytest.mark.parametrize(("actors", "asked"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, attempts: int) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            return bad_data(request, "truncated or corrupt image") if request.task.id == BAD else made.well(request)
+
+        return behave
+
+    made = world(broken, environment={"actors": actors, "attempts": attempts})
+    made.run(steps=30)
+    [failure] = made.bad
+    assert failure.reason == "/data/x.png: truncated or corrupt image"
+    assert made.plays[BAD] == 8 * asked
+    assert made.ledger.counts()["excluded[bad_data]"] == 8
+    assert made.named("worker_lost") == []
 
 
 # Probes ----------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from rayloop.core.types import (
     Scored,
     State,
     Summary,
+    TrajectoryId,
     Unscored,
     UnscoredKind,
     Version,
@@ -51,6 +52,7 @@ class Handle:
     def _play(self, request: PlayRequest, lease: Any, driver: Any) -> tuple[Awaitable[Any], object]:
         self.played.append(request.task.id)
         self.world.plays[request.task.id] += 1
+        self.world.engines[request.id] = lease.slot
         return self._unless_dead(self.world.behave(self, request)), object()
 
     async def _unless_dead(self, work: Awaitable[Any]) -> Any:
@@ -72,6 +74,11 @@ def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:
     return PlayFailed(request.id, request.attempt, outcome, own=True, **kind)
 
 
+def bad_data(request: PlayRequest, why: str, own: bool = True) -> PlayFailed:
+    """A file could not be used, as the environment actor says (``own``), or an engine."""
+    return PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.BAD_DATA, why), path="/data/x.png", own=own)
+
+
 class World:
     """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an episode that goes well."""
 
@@ -83,6 +90,8 @@ class World:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.behave, self.random = behave, random.Random(0)
         self.plays: Counter[str] = Counter()
+        self.engines: dict[TrajectoryId, int] = {}
+        """The slot of the engine that an episode was last given."""
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.bad: list[DataFailure] = []
         self.version = Version(1, 0)

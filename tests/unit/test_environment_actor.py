@@ -223,7 +223,7 @@ def test_bad_data_comes_with_its_path(vision_folder: Path, wrapped: bool, tmp_pa
     else:
         task = Task("t1", (Message("user", (ImageSource(path=path),)),))
         failure = failed(run(actor(vision_folder), Engine(), asked=request(task)))
-    assert (failure.outcome.kind, failure.path) == (UnscoredKind.BAD_DATA, path)
+    assert (failure.outcome.kind, failure.path, failure.own) == (UnscoredKind.BAD_DATA, path, not wrapped)
     assert failure.outcome.reason == ("gone" if wrapped else "cannot be read: No such file or directory")
 
 
