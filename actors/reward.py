@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -109,8 +110,9 @@ class RewardActor(Actor):
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 
     async def _ask(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
+        """What the source returns. It gets a task of its own: one that it changed would be another row when it is asked again."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._settings.timeout
+        until, task = loop.time() + self._settings.timeout, copy.deepcopy(task)
         result: Any = await in_thread(self._source.score, trajectory, task, context, timeout=self._settings.timeout)
         if not inspect.isawaitable(result):
             return result
@@ -149,7 +151,7 @@ def as_outcome(result: Any) -> Outcome:
     scored = result if isinstance(result, Scored) else Scored(result)
     value = _number(scored.value)
     if value is None:
-        return Unscored(UnscoredKind.INVALID_REWARD, f"the reward source returned {result!r:.200}, not a finite number")
+        return Unscored(UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number")
     components = {name: number for name, given in scored.components.items() if (number := _number(given)) is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
     return Scored(value, components, (*scored.flags, *dropped))

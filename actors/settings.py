@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rayloop.core.config import Component, Role, Settings
 from rayloop.core.reward_functions import as_source
@@ -18,6 +18,16 @@ class RewardSettings(Settings):
     source: Annotated[Component, REWARD]
     """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
     scoring threads of a reward actor."""
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                "one reward, not a list, is expected: {use: module:name}. Several functions and their weights are combined in one "
+                'function of a few lines: docs/rewards.md, "Several rewards in one"'
+            )
+        return value
+
     timeout: float = Field(600.0, gt=0)
     """Seconds for scoring one trajectory; beyond it the trajectory is unscored. A judge that is down is waited for within them:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""

@@ -7,6 +7,7 @@ the classes of the rollout and the reward actor.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import tempfile
@@ -128,6 +129,7 @@ class _Trial:
     async def _play(self, request: PlayRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
             environment = await in_thread(self.episode.environment.build, timeout=self.episode.reset_timeout)
+            request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
             return await play(request, environment, self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:

@@ -89,7 +89,9 @@ class Component(Settings):
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
         what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
-        raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}")
+        called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
+        instance = f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
+        raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}")
 
     def options(self) -> BaseModel | None:
         """``with``, validated; None for a function. Raises ConfigError, pydantic.ValidationError."""

@@ -143,8 +143,8 @@ class ChatRows:
 
     ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; the k-th ``<image>`` of all contents is the
     k-th entry of ``images`` (see ``image_entry``). The id is ``id``, else that of ``extra_info`` (its id, or
-    data_source/split/index), else file:line. ``data_source`` splits the metrics. Every other column, and what is in
-    ``extra_info``, is in the task's ``extra``, for rewards and environments; a prompt that is a text is there as ``prompt``.
+    data_source/split/index), else file:line. ``data_source`` splits the metrics. Every column, and what is in
+    ``extra_info``, is in the task's ``extra``, for rewards and environments; ``prompt`` only when it is a text.
     """
 
     class Settings(_Settings):
@@ -169,13 +169,13 @@ class ChatRows:
             plain, prompt = {"prompt": prompt}, [{"role": "user", "content": prompt}]
         images = [image_entry(entry, where, root) for entry in row.get(settings.images) or ()]
         info = row.get("extra_info") or {}
-        known = (settings.prompt, settings.images, "reward_model", "extra_info", "data_source", "id")
+        columns = {name: value for name, value in row.items() if name != "prompt"}
         return Task(
             _identity(row, info, where),
             place_images([(field(m, "role", where), field(m, "content", where)) for m in prompt], images, where),
             self._truth(row, where),
             str(row.get("data_source") or ""),
-            {**plain, **{name: value for name, value in row.items() if name not in known}, **info},
+            {**columns, **plain, **info},
         )
 
     def _truth(self, row: Mapping[str, Any], where: str) -> Any:

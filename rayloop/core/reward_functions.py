@@ -13,9 +13,10 @@ All may be coroutine functions. A parameter that nothing fills and that has no d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from numbers import Number
-from types import SimpleNamespace
 from typing import Any
 
 from rayloop.core.dataset import TRUTHS
@@ -70,6 +71,16 @@ class Form:
         return result
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """What there is of TRL's ``trainer_state``: the reward actor does not know how long the run is."""
+
+    global_step: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has no {name} here: of TRL's there is global_step only")
+
+
 class TrlForm(Form):
     """``completions`` is [[{"role": "assistant", "content": text}, ...]], one message per sampled turn; [text] when the row's
     ``prompt`` is a text, or the parameter is annotated as ``list[str]``."""
@@ -87,19 +98,20 @@ class TrlForm(Form):
             "prompts": ["\n".join(m["content"] for m in messages) if plain else messages],
             "completions": ["\n".join(context.texts) if plain else turns],
             "completion_ids": [ids],
-            "trainer_state": SimpleNamespace(global_step=context.step),
+            "trainer_state": TrainerState(context.step),
             "log_metric": None,
             "log_extra": lambda name, values: None,
         }
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
         """None of TRL means that the function does not apply to this row: no reward, and no failure."""
-        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
+        values = _first_two(result)
+        if len(values) != 1:
             kind = UnscoredKind.INVALID_REWARD
             return Unscored(kind, f"the reward function returned {result!r:.200} for one completion, not a list of one number")
-        if result[0] is None:
+        if values[0] is None:
             return Unscored(UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row")
-        return Scored(result[0], components)
+        return Scored(values[0], components)
 
 
 class VerlForm(Form):
@@ -112,7 +124,7 @@ class VerlForm(Form):
             "data_source": task.source,
             "solution_str": "\n".join(context.texts),
             "ground_truth": task.ground_truth,
-            "extra_info": task.extra.get("extra_info", task.extra),
+            "extra_info": task.extra.get("extra_info") or task.extra,
         }
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
@@ -136,10 +148,27 @@ def as_source(source: Any, use: str) -> RewardSource:
         return FunctionReward(source, VerlForm())
     if set(OWN) & set(takes) and set(_required(takes)) <= set(OWN):
         return FunctionReward(source, Form())
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    shown = [stars.get(p.kind, "") + name for name, p in takes.items()]
+    remedy = _HIDDEN if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else ""
     raise ConfigError(
-        f"use: {use!r} is a function of ({', '.join(takes)}), which is no reward. Write score(trajectory, task, context), or "
-        "TRL's f(prompts, completions, **kwargs), or verl's f(data_source, solution_str, ground_truth, extra_info)"
+        f"use: {use!r} is a function of ({', '.join(shown)}), which is no reward. Write "
+        "score(trajectory, task, context), or TRL's f(prompts, completions, **kwargs), or "
+        f"verl's f(data_source, solution_str, ground_truth, extra_info){remedy}"
     )
+
+
+_HIDDEN = (
+    ". The form is known by the names of the parameters: write those that are used before **kwargs; a decorator that hides them "
+    "needs functools.wraps(function) on its wrapper"
+)
+
+
+def _first_two(result: Any) -> list[Any]:
+    """Of a list, an array, a tensor or a generator; nothing of what is no such thing."""
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping) or getattr(result, "shape", None) == ():
+        return []
+    return list(islice(result, 2))
 
 
 def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -122,7 +122,7 @@ def test_anything_else_is_no_reward(returned: Any) -> None:
     outcome = as_outcome(returned)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.INVALID_REWARD
-    assert repr(returned)[:200] in outcome.reason
+    assert repr(getattr(returned, "value", returned))[:200] in outcome.reason
 
 
 def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
@@ -133,6 +133,17 @@ def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
 def test_unscored_passes_through(text_folder: Path, grader: str) -> None:
     unscored = Unscored(UnscoredKind.REWARD_UNAVAILABLE, "judge is down")
     assert score(text_folder, grader, [unscored]) == unscored
+
+
+def popping(solution_str: str, extra_info: dict[str, Any]) -> float:
+    """A function of verl's form that changes the row it is given."""
+    return float(extra_info.pop("level") == "easy" and extra_info["tags"].pop() == "a")
+
+
+def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(text_folder: Path) -> None:
+    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping")))
+    task = Task("t1", (), extra={"level": "easy", "tags": ["a"]})
+    assert [asyncio.run(actor.score(trajectory(text_folder), task, 5)) for _ in range(2)] == [Scored(1.0)] * 2
 
 
 def test_a_crash_that_repeats_is_no_reward(text_folder: Path, grader: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from actors.reward import as_outcome
 from actors.settings import REWARD, RewardSettings
@@ -142,6 +145,48 @@ def test_trl_gets_what_the_default_reader_makes_of_a_row(tmp_path: Path) -> None
     assert seen == [("How many?", "3", ["3"], ["easy"], ["3"]), (asked, said, ["3"], ["easy"], ["3"])]
 
 
+@pytest.mark.parametrize("name", ["images", "id", "reward_model", "extra_info", "data_source", "question", "hint"])
+def test_trl_gets_every_column_of_the_row(tmp_path: Path, name: str) -> None:
+    row = {
+        "question": "<image>How many?", "images": ["a.png"], "id": 7, "reward_model": {"ground_truth": "3"},
+        "extra_info": {"hint": "few"}, "data_source": "counting",
+    }  # fmt: skip
+    task = ChatRows(ChatRows.Settings(prompt="question")).task(row, "rows.jsonl:1", tmp_path)
+    seen: list[Any] = []
+    wanted: dict[str, Any] = {}
+    exec(f"def reward(completions, {name}, **kwargs):\n    seen.append({name})\n    return [1.0]", {"seen": seen}, wanted)
+    assert outcome(wanted["reward"], "3", task=task) == Scored(1.0)
+    assert seen == [[row.get(name, "few")]]
+
+
+def test_verl_gets_the_rows_own_extra_info(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "level": 1, "extra_info": info} for info in ({"index": 3}, None)]
+    seen: list[Any] = []
+    for row in rows:
+        task = ChatRows(ChatRows.Settings()).task(row, "rows.jsonl:1", tmp_path)
+        outcome(lambda solution_str, extra_info: seen.append(extra_info) or 1.0, "x", task=task)
+    assert seen == [{"index": 3}, {"prompt": "a", "level": 1, "extra_info": None}]
+
+
+@pytest.mark.parametrize(
+    "returned", [(0.5,), np.array([0.5]), torch.tensor([0.5]), (value for value in [0.5])], ids=lambda one: type(one).__name__
+)
+def test_any_sequence_of_one_number_is_a_reward(returned: Any) -> None:
+    assert outcome(lambda completions, **_: returned, "x") == Scored(0.5)
+
+
+@pytest.mark.parametrize(("returned", "shown"), [("good", "'good'"), (math.nan, "nan"), ([1.0], "[1.0]")])
+def test_what_is_no_number_is_shown_as_it_was_returned(returned: Any, shown: str) -> None:
+    expected = Unscored(UnscoredKind.INVALID_REWARD, f"the reward source returned {shown}, not a finite number")
+    assert outcome(lambda completions, **_: [returned], "x") == expected
+    assert outcome(lambda solution_str: {"score": returned}, "x") == expected
+
+
+def test_what_the_trainer_state_lacks_is_named() -> None:
+    with pytest.raises(AttributeError, match="trainer_state has no max_steps here: of TRL's there is global_step only"):
+        outcome(lambda completions, trainer_state: [trainer_state.global_step / trainer_state.max_steps], "x")
+
+
 def test_trl_gets_the_columns_of_the_row_as_lists() -> None:
     assert outcome(accuracy, "3") == Scored(1.0)
     assert outcome(accuracy, "4") == Scored(0.0)
@@ -169,7 +214,7 @@ def test_several_turns_are_several_messages() -> None:
     assert seen == [[said]]
 
 
-@pytest.mark.parametrize("returned", [0.5, [0.5, 0.5], [], "1", None])
+@pytest.mark.parametrize("returned", [0.5, [0.5, 0.5], [], "1", b"1", None, {0: 1.0}, np.array(0.5), np.zeros(2)])
 def test_a_list_of_one_is_expected(returned: Any) -> None:
     found = outcome(lambda completions, **_: returned, "x")
     assert isinstance(found, Unscored)
@@ -239,8 +284,20 @@ class NoSettings:
         return 0.0
 
 
+class Called:
+    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0]
+
+
+CALLED = Called()
+
+
 def unrelated(a: int, b: int) -> int:
     return a + b
+
+
+def hidden(*args, **kwargs):  # type: ignore[no-untyped-def]
+    return [0.0]
 
 
 @pytest.mark.parametrize(
@@ -249,6 +306,8 @@ def unrelated(a: int, b: int) -> int:
         (f"{__name__}:NoScore", "has no method score, so it is no reward"),
         (f"{__name__}:PlainSettings", "has a Settings class that is no pydantic model, so it is no component. Write in the class:"),
         (f"{__name__}:NoSettings", "has no nested Settings class, so it is no component. Write in the class:"),
+        (f"{__name__}:Called", r"has no nested Settings class, .* an instance called like a function, name one: f = Called\("),
+        (f"{__name__}:hidden", r"a function of \(\*args, \*\*kwargs\), which is no .* functools.wraps\(function\) on its wrapper"),
         (f"{__name__}:unrelated", r"is a function of \(a, b\), which is no reward. Write score\(trajectory, task, context\)"),
         (f"{__name__}:TURN", "is neither class nor function, but Turn"),
     ],
@@ -259,6 +318,19 @@ def test_what_is_no_reward_is_refused_with_its_place_and_the_remedy(tmp_path: Pa
     with pytest.raises(ConfigError, match=rf"(?s)reward\.yaml:2: source: .*{message}") as refused:
         check_components(load(path, [], RewardSettings))
     assert refused.value.exit_code == 2
+
+
+def test_an_instance_of_a_class_can_be_a_function() -> None:
+    component = Component(use=f"{__name__}:CALLED")
+    REWARD.check(component)
+    assert outcome(component.build(), "x") == Scored(0.0)
+
+
+def test_a_list_of_rewards_is_refused_with_where_to_read_how_they_are_combined(tmp_path: Path) -> None:
+    path = tmp_path / "reward.yaml"
+    path.write_text("timeout: 5\nsource: [{use: 'a:f'}, {use: 'a:g'}]\n")
+    with pytest.raises(ConfigError, match=r"reward\.yaml:2: source: .*one reward, not a list.*docs/rewards\.md"):
+        load(path, [], RewardSettings)
 
 
 def test_a_function_is_no_environment() -> None:

@@ -40,6 +40,10 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str, Task, Outcome]]] = {
         ("score", {}, "three", TASK, Scored(0.0, {"format": 0.0}, ("unparsable",))),
         ("score", {}, "3", Task("t", ()), Unscored(UnscoredKind.BAD_DATA, "the row has no answer")),
     ],
+    "several": [
+        ("score", {}, "3", TASK, Scored(1.1, {"exact": 1.0, "brief": 1.0})),
+        ("score", {}, "4", TASK, Scored(0.1, {"exact": 0.0, "brief": 1.0})),
+    ],
     "own_class": [("Length", {}, "1234", TASK, Scored(-1.0)), ("Length", {"target": 4}, "1234", TASK, Scored(0.0))],
     "trl": [
         ("format_reward", {}, GOOD, TASK, Scored(1.0)),
