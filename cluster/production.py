@@ -86,7 +86,7 @@ class Production:
         assert path is not None
         dataset = Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
         if warning := dataset.warning():
-            reporter.event("no_truth", why=warning)
+            reporter.event("data_warning", why=warning)
         return dataset
 
     # Starting groups -----------------------------------------------------------------------------------------------

@@ -130,6 +130,6 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "grader_error": lambda record: (
         f"the grader raised on trajectory {record['trajectory']} of task {record['task']}; further tracebacks are in logs/"
     ),
-    "no_truth": lambda record: f"warning: {record['why']}",
+    "data_warning": lambda record: f"warning: {record['why']}",
     "finished": lambda record: "finished",
 }

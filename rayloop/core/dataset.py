@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
+from rayloop.core.rows import rows
 from rayloop.core.schema import short
 from rayloop.core.seeds import derive
 from rayloop.core.types import ImageSource, Message, Task
@@ -28,6 +29,9 @@ TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "answers", "sol
 """Columns in which datasets keep the answer; the first that a row has counts."""
 _ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP begin in base64."""
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
+"""How they begin in bytes."""
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _LONGEST_PATH = 4096
 """Characters; Linux has no longer ones."""
 
@@ -55,7 +59,7 @@ class Dataset:
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
         lines: dict[str, str] = {}
-        for where, row in _rows(self.path):
+        for where, row in rows(self.path):
             try:
                 task = _task(reader, row, where, root)
             except DataFailure as failure:
@@ -86,13 +90,43 @@ class Dataset:
 
     def warning(self) -> str:
         """What may be wrong though every row can be read, in words; empty when nothing is."""
-        if any(task.ground_truth is not None for task in self._tasks):
+        return ". ".join(filter(None, (self._without_truth(), self._without_images())))
+
+    def _without_truth(self) -> str:
+        bare = [task for task in self._tasks if task.ground_truth is None]
+        if not bare:
             return ""
+        if len(bare) < len(self):
+            return f"{len(bare)} of the {len(self)} rows of {self.path} have no answer, the first at {self.where(bare[0])}"
         columns = ", ".join(name for name in self._tasks[0].extra if name != "prompt") or "none"
         return (
             f"none of the {len(self)} rows of {self.path} has an answer, so a reward that compares with it cannot work. ChatRows "
             f"looks for {', '.join(TRUTHS)}; the rows' other columns: {columns}. Name the right one with data.reader.with.truth"
         )
+
+    def _without_images(self) -> str:
+        """Columns that look like images when the policy is shown none."""
+        if any(isinstance(part, ImageSource) for task in self._tasks for m in task.messages for part in m.parts):
+            return ""
+        found = dict.fromkeys(name for task in self._tasks for name, value in task.extra.items() if _like_images(value))
+        if not found:
+            return ""
+        return (
+            f"none of the {len(self)} rows of {self.path} shows the policy an image, though these columns look like images: "
+            f"{', '.join(found)}. Name the right one with data.reader.with.images"
+        )
+
+
+def _like_images(value: Any) -> bool:
+    """Whether a column's value is what datasets keep images as, in a list or by itself."""
+    match value:
+        case list() | tuple():
+            return any(map(_like_images, value))
+        case Mapping():
+            return any(map(_like_images, (value.get("bytes"), value.get("path"))))
+        case str():
+            return value.startswith(("data:image/", *_ENCODED)) or value.lower().endswith(_SUFFIXES)
+    return isinstance(value, bytes) and value.startswith(_MAGIC)
 
 
 def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
@@ -106,43 +140,12 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
         raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {short(error, 200)}") from error
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                yield where, DataFailure(where, f"not a line of UTF-8 JSON: {error}")
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", row
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{path} cannot be read as parquet behind row {number}: {error}") from error
-
-
 class ChatRows:
     """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub.
 
-    ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; the k-th ``<image>`` of all contents is the
-    k-th entry of ``images`` (see ``image_entry``). The id is ``id``, else that of ``extra_info`` (its id, or
+    ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; a content may be a list of text and image parts.
+    The k-th ``<image>`` (or image part) of all contents is the k-th of the row's images (see ``image_entry``); without any, the
+    images come first in the user's first message. The id is ``id``, else that of ``extra_info`` (its id, or
     data_source/split/index), else file:line. ``data_source`` splits the metrics. Every column, and what is in
     ``extra_info``, is in the task's ``extra``, for rewards and environments; ``prompt`` only when it is a text.
     """
@@ -151,7 +154,7 @@ class ChatRows:
         prompt: str = "prompt"
         """Column of the messages. Set it when yours is called otherwise, for example ``question``."""
         images: str = "images"
-        """Column of the images; may be absent or empty."""
+        """Column of the images, a list or one alone; may be absent or empty. By default ``image`` will do too."""
         truth: str | None = None
         """Column of the answer (``a.b``: key ``b`` of column ``a``), which every row must then have. None: the first
         that a row has of reward_model.ground_truth, ground_truth, answer, answers, solution, label, target; it may have none."""
@@ -160,60 +163,98 @@ class ChatRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        settings = self._settings
-        prompt = field(row, settings.prompt, where)
-        plain = {}
-        if isinstance(prompt, str) and prompt.lstrip().startswith("["):
-            prompt = json.loads(prompt)
-        elif isinstance(prompt, str):
-            plain, prompt = {"prompt": prompt}, [{"role": "user", "content": prompt}]
-        images = [image_entry(entry, where, root) for entry in row.get(settings.images) or ()]
-        info = row.get("extra_info") or {}
+        prompt = self._settings.prompt
+        if prompt not in row:
+            present = ", ".join(list(row)[:20]) or "none"
+            raise DataFailure(where, f"no column {prompt!r}; the row's: {present}. Name the right one with data.reader.with.prompt")
+        value = field(row, prompt, where)
+        messages = _listed(value, where)
+        plain = {"prompt": value} if isinstance(value, str) and messages is None else {}
+        images = self._images(row, where, root)
+        info = _mapping(row, "extra_info", where)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return Task(
             _identity(row, info, where),
-            place_images([(field(m, "role", where), field(m, "content", where)) for m in prompt], images, where),
+            _messages([{"role": "user", "content": value}] if messages is None else messages, images, where, root),
             self._truth(row, where),
             str(row.get("data_source") or ""),
             {**columns, **plain, **info},
         )
 
+    def _images(self, row: Mapping[str, Any], where: str, root: Path) -> list[ImageSource]:
+        column = self._settings.images
+        if column == ChatRows.Settings().images and not row.get(column) and row.get("image"):
+            column = "image"
+        entries = row.get(column) or ()
+        if isinstance(entries, str | bytes | Mapping):
+            entries = (entries,)
+        return [image_entry(entry, where, root) for entry in entries]
+
     def _truth(self, row: Mapping[str, Any], where: str) -> Any:
-        if self._settings.truth is not None:
-            return field({self._settings.truth: _at(row, self._settings.truth)}, self._settings.truth, where)
-        return next((value for name in TRUTHS if (value := _at(row, name)) is not None), None)
+        name = self._settings.truth
+        if name is not None:
+            return field({name: _at(row, name, where)}, name, where)
+        return next((value for known in TRUTHS if not _blank(value := _at(row, known, where))), None)
 
 
-def _at(row: Mapping[str, Any], name: str) -> Any:
+def _listed(prompt: Any, where: str) -> Any:
+    """The prompt as a list of messages; None when it is a text. A text in brackets is a list only when it reads as one."""
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(prompt)
+    except (ValueError, RecursionError) as error:
+        if re.match(r"\s*\[\s*\{\s*['\"]role['\"]", prompt):
+            raise DataFailure(where, f"the prompt begins like a list of messages, but is no JSON: {error}") from error
+        return None
+    messages = isinstance(found, list) and found and all(isinstance(m, Mapping) and "role" in m for m in found)
+    return found if messages else None
+
+
+def _mapping(row: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """A column of keys and values; empty when there is none. Raises DataFailure for one that is something else."""
+    value = row.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise DataFailure(where, f"the column {name!r} must be an object, found {short(value)}")
+    return value
+
+
+def _at(row: Mapping[str, Any], name: str, where: str) -> Any:
     """The value of column ``a``, or for ``a.b`` of key ``b`` in it; None where there is none."""
     if name in row:
         return row[name]
     column, _, key = name.partition(".")
-    inner = row.get(column) or {}
-    return inner.get(key) if key else None
+    return _mapping(row, column, where).get(key) if key else None
+
+
+def _blank(value: Any) -> bool:
+    """Whether a value is there only in form: null, NaN or a text of white space."""
+    return value is None or (isinstance(value, float) and value != value) or (isinstance(value, str) and not value.strip())
 
 
 def field(row: Mapping[str, Any], name: str, where: str) -> Any:
     """A required, non-empty field of a row. Raises DataFailure."""
     value = row.get(name)
-    if value is None or value == "" or value == []:
+    if _blank(value) or value == []:
         raise DataFailure(where, f"the field {name!r} is missing or empty")
     return value
 
 
 def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL or base64, as such, or in a mapping as
-    ``image``, ``path`` or ``bytes``.
+    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, as such, or in a
+    mapping as ``image``, ``path`` or ``bytes``.
 
     Raises DataFailure for anything else, URLs included: nothing is downloaded.
     """
     value: Any = entry
     if isinstance(entry, Mapping):
         value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
-        if isinstance(value, bytes):
-            return ImageSource(data=value)
         if isinstance(value, str) and entry.get("bytes") is not None:
             return ImageSource(data=_decoded(value, where))
+    if isinstance(value, bytes):
+        return ImageSource(data=value)
     if not isinstance(value, str) or not value:
         expected = "a path, a data URL, {image: path}, {path: ...} or {bytes: ...}"
         raise DataFailure(where, f"an image must be {expected}, found {short(entry)}")
@@ -237,26 +278,51 @@ def _decoded(text: str, where: str) -> bytes:
         raise DataFailure(where, f"the image is no base64: {error}, in {short(text)}") from error
 
 
-def place_images(contents: Sequence[tuple[str, str]], images: Sequence[ImageSource], where: str) -> tuple[Message, ...]:
-    """Messages from (role, text) pairs, each ``<image>`` replaced by the next image.
-
-    Raises DataFailure when placeholders and images differ in number.
-    """
-    for role, text in contents:
-        if not (isinstance(role, str) and isinstance(text, str)):
-            found = f"found {short(role)} and {short(text)}"
-            raise DataFailure(where, f"a message's role and content must be texts, {found}")
-    if (places := sum(text.count(PLACEHOLDER) for _, text in contents)) != len(images):
+def _messages(
+    listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path
+) -> tuple[Message, ...]:
+    """The messages, with the row's images at their places. Raises DataFailure when places and images differ in number."""
+    contents = []
+    for message in listed:
+        role, content = field(message, "role", where), field(message, "content", where)
+        if not isinstance(role, str):
+            raise DataFailure(where, f"a message's role must be a text, found {short(role)}")
+        contents.append((role, _pieces(content, where, root)))
+    if contents[-1][0] == "assistant":
+        why = "the prompt ends with the assistant's turn, which the policy would be shown"
+        raise DataFailure(where, f"{why}: remove the last turn, or use it as the answer")
+    shown = sum(not isinstance(piece, str) for _, pieces in contents for piece in pieces)
+    places = sum(piece is None for _, pieces in contents for piece in pieces)
+    if images and not shown:  # as TRL does
+        first = next((pieces for role, pieces in contents if role == "user"), contents[-1][1])
+        first[:0] = [None] * len(images)
+    elif places != len(images):
         raise DataFailure(where, f"{places} {PLACEHOLDER} placeholders for {len(images)} images")
     remaining = iter(images)
-    messages = []
-    for role, text in contents:
-        first, *others = text.split(PLACEHOLDER)
-        parts: list[str | ImageSource] = [first]
-        for other in others:
-            parts += [next(remaining), other]
-        messages.append(Message(role, tuple(part for part in parts if part != "")))
-    return tuple(messages)
+    return tuple(
+        Message(role, tuple(next(remaining) if piece is None else piece for piece in pieces if piece != ""))
+        for role, pieces in contents
+    )
+
+
+def _pieces(content: Any, where: str, root: Path) -> list[str | ImageSource | None]:
+    """A message's content as texts and images in reading order; None is a place for the next of the row's images."""
+    pieces: list[str | ImageSource | None] = []
+    if isinstance(content, str):
+        for text in content.split(PLACEHOLDER):
+            pieces += [None, text]
+        return pieces[1:]
+    for part in content if isinstance(content, list | tuple) else (content,):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                pieces += _pieces(text, where, root)
+            case {"type": "image"}:
+                inline = any(part.get(key) is not None for key in ("image", "path", "bytes", "url"))
+                pieces.append(image_entry(part, where, root) if inline else None)
+            case _:
+                parts = 'a text, or a list of {"type": "text", "text": ...} and {"type": "image"}'
+                raise DataFailure(where, f"a message's content must be {parts}, found {short(part)}")
+    return pieces
 
 
 def _identity(row: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> str:

@@ -11,12 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
 from rayloop.core.types import ImageRef, ImageSource
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+_OTHERS = {start: f"it is a {name}; convert it" for start, name in
+           ((b"GI", "GIF"), (b"BM", "BMP"), (b"II", "TIFF"), (b"MM", "TIFF"), (b"%P", "PDF"), (b"<s", "SVG"))}  # fmt: skip
+"""What other files begin with -> what is said of them; PIL would name the buffer they are read from."""
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
@@ -53,7 +56,8 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
     except _BROKEN as error:
-        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image: {error}") from error
+        reason = _OTHERS.get(data[:2]) or ("" if isinstance(error, UnidentifiedImageError) else str(error))
+        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
     if width * height > limit_pixels:
         raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
     if max(width, height) > MAX_ASPECT * min(width, height):

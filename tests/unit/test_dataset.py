@@ -73,6 +73,95 @@ def test_a_prompt_may_be_a_json_string_or_a_text(tmp_path: Path) -> None:
     assert [task.messages for task in dataset] == [(Message("user", ("hi",)),)] * 2
 
 
+@pytest.mark.parametrize("text", ["[INST] hi", "[1, 2, 3] sorted is?", "[1,2,3]", "[1", "[]", '[{"a": 1}]', "[" * 100_000])
+def test_a_text_in_brackets_is_a_text(tmp_path: Path, text: str) -> None:
+    dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": text, "answer": "x"}))
+    assert not bad
+    assert dataset[0].messages == (Message("user", (text,)),)
+    assert dataset[0].extra["prompt"] == text
+
+
+A = {"path": "a.png"}
+TEXT, IMAGE = {"type": "text", "text": "What?"}, {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "shown"),
+    [
+        ("What?", {"image": "a.png"}, "aW"),
+        ("What? <image>", {"image": "a.png"}, "W a"),
+        ("What?", {"image": {"bytes": None, "path": "a.png"}}, "aW"),
+        ("What?", {"images": "a.png"}, "aW"),
+        ("What?", {"images": A}, "aW"),
+        ("What?", {"images": [A, "b.png"], "image": "c.png"}, "abW"),
+        ("What?", {"images": [], "image": "c.png"}, "cW"),
+        ("What?", {"images": None, "image": None}, "W"),
+        ([TEXT], {}, "W"),
+        ([TEXT, IMAGE, TEXT], {"images": ["a.png"]}, "WaW"),
+        ([IMAGE, TEXT], {"image": "a.png"}, "aW"),
+        ([{"type": "image", "text": None}, {"type": "text", "text": "What?"}], {"image": "a.png"}, "aW"),
+        ([{"type": "image", "image": "b.png"}, TEXT, IMAGE], {"image": "a.png"}, "bWa"),
+        ([TEXT], {"image": "a.png"}, "aW"),
+    ],
+)
+def test_where_images_may_stand(tmp_path: Path, content: Any, columns: dict[str, Any], shown: str) -> None:
+    known: dict[str, str | ImageSource] = {name: ImageSource(path=str(tmp_path / f"{name}.png")) for name in "abc"}
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": prompt, **columns}))
+    assert not bad
+    parts = [known.get(letter) or {"W": "What?"}.get(letter, letter) for letter in shown if letter != " "]
+    found = [part.strip() if isinstance(part, str) else part for part in dataset[0].messages[1].parts]
+    assert (dataset[0].messages[0].parts, found) == (("Be brief.",), parts)
+
+
+def test_a_named_column_may_hold_one_image(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    for cell, source in [
+        ({"bytes": b"png", "path": "a.png"}, ImageSource(data=b"png")),
+        (b"png", ImageSource(data=b"png")),
+        ("a.png", ImageSource(path=str(tmp_path / "a.png"))),
+    ]:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "What?", "screen": cell}]), path)
+        dataset = Dataset(path, ChatRows(ChatRows.Settings(images="screen")), True, lambda _: None)
+        assert dataset[0].messages[0].parts == (source, "What?")
+
+
+def test_a_dataset_whose_images_nobody_sees_says_so(tmp_path: Path) -> None:
+    for value in ("a.PNG", [f"data:image/png;base64,{ENCODED}"], {"bytes": ENCODED}, [{"path": "a.jpg"}]):
+        dataset, _ = read(path := write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "a", "shot": value}))
+        assert dataset.warning().startswith(f"none of the 1 rows of {path} shows the policy an image")
+        assert "look like images: shot. Name the right one with data.reader.with.images" in dataset.warning()
+    seen = {"prompt": "hi", "answer": "a", "image": "a.png", "shot": "b.png"}
+    assert read(write(tmp_path / "t.jsonl", seen))[0].warning() == ""
+
+
+GOOD = json.dumps({"prompt": "hi"}).encode()
+SHAPES = [
+    ("a.jsonl", b"", "is empty; one JSON object per line is needed"),
+    ("a.jsonl", b"\n \n", "is empty"),
+    ("a.json", b"[" + GOOD + b"]", "is a JSON array; one JSON object per line is needed: jq"),
+    ("a.json", b"[\n" + GOOD + b",\n" + GOOD + b"\n]", "is a JSON array"),
+    ("a.json", b'{\n  "prompt": "hi"\n}', "holds JSON objects over several lines"),
+    ("a.csv", b"prompt,answer\nhi,ho\n", "is a table; one JSON object per line is needed: pandas"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed; unpack it first"),
+    ("a.jsonl", GOOD.decode().encode("utf-16"), "is UTF-16 text"),
+    ("a.jsonl", b"PAR1", "is a parquet file; name it .parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), SHAPES, ids=[message[:20] for _, _, message in SHAPES])
+def test_a_file_of_another_shape_is_named_as_a_whole(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / name)
+
+
+def test_a_first_row_that_is_broken_does_not_make_it_another_shape(tmp_path: Path) -> None:
+    for line in ('{"prompt": "hi"', "[1, 2]", "null", "oh"):
+        dataset, bad = read(write(tmp_path / "t.jsonl", line, row(1)))
+        assert (len(dataset), len(bad)) == (1, 1)
+
+
 BAD = [
     ("{", "UTF-8 JSON"),
     (b'{"prompt": "\xff"}', "UTF-8 JSON"),
@@ -81,14 +170,19 @@ BAD = [
     (row(prompt=None), "'prompt' is missing"),
     (row(prompt=[]), "'prompt' is missing"),
     (row(prompt=[{"role": "user"}]), "'content' is missing"),
-    (row(prompt=[{"role": "user", "content": 5}]), "must be texts"),
+    (row(prompt=[{"role": "user", "content": 5}]), "must be a text, or a list of"),
     (row(prompt=["hello"]), "cannot read the row"),
     (row(prompt=5), "cannot read the row"),
-    (row(prompt="[1"), "cannot read the row"),
+    (row(prompt="[{'role': 'user', 'content': 'hi'}]"), "begins like a list of messages, but is no JSON"),
+    (row(prompt=" \n"), "'prompt' is missing or empty"),
+    (row(prompt=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]), "ends with the assistant's turn"),
+    (row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), "must be a text, or a list of"),
+    ({"question": "hi", "level": 3}, "no column 'prompt'; the row's: question, level. Name the right one with data.reader.with.p"),
     (row(prompt=[{"role": "user", "content": "<image>"}]), "1 <image> placeholders for 0 images"),
-    (row(images=["a.png"]), "0 <image> placeholders for 1 images"),
+    (row(images=["a.png", "b.png"], prompt="<image>"), "1 <image> placeholders for 2 images"),
     (row(images=[{"url": "x"}]), "an image must be"),
-    (row(reward_model="rule"), "cannot read the row"),
+    (row(reward_model="rule"), "the column 'reward_model' must be an object, found 'rule'"),
+    (row(extra_info="easy"), "the column 'extra_info' must be an object, found 'easy'"),
 ]
 
 
@@ -122,8 +216,6 @@ def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
 def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file"):
         read(tmp_path / "missing.jsonl")
-    with pytest.raises(ConfigError, match="no usable row"):
-        read(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="no usable row"):
         read(write(tmp_path / "bad.jsonl", "{"))
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
@@ -215,7 +307,15 @@ def test_a_dataset_without_any_answer_says_so(tmp_path: Path) -> None:
     assert "none of the 2 rows of" in dataset.warning()
     assert "columns: correct" in dataset.warning()
     assert "data.reader.with.truth" in dataset.warning()
-    assert read(write(tmp_path / "u.jsonl", {"prompt": "hi"}, {"prompt": "ho", "answer": "b"}))[0].warning() == ""
+    assert read(write(tmp_path / "u.jsonl", {"prompt": "hi", "answer": "a"}))[0].warning() == ""
+
+
+@pytest.mark.parametrize("answer", ['""', '" "', "NaN", "null"])
+def test_an_answer_that_is_there_only_in_form_is_none(tmp_path: Path, answer: str) -> None:
+    line = f'{{"prompt": "hi", "answer": {answer}}}'
+    dataset, _ = read(path := write(tmp_path / "t.jsonl", {"prompt": "ho", "answer": "b"}, line))
+    assert dataset[1].ground_truth is None
+    assert dataset.warning() == f"1 of the 2 rows of {path} have no answer, the first at {path}:2"
 
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(200))

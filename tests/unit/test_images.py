@@ -75,6 +75,12 @@ def test_a_truncated_file_is_found(format: str, kept: float, tmp_path: Path) -> 
         probe(ImageSource(path=str(path)), LIMIT)
 
 
+@pytest.mark.parametrize("format", ["GIF", "BMP", "TIFF"])
+def test_an_image_of_another_format_is_named(format: str) -> None:
+    with pytest.raises(DataFailure, match=f"not a readable PNG/JPEG/WEBP image: it is a {format}; convert it$"):
+        probe(ImageSource(data=picture(40, 30, format=format)), LIMIT)
+
+
 @pytest.mark.parametrize("content", [b"", b"not an image", b"GIF89a" + bytes(40), png_header(10, 10)])
 def test_what_is_no_image_is_a_data_failure(content: bytes) -> None:
     with pytest.raises(DataFailure):

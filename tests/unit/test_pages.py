@@ -140,7 +140,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(
     assert main(["data", "validate", str(tmp_path / "run.yaml")]) == 1
     out = capsys.readouterr().out
     assert "train.jsonl: 1 rows read by rayloop.core.dataset:ChatRows, 0 problems" in out
-    assert "eval.jsonl:2: the field 'question' is missing" in out
+    assert "eval.jsonl:2: no column 'question'" in out
     assert "warning: none of the 1 rows of" in out
     assert main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"]) == 2
-    assert "train.jsonl:1: the field 'prompt' is missing" in capsys.readouterr().out
+    assert "train.jsonl:1: no column 'prompt'; the row's: question, answer" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""The rows of a data file, JSONL or parquet, with the place of each; and, of a file of another shape, what it is instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import ConfigError, DataFailure
+
+_HEAD = 2**20
+"""Bytes from which the shape of a file is told."""
+_NEEDED = "one JSON object per line is needed"
+
+
+def rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why.
+
+    Raises ConfigError when the file is missing, or as a whole something else than JSONL or parquet.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
+    if shape := _other_shape(path):
+        raise ConfigError(f"{path} {shape}")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                yield where, DataFailure(where, f"not a line of UTF-8 JSON: {error}")
+
+
+def _other_shape(path: Path) -> str:
+    """What the file is instead of JSONL and what to do, told from its beginning; empty when it may be JSONL."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    if head.startswith(b"\x1f\x8b"):
+        return "is compressed; unpack it first (gunzip)"
+    if head.startswith(b"PAR1"):
+        return "is a parquet file; name it .parquet"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is UTF-16 text; UTF-8 is needed: iconv -f UTF-16 -t UTF-8 FILE > rows.jsonl"
+    lines = [line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
+    if not lines:
+        return f"is empty; {_NEEDED}"
+    first, second = lines[0], lines[1] if len(lines) > 1 else None
+    if path.suffix in (".csv", ".tsv") and not first.startswith(b"{"):
+        return f"is a table; {_NEEDED}: pandas.read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
+    if first.startswith(b"[") and (second is None or not _is_json(first)):
+        return f"is a JSON array; {_NEEDED}: jq -c '.[]' FILE > rows.jsonl"
+    if first.startswith(b"{") and second is not None and not second.startswith(b"{") and not _is_json(first):
+        return f"holds JSON objects over several lines; {_NEEDED}: jq -c . FILE > rows.jsonl"
+    return ""
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", row
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path} cannot be read as parquet behind row {number}: {error}") from error
