@@ -49,7 +49,7 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
     aspect ratio above 200) and InfrastructureFailure (the file system failed, not the file).
     """
     name = source.path or "image bytes"
-    data = _read(source)
+    data = read(source)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -69,6 +69,23 @@ def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
     except _BROKEN as error:
         raise DataFailure(name, f"truncated or corrupt image: {error}") from error
     return data, width, height
+
+
+def read(source: ImageSource) -> bytes:
+    """The encoded bytes, unchecked. Raises DataFailure when the file is missing or unreadable, InfrastructureFailure when the file
+    system fails."""
+    if source.data is not None:
+        return source.data
+    if source.path is None:
+        raise DataFailure("image", "neither a path nor bytes are given")
+    try:
+        return Path(source.path).read_bytes()
+    except ValueError as error:
+        raise DataFailure(source.path, f"not a file name: {error}") from error
+    except OSError as error:
+        if error.errno in _FILE_AT_FAULT:
+            raise DataFailure(source.path, f"cannot be read: {error.strerror}") from error
+        raise InfrastructureFailure(f"{source.path}: the file system failed: {error}") from error
 
 
 def decode(data: bytes) -> Image.Image:
@@ -118,18 +135,3 @@ def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, pat
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)
 """What PIL raises on malformed files, depending on where they break."""
-
-
-def _read(source: ImageSource) -> bytes:
-    if source.data is not None:
-        return source.data
-    if source.path is None:
-        raise DataFailure("image", "neither a path nor bytes are given")
-    try:
-        return Path(source.path).read_bytes()
-    except ValueError as error:
-        raise DataFailure(source.path, f"not a file name: {error}") from error
-    except OSError as error:
-        if error.errno in _FILE_AT_FAULT:
-            raise DataFailure(source.path, f"cannot be read: {error.strerror}") from error
-        raise InfrastructureFailure(f"{source.path}: the file system failed: {error}") from error

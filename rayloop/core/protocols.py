@@ -143,7 +143,8 @@ class Tool(Protocol):
 
     It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
     cannot end threads; with ``episode.hung_threads`` of them the actor is replaced. Tools that may run for long (an interpreter)
-    are better subprocesses, which can be killed.
+    are better subprocesses, which can be killed. What it needs and the policy did not choose (files, a service) is fetched in
+    ``reset``: under ``tool_timeout`` a file system that hangs would be the policy's doing.
     """
 
     name: str

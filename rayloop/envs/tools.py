@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rayloop.core.config import Settings as _Settings
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
-from rayloop.core.images import decode
+from rayloop.core.images import decode, read
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
@@ -42,7 +42,10 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 class CropTool:
-    """Cuts a box out of one of the task's images, in the image's own resolution."""
+    """Cuts a box out of one of the task's images (encoded, in their order), in the image's own resolution.
+
+    It is given bytes, since it runs under the tool's deadline: a file system that hangs must not count as the policy's doing.
+    """
 
     name = "crop"
     parameters: Mapping[str, Any] = {
@@ -60,7 +63,7 @@ class CropTool:
         "required": ["box"],
     }
 
-    def __init__(self, images: Sequence[ImageSource], min_side: int) -> None:
+    def __init__(self, images: Sequence[bytes], min_side: int) -> None:
         self._images, self._min_side = images, min_side
 
     def __call__(self, **arguments: Any) -> ToolResult:
@@ -73,7 +76,7 @@ class CropTool:
         x1, y1, x2, y2 = box
         if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
             raise ToolError(f"box {box} must satisfy 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1")
-        image = decode(self._bytes(self._images[index]))
+        image = decode(self._images[index])
         edges = (round(x1 * image.width), round(y1 * image.height), round(x2 * image.width), round(y2 * image.height))
         cut = image.crop(edges)
         if min(cut.size) < self._min_side:
@@ -81,12 +84,6 @@ class CropTool:
         encoded = io.BytesIO()
         cut.save(encoded, "PNG")
         return ToolResult(f"{cut.width}x{cut.height} pixels", (ImageSource(data=encoded.getvalue()),))
-
-    def _bytes(self, source: ImageSource) -> bytes:
-        if source.data is not None:
-            return source.data
-        with open(str(source.path), "rb") as file:
-            return file.read()
 
 
 class ImageTools:
@@ -106,7 +103,8 @@ class ImageTools:
         self._tools: dict[str, Tool] = {}
 
     def reset(self, task: Task) -> Observation:
-        images = [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+        """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
+        images = [read(part) for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
         crop = CropTool(images, self._settings.min_side)
         self._tools = {crop.name: crop}
         return Observation(task.messages)

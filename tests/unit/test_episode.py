@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 import threading
 import time
@@ -403,6 +404,29 @@ def test_a_crop_returns_an_image_of_its_own_size(renderer: Renderer) -> None:
         (56, 28, (1, 2, 4)),
     ]
     assert trajectory.turns[2].role == "tool"
+
+
+def on_disk(folder: Path) -> Task:
+    (folder / "page.png").write_bytes(picture(56, 56))
+    return Task("t1", (Message("user", (ImageSource(path=str(folder / "page.png")), "Click the button.")),))
+
+
+def test_a_tool_reads_no_file_under_the_deadline_that_is_the_policys(tmp_path: Path) -> None:
+    """A mount that hangs while the crop runs would earn the failing value."""
+    made = ImageTools(ImageTools.Settings(min_side=14, tool_timeout=0.5))
+    made.reset(on_disk(tmp_path))
+    (tmp_path / "page.png").unlink()
+    os.mkfifo(tmp_path / "page.png")
+    step = made.step(CROP)
+    assert step.observation is not None
+    assert step.error is None
+
+
+def test_a_missing_image_is_found_at_the_reset(tmp_path: Path) -> None:
+    task = on_disk(tmp_path)
+    (tmp_path / "page.png").unlink()
+    with pytest.raises(DataFailure, match=r"page\.png: cannot be read: No such file"):
+        tools().reset(task)
 
 
 @pytest.mark.parametrize(
