@@ -14,6 +14,7 @@ An actor is known by its slot, since a replacement usually stands on the same no
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.config import EnvironmentSettings
@@ -74,7 +75,13 @@ class Blame:
             return ""
         return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {why}"
 
+    def restore(self, groups_failed: Mapping[str, int]) -> None:
+        """Become as at a checkpoint, which knows no groups: their numbers are given to other tasks."""
+        self.groups_failed = Counter(groups_failed)
+        self._groups.clear()
+
     def forget(self, group: int) -> None:
+        """Nothing more is played under this number, or something else is."""
         self._groups.pop(group, None)
 
     def hangs(self, group: int) -> str:

@@ -63,7 +63,10 @@ async def play(
         seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
         request = PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
         async with gate:
-            member = await player.play(request, step)
+            try:
+                member = await player.play(request, step)
+            finally:
+                player.blame.forget(request.id.group)
             records, images = await player.describe(Group(-1 - index, asked.task, (member,)))
         outcome = member.outcome
         scored = outcome if isinstance(outcome, Scored) else None

@@ -150,7 +150,10 @@ class Publisher:
                 continue
             seed = derive(self.config.seed, "probe", purpose, task.id)
             request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
-            played = await player.episode(request)
+            try:
+                played = await player.episode(request)
+            finally:
+                player.blame.forget(request.id.group)
             if isinstance(played, PlayFailed):
                 failed.append(played.outcome)
                 self._unplayable.add(task.id)

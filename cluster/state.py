@@ -78,8 +78,7 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.ready = [_own(group) for group in state["ready"]]
     production.finished = list(state["finished"])
     production.quarantined = set(state["quarantined"])
-    production.blame.groups_failed.clear()
-    production.blame.groups_failed.update(state["environment_failures"])
+    production.blame.restore(state["environment_failures"])
     production.acceptance.restore(state["acceptance"])
     production.issued_this_step = state["issued_this_step"]
     production.alarms.graded |= state.get("graded", driver.step > 0)  # older checkpoints do not say

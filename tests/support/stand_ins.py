@@ -152,3 +152,19 @@ class World:
         while True:
             await asyncio.sleep(0.05)
             await self.environment.check()
+
+
+BAD = "train-3"
+"""The task that something is wrong with."""
+Behave = Callable[[Handle, PlayRequest], Awaitable[Any]]
+Make = Callable[..., World]
+
+
+def hangs(made: World) -> Behave:
+    """The bad task's episodes do not answer; the deadline says so."""
+
+    async def behave(actor: Handle, request: PlayRequest) -> Any:
+        await asyncio.sleep(0.03 if request.task.id == BAD else 0.01)
+        return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+
+    return behave

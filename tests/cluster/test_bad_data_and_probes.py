@@ -1,0 +1,185 @@
+"""Bad data, and failures in what is played beside the training: probes and evaluations. No Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.blame import Blame
+from cluster.config import EnvironmentSettings
+from cluster.controls import RIGHT, Item
+from cluster.evaluation import Play, play
+from cluster.publication import Publisher
+from rayloop.core.failures import EnvironmentFailed
+from rayloop.core.types import Group, PlayRequest, Sampling
+from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed, hangs
+
+# Bad data --------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
+    def unmounted(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            if actor is made.spawned[0]:
+                return bad_data(request, "cannot be read: No such file or directory")
+            await asyncio.sleep(0.001)
+            return made.well(request)
+
+        return behave
+
+    made = world(unmounted, environment={"actors": 2})
+    made.run(steps=10)
+    assert made.production.quarantined == set()
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+    [lost] = made.named("worker_lost")
+    assert lost["why"].endswith("failed on it one after the other, last: cannot be read: No such file or directory")
+
+
+def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> None:
+    asked: list[int] = []
+
+    def unmounted(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            asked.append(made.engines[request.id])
+            return bad_data(request, "the image does not exist", own=False) if asked[-1] == 0 else made.well(request)
+
+        return behave
+
+    made = world(unmounted, environment={"actors": 2}, rollout__actors=2)
+    made.run(steps=20)
+    assert made.production.quarantined == set()
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+    assert asked.count(0) < asked.count(1) / 10
+    assert made.named("worker_lost") == [], "the environment actors are not to blame"
+
+
+@pytest.mark.parametrize(("actors", "asked"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, attempts: int) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            return bad_data(request, "truncated or corrupt image") if request.task.id == BAD else made.well(request)
+
+        return behave
+
+    made = world(broken, environment={"actors": actors, "attempts": attempts})
+    made.run(steps=30)
+    [failure] = made.bad
+    assert failure.reason == "/data/x.png: truncated or corrupt image"
+    assert made.plays[BAD] == 8 * asked
+    assert made.ledger.counts()["excluded[bad_data]"] == 8
+    assert made.named("worker_lost") == []
+
+
+# Probes ----------------------------------------------------------------------------------------------------------------------
+
+
+async def probe(made: World, purpose: str = "parity") -> list[Any]:
+    """What the proof at the start does first: an episode on each of the first tasks."""
+    reporter: Any = SimpleNamespace(event=made._event)
+    player = await made.player()
+    publisher = Publisher(made.config, player.services, reporter)
+    return await publisher._probe(made.production.probe_tasks(), player, purpose)
+
+
+@pytest.mark.parametrize("probes", [1, 3])
+def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: Make, probes: int) -> None:
+    def first_hangs(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            first = request.task.id == "train-0"
+            return failed(request, "reset gave no answer", hung=True) if first else made.well(request)
+
+        return behave
+
+    made = world(first_hangs, environment={"actors": 2}, publish={"probes": probes})
+    assert len(asyncio.run(probe(made))) == probes
+    assert made.plays == {"train-0": 3, **{f"train-{i}": 1 for i in range(1, 1 + probes)}}
+    [told] = made.named("probe_failed")
+    assert (told["task"], told["why"]) == ("train-0", "reset gave no answer")
+
+
+def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
+
+    async def twice() -> None:
+        reporter: Any = SimpleNamespace(event=made._event)
+        player = await made.player()
+        publisher = Publisher(made.config, player.services, reporter)
+        for purpose in ("parity", "language"):
+            assert len(await publisher._probe(made.production.probe_tasks(), player, purpose)) == 4
+
+    asyncio.run(twice())
+    assert made.plays[BAD] == 3
+
+
+def test_a_quarantined_task_is_no_probe(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
+    made.production.quarantined = {BAD}
+    assert len(asyncio.run(probe(made))) == 4
+    assert BAD not in made.plays
+
+
+def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            return failed(request, "Guess.step must return StepResult, not str", bug=True)
+
+        return behave
+
+    made = world(broken, environment={"actors": 2})
+    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"):
+        asyncio.run(probe(made))
+
+
+# What is played outside of groups, under numbers of its own, again and again ---------------------------------------------------
+
+
+def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2})
+    kept: list[Item] = []
+
+    async def evaluations() -> list[list[Item]]:
+        player = await made.player()
+        player.describe = no_records  # type: ignore[assignment]
+        asked = [Play(RIGHT, task, Sampling()) for task in list(made.production.dataset)[:5]]
+        return [await play(asked, made.config, player, step, lambda item, images: kept.append(item)) for step in (0, 1)]
+
+    first, second = asyncio.run(evaluations())
+    assert [item.reward is None for item in first] == [item.reward is None for item in second] == [i == 3 for i in range(5)]
+    assert made.plays[BAD] == 2 * 3
+
+
+async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
+    return [], {}
+
+
+def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make) -> None:
+    made = world(hangs, environment={"actors": 2}, publish={"probes": 1})
+
+    async def two() -> None:
+        player = await made.player()
+        publisher = Publisher(made.config, player.services, SimpleNamespace(event=made._event))  # type: ignore[arg-type]
+        bad, good = made.production.dataset[3], made.production.dataset[4]
+        assert len(await publisher._probe([bad, good], player, "parity")) == 1
+        assert len(await publisher._probe([good], player, "language")) == 1
+
+    asyncio.run(two())
+
+
+def test_groups_before_a_restore_are_not_those_after_it() -> None:
+    blame = Blame(EnvironmentSettings(actors=2))
+    for attempt in range(3):
+        blame.begins(12, attempt)
+        blame.failed(12, BAD, attempt, attempt % 2, "step gave no answer", hung=True)
+    blame.groups_failed["other"] = 1
+    assert blame.hangs(12)
+    blame.restore({BAD: 1})
+    assert blame.hangs(12) == "", "the number is another task's now"
+    assert blame.groups_failed == {BAD: 1}
