@@ -20,7 +20,7 @@ from cluster.player import Player
 from cluster.playing import Issue, Playing
 from cluster.report import Reporter
 from rayloop.core.dataset import Dataset, TaskCursor
-from rayloop.core.failures import ConfigError, DataFailure, Preempted
+from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import (
     Fate,
@@ -102,7 +102,9 @@ class Production:
         async with asyncio.TaskGroup() as group:
             while True:
                 for _ in range(self._admissible()):
-                    issue = self._next_issue()
+                    if (issue := self._next_issue()) is None:
+                        self._notify()
+                        break
                     self.in_flight[issue.number] = issue
                     self.ledger.issue(self._playing.ids(issue))
                     group.create_task(self._produce(issue, player, finish, self._turn()))
@@ -135,22 +137,29 @@ class Production:
         """Trajectories that are ready to be trained."""
         return sum(len(group.kept) for group in self.ready)
 
-    def _next_issue(self) -> Issue:
+    def _next_issue(self) -> Issue | None:
+        """None when every task is quarantined."""
         if self.reissue:
             issue = self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
             if self.ledger.may_issue(self._playing.ids(issue)):
                 return issue
             self.next_number += 1  # groups have grown since: its ids would not
             return dataclasses.replace(issue, number=self.next_number)
-        for _ in range(len(self.dataset)):
+        while not self._exhausted():
             index = self.cursor.next()
             if self.dataset[index].id not in self.quarantined:
                 self.next_number += 1
                 self.issued_this_step += 1
                 return Issue(self.next_number, index, self.cursor.visits(index))
-        raise ConfigError(
+        return None
+
+    def _no_task(self) -> ConfigError:
+        return ConfigError(
             f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl"
         )
+
+    def _exhausted(self) -> bool:
+        return len(self.quarantined) >= len(self.dataset) and all(task.id in self.quarantined for task in self.dataset)
 
     def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
         """In deterministic mode groups are committed in issue order: each waits for the one before it."""
@@ -216,7 +225,7 @@ class Production:
         """Wait until the step's target is ready, with all that must not wait longer, or its budget is spent; rank and cut.
 
         ``version`` is the one that will train, and ``hold`` makes sure that it can: it returns the trajectories that are lost,
-        which are then excluded and made up for. Raises GenerationBudgetSpent, Stalled, Preempted.
+        which are then excluded and made up for. Raises GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
         """
         c = self.config.algorithm
         self._collecting = True
@@ -267,17 +276,24 @@ class Production:
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _verdict(self, owed: bool) -> Verdict:
-        """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight."""
+        """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
+        is quarantined."""
         c = self.config.algorithm
-        enough = self.survivors >= c.target and not owed
-        if not enough and (self.in_flight or self.reissue or self.issued_this_step < self._budget):
+        enough, none_left = self.survivors >= c.target and not owed, self._exhausted()
+        spent = none_left or self.issued_this_step >= self._budget
+        if not enough and (self.in_flight or self.reissue or not spent):
             return Verdict.MORE
-        used = c.filtering.max_generation_batches if self.issued_this_step >= self._budget else 0
+        used = c.filtering.max_generation_batches if spent else 0
         fates = Counter(
             f"{m.fate.state}[{m.fate.reason}]" for group in self.finished for m in group.members if m.fate is not None
         )
         unscored = [m.outcome for g in self.finished for m in g.members if isinstance(m.outcome, Unscored)]
-        return generation_verdict(self.survivors, c.target, used, c.filtering, fates, unscored)
+        try:
+            return generation_verdict(self.survivors, c.target, used, c.filtering, fates, unscored)
+        except GenerationBudgetSpent:
+            if none_left:
+                raise self._no_task() from None
+            raise
 
     def _expire(self, version: Version, inherited: dict[int, int]) -> None:
         """Members too old for ``version`` become stale."""
@@ -347,7 +363,9 @@ class Production:
         self._notify()
 
     def probe_tasks(self) -> list[Task]:
-        """Those that the parity check and the self-test may play, in the dataset's order."""
+        """Those that the parity check and the self-test may play, in the dataset's order. Raises ConfigError when there is none."""
+        if self._exhausted():
+            raise self._no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ from cluster.background import background
 from cluster.config import RunConfig
 from cluster.playing import Issue, Playing
 from cluster.production import Production
-from rayloop.core.dataset import Dataset
+from rayloop.core.dataset import Dataset, TaskCursor
 from rayloop.core.failures import (
     ConfigError,
     DataFailure,
@@ -511,6 +511,47 @@ def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 50})
     with pytest.raises(ConfigError, match="every one of the 24 tasks is quarantined"):
         loop.run(loop.step)
+
+
+def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(tmp_path: Path) -> None:
+    for seed in range(10):
+        loop = Loop(tmp_path, differs, seed=seed)
+        loop.production.cursor = TaskCursor(24, seed, True)
+        loop.production.quarantined = {f"train-{n}" for n in range(2, 24)}
+
+        async def test(loop: Loop = loop) -> None:
+            for _ in range(6):
+                await loop.step()
+
+        loop.run(test)
+        assert {request.task.id for request in loop.played} == {"train-0", "train-1"}
+
+
+@pytest.mark.parametrize(("fraction", "steps"), [(1.0, 2), (0.5, 3)])
+def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fraction: float, steps: int, tmp_path: Path) -> None:
+    """Five groups are played, two make a step; the sixth task is the last."""
+
+    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+        await asyncio.sleep(0.01 * request.id.group)
+        if request.id.group < 6:
+            return spread(request)
+        loop.production.quarantined = {task.id for task in loop.production.dataset}
+        return Unscored(UnscoredKind.BAD_DATA, "broken")
+
+    changes = {
+        "algorithm__staleness": {"max_staleness": 2},
+        "algorithm__filtering": {"min_fraction": fraction, "ranking": "issue"},
+    }
+    loop = Loop(tmp_path, play, **changes)
+    done: list[list[int]] = []
+
+    async def test() -> None:
+        while True:
+            done.append(issues(await loop.step(between=0.2)))
+
+    with pytest.raises(ConfigError, match="every one of the 24 tasks is quarantined"):
+        loop.run(test)
+    assert done == [[1, 2], [3, 4], [5]][:steps]
 
 
 def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None:
