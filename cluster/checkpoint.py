@@ -108,8 +108,10 @@ class Origin:
 
 
 class CheckpointStore:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    """``warn`` is told what failed when a checkpoint was already complete; the next save tries again."""
+
+    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None) -> None:
+        self.folder, self.keep, self._warn = folder, keep, warn
         self.lineage = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -154,7 +156,7 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Write a checkpoint and prune old ones. ``about`` goes into the marker.
 
-        Raises CheckpointError, with the bytes at stake; nothing half-done stays.
+        Raises CheckpointError, with the bytes at stake, unless it is complete; nothing half-done stays.
         """
         name = f"step_{step:06d}"
         final = next(
@@ -171,6 +173,8 @@ class CheckpointStore:
             raise CheckpointError(self._explain(step, error, written)) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
+        for why in await asyncio.to_thread(self._tidy, final):
+            self._warn(f"{final.name} is complete, but {why}")
         return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
@@ -198,8 +202,23 @@ class CheckpointStore:
         }
         _write(aside / MARKER, json.dumps(marker, indent=1).encode())
         os.replace(aside, final)
-        _sync(self.folder)
-        _write(self.folder / "latest", final.name.encode())
+
+    def _tidy(self, final: Path) -> list[str]:
+        """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
+
+        def name() -> None:
+            _sync(self.folder)
+            _write(self.folder / "latest", final.name.encode())
+
+        failed = []
+        for what, act in (("not named as the latest", name), ("an older one could not be removed", self._prune)):
+            try:
+                act()
+            except OSError as error:
+                failed.append(f"{what}: {error}")
+        return failed
+
+    def _prune(self) -> None:
         for old in self.newest_first()[self.keep :]:
             condemned = old.folder.with_name(old.folder.name + ".tmp")
             os.replace(old.folder, condemned)

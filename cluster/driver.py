@@ -68,7 +68,9 @@ class Driver(Actor):
         self.reporter = Reporter(config, self.folder)
         self.services = Services(config, folder, self.reporter.event)
         self.publisher = Publisher(config, self.services, self.reporter)
-        self.checkpoints = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints = CheckpointStore(
+            self.folder / "checkpoints", config.checkpoint.keep, lambda why: self.reporter.event("warning", why=why)
+        )
 
     def prepare(self) -> None:
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import checkpoint
 from cluster.checkpoint import MARKER, CheckpointStore, Origin, complete
 from rayloop.core.failures import CheckpointError, ConfigError
 from tests.support.runs import ROOT
@@ -196,6 +198,42 @@ def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Excep
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("broken", ["removing an old one", "naming the latest"])
+def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """As on NFS, where a folder cannot be removed while a file of it is open elsewhere. The other of the two is done."""
+    told: list[str] = []
+    store = CheckpointStore(tmp_path, keep=1, warn=told.append)
+    save(store, 1)
+    remove, write = shutil.rmtree, checkpoint._write
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+        remove(path, ignore_errors=True)
+
+    def write_but_latest(path: Path, data: bytes) -> None:
+        if path.name == "latest":
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    if broken == "removing an old one":
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    else:
+        monkeypatch.setattr(checkpoint, "_write", write_but_latest)
+    save(store, 2)
+    assert steps(store) == [2]
+    [why] = told
+    assert "step_000002 is complete, but " in why
+    assert ("Directory not empty" in why) == (broken == "removing an old one")
+    assert (tmp_path / "latest").read_text() == ("step_000002" if broken == "removing an old one" else "step_000001")
+    monkeypatch.undo()
+    save(store, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003"]
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("resume", ["auto", "never", "named"])
 def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
     store = CheckpointStore(tmp_path, keep=4)
@@ -206,8 +244,8 @@ def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_p
     first = {"auto": "step_000002", "never": None, "named": "step_000001"}[resume]
 
     def found() -> str | None:
-        checkpoint = origin.find()
-        return checkpoint and checkpoint.folder.name
+        there = origin.find()
+        return there and there.folder.name
 
     assert found() == first
     store.next_lineage()
