@@ -31,7 +31,7 @@ from cluster.production import Production, without
 from cluster.publication import Publisher
 from cluster.report import Reporter
 from cluster.services import Services
-from cluster.state import capture, reinstate
+from cluster.state import capture, complete_references, reinstate
 from cluster.waits import unless
 from cluster.watchdog import watch
 from cluster.words import quoted
@@ -195,6 +195,7 @@ class Driver(Actor):
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
         reinstate(self, checkpoint.state() if checkpoint else self.initial)
+        await unless(self.stopping, complete_references(self))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):

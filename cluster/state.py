@@ -85,6 +85,14 @@ def reinstate(driver: Driver, state: dict[str, Any]) -> None:
     production.buffer.restore({task: [_owned(m) for m in members] for task, members in state["replay"].items()})
 
 
+async def complete_references(driver: Driver) -> None:
+    """Annotate the ready groups that a run without a reference has left: no step with a KL term could train on them."""
+    production = driver.production
+    for group in [g for g in production.ready if any(m.reference is None for m in g.kept)]:
+        annotated = await driver.annotate(group)
+        production.ready = [annotated if g.issue == group.issue else g for g in production.ready]
+
+
 def _bare(group: Group) -> Group:
     return dataclasses.replace(
         group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in group.members)

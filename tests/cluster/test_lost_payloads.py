@@ -21,6 +21,7 @@ from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from cluster.config import RunConfig
 from cluster.driver import Driver
+from cluster.identity import about, identity
 from cluster.policy import PolicyGroup
 from cluster.pool import Pool
 from cluster.production import Production
@@ -206,6 +207,45 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
     assert [array.shape for array in arrays] == [(3,), (4,), (6,)]
     assert [m.advantage for m in group.kept] == [-1.5, -0.5, 1.5], "what was lost had a reward: the baseline stays"
     assert stage.events("payload_lost")[0]["trajectories"] == ["1/2"]
+
+
+def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_with_one(
+    tmp_path: Path, digits_model: Path
+) -> None:
+    before = Stage(tmp_path, digits_model, set())
+    hashes = identity(before.config)
+    store = before.driver.checkpoints
+    asked: list[int] = []
+
+    class Reference:
+        """One of the payloads does not survive."""
+
+        async def call(self, method: str, payloads: list[Any], returns: int, **_: Any) -> list[Any]:
+            asked.append(len(payloads))
+            assert (method, returns) == ("annotate", 1 + len(payloads))
+            return [[0] if len(asked) == 1 else [], *(ray.put("log-probs") for _ in payloads)]
+
+    async def nothing(folder: str) -> None: ...
+
+    async def go_on() -> Driver:
+        store.next_lineage()
+        await store.save(1, await capture(before.driver), nothing, about(before.config, hashes, 24, None))
+        config = RunConfig.model_validate(
+            settings(tmp_path, digits_model, reference__kind="actor", policy__loss={"kl_coef": 0.1})
+        )
+        driver = Driver(config, str(before.driver.folder), "auto", hashes)
+        driver.production = Production(config, driver.ledger, driver.reporter)
+        policy: Any = SimpleNamespace(load=nothing)
+        driver.services = SimpleNamespace(policy=policy, reference=Reference())  # type: ignore[assignment]
+        await driver.restore()
+        return driver
+
+    driver = asyncio.run(go_on())
+    assert asked == [4, 4]
+    assert ids(driver.production.ready) == ids(before.groups) - {TrajectoryId(1, 0)}
+    assert all(ray.get(m.reference) == "log-probs" for g in driver.production.ready for m in g.kept)
+    driver.ledger.check()
+    assert driver.ledger.counts()["excluded[payload_lost]"] == 1
 
 
 # The checkpoint --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from cluster.checkpoint import MARKER, Checkpoint, CheckpointStore
 from cluster.cli import main
 from cluster.config import RunConfig
 from cluster.identity import about, changes, check, identity
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.types import Task
+from recipes.digits.data import DigitRows
 from tests.support.runs import ROOT, set_key, settings
 
 MODEL = ROOT / "recipes/arc_vision/tiny"
@@ -101,6 +103,15 @@ def rows(run: Run) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+class Fewer(DigitRows):
+    """The same file, and one row that this reader does not take."""
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        if where.endswith(":3"):
+            raise DataFailure(where, "not for this reader")
+        return super().task(row, where, root)
+
+
 def older(run: Run) -> None:
     """As checkpoints were before they had a schema."""
     marker = run.checkpoint.folder / MARKER
@@ -127,6 +138,7 @@ UNFIT = {
     "order": (setting("data.shuffle", False), ["data.shuffle was True and is False"]),
     "optimizer": (setting("policy.optimizer.kind", "sgd"), ["policy.optimizer.kind was adamw and is sgd"]),
     "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
+    "reader": (setting("data.reader.use", "tests.unit.test_identity:Fewer"), ["data.train had 24 usable rows and has 23"]),
     "older": (older, ["its schema is older than 1 and this version of rayloop reads 1", "the version that began it"]),
     "newer": (newer, ["its schema is 99 and this version of rayloop reads 1"]),
 }  # fmt: skip
