@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -96,7 +97,8 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT):
-            os.utime(self.path)
+            with suppress(OSError):  # a file server that restarts: the next beat may come through
+                os.utime(self.path)
 
 
 def _read(file: IO[str]) -> Holder | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +95,23 @@ def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_hos
     elsewhere = Holder(me.pid, "another-host", "another boot", me.started)
     assert elsewhere.gone(silence=runlock.SILENCE + 1)
     assert not elsewhere.gone(silence=runlock.SILENCE - 1)
+
+
+def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, again, touch = [], threading.Event(), os.utime
+
+    def utime(path: Path, *times: None) -> None:
+        if path.name != "run.lock":
+            return touch(path, *times)
+        beats.append(path)
+        if len(beats) == 1:
+            raise OSError(116, "Stale file handle", str(path))
+        again.set()
+
+    monkeypatch.setattr(runlock, "HEARTBEAT", 0.001)
+    monkeypatch.setattr(runlock.os, "utime", utime)
+    with RunFolder(tmp_path, "run").acquired():
+        assert again.wait(10), "otherwise another host would take the run for dead after SILENCE"
 
 
 def test_a_former_run_is_continued_or_refused(tmp_path: Path) -> None:
