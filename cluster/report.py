@@ -146,6 +146,7 @@ def production_metrics(finished: Sequence[Group], trained: Sequence[Group], targ
         metrics |= {
             "response_length/mean": mean(s.sampled_tokens for s in summaries),
             "response_length/max": float(max(s.sampled_tokens for s in summaries)),
+            "response_length/clip_ratio": mean(float(s.cut) for s in summaries),
             "prompt_length/mean": mean(s.length - s.sampled_tokens for s in summaries),
             "rollout/tokens": float(sum(s.sampled_tokens for s in summaries)),
             "rollout/turns/mean": mean(s.turns for s in summaries),

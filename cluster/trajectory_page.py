@@ -52,9 +52,9 @@ CHARTS = (
     ("Time per phase (s)", "timing_s/*"),
     ("Trajectories not trained", "filtered/*", "excluded/*", "stale/*", "surplus/*", "cancelled/*"),
     ("Trained and accepted share", "rollout/trained_share", "rollout/acceptance"),
-    ("Tokens per answer", "response_length/*"),
+    ("Tokens per answer", "response_length/mean", "response_length/max"),
     ("Turns per trajectory", "rollout/turns/mean"),
-    ("End reasons (share)", "end_reason/*"),
+    ("End reasons, and answers cut by a limit of tokens (share)", "end_reason/*", "response_length/clip_ratio"),
     ("Flags (share)", "flag/*"),
 )
 """Title, and patterns of the metrics that it shows."""

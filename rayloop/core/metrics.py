@@ -93,6 +93,7 @@ METRICS = tuple(
         ("rollout/seconds/max", "s", "The slowest episode."),
         ("response_length/mean", "tokens", "Sampled tokens per trajectory."),
         ("response_length/max", "tokens", "Sampled tokens of the longest answer."),
+        ("response_length/clip_ratio", "fraction", "Share of finished trajectories with a turn that a limit of tokens cut."),
         ("prompt_length/mean", "tokens", "Tokens per trajectory that were not sampled: prompt, observations, images."),
         ("end_reason/<reason>", "fraction", "Share of finished trajectories that ended for this reason."),
         # Why trajectories were not trained (of those finished for the step)

@@ -262,6 +262,7 @@ class Summary:
     last_version: Version
     env_result: float | None = None
     seconds: float = 0.0
+    cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
 
 
 class UnscoredKind(StrEnum):

@@ -259,4 +259,5 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         last_version=versions[-1],
         env_result=trajectory.env_result,
         seconds=seconds,
+        cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
     )

@@ -219,6 +219,14 @@ def test_a_summary_says_what_the_trajectory_holds(renderer: Renderer) -> None:
     assert flat.token_ids.tolist().count(renderer.image_token) == sum(image.tokens for image in trajectory.images)
 
 
+def test_a_summary_says_whether_a_turn_was_cut(renderer: Renderer) -> None:
+    """Also when the episode ends as done: the limit of one turn is none of the episode's."""
+    for said, cut in (([("a", END), ("b", LENGTH)], True), ([("a", END), ("b", END)], False)):
+        trajectory, _ = run(renderer, scripted(NEXT), said)
+        assert trajectory.end_reason is EndReason.DONE
+        assert summarize(trajectory, TASK, 0.0, renderer.image_token).cut is cut
+
+
 def test_a_sampled_image_token_makes_the_summary_inconsistent(renderer: Renderer) -> None:
     trajectory, _ = run(renderer, scripted(), [("a", END)])
     turn = trajectory.turns[1]

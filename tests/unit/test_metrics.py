@@ -82,7 +82,7 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     )
     members = tuple(
         Member(
-            Summary(TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version),
+            Summary(TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version, cut=i == 0),
             outcome,
             fate=fate,
         )
@@ -91,6 +91,7 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     group = Group(0, Task("t", ()), members)
     produced = production_metrics([group], [group], target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
+    assert produced["response_length/clip_ratio"] == pytest.approx(1 / 3)
     assert validate(produced) == ()
 
 
