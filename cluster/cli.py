@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rayloop: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("rayloop: interrupted before anything could be saved", file=sys.stderr)
+        lost = " before anything could be saved" if arguments.command in (_train, _sft) else ""
+        print(f"rayloop: interrupted{lost}", file=sys.stderr)
         return 1
 
 

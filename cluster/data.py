@@ -61,7 +61,7 @@ def validate(path: Path, reader: Component, max_image_pixels: int) -> int:
     built: Reader = reader.build()
     dataset = Dataset(path, built, strict=False, quarantine=report)
     for task in dataset:
-        for failure in _unusable_images(task, dataset.where(task), max_image_pixels):
+        for failure in unusable_images(task, dataset.where(task), max_image_pixels):
             report(failure)
     if warning := dataset.warning():
         print(f"warning: {warning}")
@@ -69,7 +69,8 @@ def validate(path: Path, reader: Component, max_image_pixels: int) -> int:
     return 1 if problems else 0
 
 
-def _unusable_images(task: Task, where: str, max_image_pixels: int) -> Iterator[DataFailure]:
+def unusable_images(task: Task, where: str, max_image_pixels: int) -> Iterator[DataFailure]:
+    """A failure for each image of the task that cannot be shown, named after ``where``."""
     for part in (part for message in task.messages for part in message.parts if isinstance(part, ImageSource)):
         try:
             probe(part, max_image_pixels)

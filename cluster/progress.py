@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -50,6 +51,8 @@ def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
     return share
 
 
+GIVEN_UP = ("publish_s", "train_s", "gen_s", "grad", "entropy", "step_s", "loss", "excluded", "filtered")
+"""Words of the columns that a table leaves out, in this order, until it fits the terminal. Never what was earned or trained."""
 SEEN = 10
 """Steps over whose mean duration the time that is left is reckoned."""
 
@@ -142,10 +145,17 @@ class Progress:
         now = Text("  ".join(filter(None, (self._doing, self._left))), style="dim")
         if not self._rows:
             return Group(now)
+        tables = [self._without(GIVEN_UP[:gone]) for gone in range(len(GIVEN_UP) + 1)]
+        free = self.console.options.update(max_width=1000)
+        fits = (table for table in tables if self.console.measure(table, options=free).maximum <= self.console.width)
+        return Group(Text(), next(fits, tables[-1]), now)
+
+    def _without(self, words: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False)
-        table.add_column("step", justify="right", vertical="bottom")
-        for column in self._columns:
-            table.add_column(column.title, justify="right", vertical="bottom")
-        for row in self._rows:
-            table.add_row(*row)
-        return Group(Text(), table, now)
+        table.add_column("step", justify="right", vertical="bottom", no_wrap=True)
+        shown = [column.word not in words for column in self._columns]
+        for column in compress(self._columns, shown):
+            table.add_column(column.title, justify="right", vertical="bottom", no_wrap=True)
+        for step, *cells in self._rows:
+            table.add_row(step, *compress(cells, shown))
+        return table

@@ -22,14 +22,17 @@ from pydantic import ValidationError
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor, start_weights
 from cluster.config import RunConfig
+from cluster.data import unusable_images
 from cluster.player import requests
+from cluster.words import visible
 from rayloop.core.dataset import TRUTHS, Dataset
-from rayloop.core.failures import ConfigError, DataFailure, RayloopError, WorkerStartFailed
+from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.runfolder import jsonable
 from rayloop.core.threads import in_thread
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import (
     Completion,
+    FinishReason,
     Outcome,
     PlayRequest,
     Sampling,
@@ -61,10 +64,16 @@ def try_row(config: RunConfig, row: int | None, tell: Tell = print) -> int:
 
     Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
     """
+    tell = _escaping(tell)
     dataset, task = _chosen(config, row, tell)
     tell(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
         return asyncio.run(_Trial(config, folder, tell).run(task))
+
+
+def _escaping(tell: Tell) -> Tell:
+    """Rows and answers are whatever they are: none of them may steer the terminal."""
+    return lambda text: tell(visible(text))
 
 
 def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Task]:
@@ -75,13 +84,26 @@ def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Ta
     if more := len(failures[SHOWN_FAILURES:]):
         tell(f"left out: {more} more rows; `python -m cluster data validate CONFIG` names them")
     if row is None:
-        return dataset, dataset[0]
+        return dataset, _first_intact(dataset, config.environment.episode.max_image_pixels, tell)
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
         why = next((failure.reason for failure in failures if failure.path == where), "there is no such row")
         raise ConfigError(f"--row {row}: {where}: {why}")
     return dataset, found
+
+
+def _first_intact(dataset: Dataset, max_image_pixels: int, tell: Tell) -> Task:
+    """The first task whose images can be shown; those before it are told. Raises ConfigError when there is none."""
+    first: DataFailure | None = None
+    for number, task in enumerate(dataset):
+        failure = next(unusable_images(task, dataset.where(task), max_image_pixels), None)
+        if failure is None:
+            return task
+        first = first or failure
+        if number < SHOWN_FAILURES:
+            tell(f"left out: {failure}")
+    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
 
 
 def local_engine(config: RunConfig) -> GenerationSettings:
@@ -167,7 +189,10 @@ class _Trial:
             self._tell_error(played)
             return False
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
-        self.tell(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}")
+        limit = played.sampling.max_tokens
+        cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
+        by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
+        self.tell(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
             self.tell(_indented(role + self.renderer.shown(turn.token_ids)))
@@ -179,9 +204,10 @@ class _Trial:
         return isinstance(outcome, Scored) and not outcome.trace
 
     def _tell_error(self, error: BaseException) -> None:
-        """The message of what was raised on purpose; else the traceback."""
-        own = error.__cause__ if isinstance(error, RayloopError) else error
-        self._tell_once(f"{type(error).__name__}: {error}" if own is None else own_frames(own))
+        """The message of what was raised on purpose; the traceback of what a person's own code raised."""
+        own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
+        said = own is None or isinstance(own, RayloopError)
+        self._tell_once(f"{type(error).__name__}: {error}" if said else own_frames(own or error))
 
     def _tell_once(self, text: str) -> None:
         self.tell(_indented(text if text not in self.told else "the same"))

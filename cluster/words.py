@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
+from unicodedata import category
 
 from cluster.controls import table
 from rayloop.core.runfolder import RolloutRecord
@@ -29,6 +30,11 @@ def span(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def visible(text: str) -> str:
+    """The text with what would steer a terminal (all control characters but tabs and line breaks) written out, as ``\\x1b``."""
+    return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
 
 
 def number(value: Any) -> str:
@@ -132,4 +138,6 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     ),
     "data_warning": lambda record: f"warning: {record['why']}",
     "finished": lambda record: "finished",
+    "already_done": lambda record: f"there is nothing left to train: {record['advice']}",
+    "preempted": lambda record: "stopped as asked, and saved",
 }

@@ -147,5 +147,5 @@ def generation_verdict(
     why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
     raise GenerationBudgetSpent(
         f"{survivors} of {target} trajectories survived {batches_used} generation batches, fewer than min_fraction "
-        f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}"
+        f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}."
     )

@@ -593,7 +593,7 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     with pytest.raises(GenerationBudgetSpent) as spent:
         loop.run(loop.step)
     assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(spent.value)
-    assert "repair that first" in str(spent.value)
+    assert "repair that first." in str(spent.value)
     assert "loosen filters" not in str(spent.value)
 
 

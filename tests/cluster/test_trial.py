@@ -49,6 +49,7 @@ class Echo:
         self._fails = settings.fails
 
     def reset(self, task: Task) -> Observation:
+        task.extra.pop("level", None)  # type: ignore[attr-defined]
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:
@@ -170,3 +171,58 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     assert "--row 2: " in text
     assert "'prompt' is missing" in text
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
+
+
+def popping(task: Task) -> float:
+    return float(task.extra.pop("level"))  # type: ignore[attr-defined]
+
+
+def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "level": 1}) + "\n")
+    code, text = try_it(
+        data={"train": str(tmp_path / "rows.jsonl")},
+        reward__source={"use": f"{__name__}:popping"},
+        environment__episode={"environment": {"use": f"{__name__}:Echo"}},
+    )
+    assert (code, text.count("reward: 1")) == (0, 2), text
+
+
+def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(try_it: Try, tmp_path: Path) -> None:
+    row = {"prompt": "a\x1b]0;title\x07", "answer": "\x1b[31m", "id": "\x9b2J"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    _, text = try_it("rollout.sampling.max_tokens=1", **rows)
+    assert "the episode ended as done; CUT at rollout.sampling.max_tokens=1" in text
+    assert {c for c in text if ord(c) < 32 or 127 <= ord(c) < 160} == {"\n"}
+
+
+def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, grounding_model: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    good = next(PAGES.rglob("*.png"))
+    rows = [{"prompt": "<image>a", "answer": "1", "images": [str(image)]} for image in (tmp_path / "bad.png", good)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine = {
+        "model__path": str(grounding_model),
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "reward__source": {"use": "tests.support.rewards:TokenReward"},
+    }
+    code, text = try_it("--row", "1", **mine)
+    assert (code, "Traceback" in text) == (1, False), text
+    assert "bad.png: not a readable" in text
+    code, text = try_it(**mine)
+    assert code == 0, text
+    assert "rows.jsonl:1: " in text.partition("rows.jsonl:2: task")[0], "the row that was passed over is named"
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
+
+
+@pytest.mark.parametrize(("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")])
+def test_an_interruption_speaks_of_saving_where_something_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    def read(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cluster.cli.read", read)
+    assert main([command, str(tmp_path / "run.yaml")]) == 1
+    assert capsys.readouterr().err == f"rayloop: {said}\n"

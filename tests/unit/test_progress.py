@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.activity import doing
 from cluster.progress import ROWS, Progress
-from cluster.words import describe, span
+from cluster.words import describe, span, visible
 
 METRICS = {
     "step": 3.0,
@@ -63,6 +63,20 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
     assert all(f"note {step}" in out.getvalue() for step in range(1, ROWS + 4))
 
 
+@pytest.mark.parametrize(("width", "there", "gone"), [
+    (130, ["publish", "filtered"], []),
+    (80, ["reward", "T=1", "trained/", "16/16", "held-out", "greedy", "0.750", "0.250"], ["publish", "…"]),
+    (45, ["reward", "T=1", "trained/", "held-out", "greedy", "0.750", "0.250"], ["loss", "entropy", "…"]),
+])  # fmt: skip
+def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone: list[str]) -> None:
+    out = io.StringIO()
+    with Progress(1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)) as progress:
+        progress.step({**METRICS, "step": 100.0, "rollout/trained": 16.0, "timing_s/update_actor": 100.0, "actor/entropy": 1.5})
+    assert [word for word in there if word not in out.getvalue()] == []
+    assert [word for word in gone if word in out.getvalue()] == []
+    assert "100/1000" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("event", "line"),
     [
@@ -83,6 +97,9 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
          "[1] held-out: reward 0.743, exact 0.275 over 200 rows"),
         ({"event": "evaluated", "step": 1, "val/reward/mean": 0.7, "val/scored": 10.0, "val/unscored": 2.0},
          "[1] held-out: reward 0.700 over 10 rows; 2 HAVE NO SCORE"),
+        ({"event": "already_done", "step": 2, "advice": "raise steps above 2 to go on"},
+         "[2] there is nothing left to train: raise steps above 2 to go on"),
+        ({"event": "preempted", "step": 2, "ledger": {"trained": 4}}, "[2] stopped as asked, and saved"),
         ({"event": "quarantined", "path": "a.jsonl:3", "reason": "bad"}, "left out: a.jsonl:3: bad"),
         ({"event": "worker_lost", "step": 2, "role": "reward", "why": "first\nsecond"}, "[2] worker_lost: role reward, why first"),
         ({"event": "reward_raised", "step": 2, "why": "KeyError", "traceback": "Traceback\n  x"},
@@ -116,3 +133,7 @@ def test_what_is_being_done_is_told_with_how_far_it_is() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (240, "4 min"), (7200, "2.0 h")])
 def test_durations_are_round(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+def test_control_characters_are_written_out() -> None:
+    assert visible("a\tb\nc\x1b]0;title\x07\x9b31m\r ü") == "a\tb\nc\\x1b]0;title\\x07\\x9b31m\\r ü"
