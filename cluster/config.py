@@ -167,7 +167,7 @@ class PublishSettings(Settings):
     tolerance: float | None = Field(None, gt=0)
     """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16."""
     probes: int = Field(4, ge=1)
-    """Training tasks sampled for the parity check and the self-test."""
+    """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``)."""
 
 
 class CheckpointSettings(Settings):

@@ -303,6 +303,8 @@ class Driver(Actor):
         """Metrics of the step, and a sample of its groups with texts and images."""
         self.ledger.check()
         self.production.alarms.step(report)
+        if self.production.alarms.unseen:
+            await self.observe()
         trained = {group.issue: group for group in groups}
         sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts], self.step)
@@ -310,6 +312,13 @@ class Driver(Actor):
             self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.metrics()
         )
         self.timings.clear()
+
+    @timed("parity")
+    async def observe(self) -> None:
+        """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the ranks hold no groups."""
+        looked = self.publisher.observe(self.production.probe_tasks(), self.player, self.step)
+        with suppress(Preempted):  # the step is still recorded and saved
+            self.production.alarms.compared(await unless(self.stopping, looked))
 
     async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
         """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""

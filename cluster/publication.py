@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,14 @@ from cluster.pool import brief
 from cluster.report import Reporter
 from cluster.services import Services
 from cluster.waits import within
-from rayloop.core.failures import BroadcastFailed, DataFailure, EnvironmentFailed, ParityError, PublicationError
+from rayloop.core.failures import (
+    BroadcastFailed,
+    DataFailure,
+    EnvironmentFailed,
+    ParityError,
+    PublicationError,
+    WorkerLost,
+)
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, Unscored, UnscoredKind, Version
@@ -99,6 +107,38 @@ class Publisher:
                 f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
                 "the pixels do not reach the model"
             )
+
+    async def observe(self, tasks: Sequence[Task], player: Player, step: int) -> float | None:
+        """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
+
+        ``publish.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
+        event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
+        play, WorkerLost.
+        """
+        draw = random.Random(derive(self.config.seed, "probe", "drift", step))
+        chosen = draw.sample(list(tasks), min(self.config.publish.probes, len(tasks)))
+        played = await asyncio.gather(*(self._play(task, -1 - i, player, step) for i, task in enumerate(chosen)))
+        payloads = [payload for payload in played if payload is not None]
+        try:
+            if not payloads:
+                raise WorkerLost(f"none of {len(chosen)} tasks could be played")
+            found = await self.services.policy.compare(payloads)
+        except WorkerLost as error:
+            self.reporter.event("drift_unknown", why=str(error))
+            return None
+        self.reporter.event("parity", **found.report(), tolerance=self.config.drift)
+        return found.mean
+
+    async def _play(self, task: Task, group: int, player: Player, step: int) -> Any:
+        """The payload of a fresh episode, or None and an event."""
+        seed = derive(self.config.seed, "probe", "drift", step, task.id)
+        request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
+        played = await player.episode(request)
+        player.blame.forget(group)
+        if not isinstance(played, PlayFailed):
+            return played[1]
+        self.reporter.event("probe_failed", purpose="drift", task=task.id, why=played.outcome.reason)
+        return None
 
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
         """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""

@@ -112,7 +112,7 @@ class SimulatedServices(Services):
 
 
 class SimulatedDriver(Driver):
-    """The driver itself, but for what needs weights: it verifies and saves nothing."""
+    """The driver itself, but for what needs weights: it verifies, observes and saves nothing."""
 
     def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
         super().__init__(config, folder, "never")
@@ -122,6 +122,8 @@ class SimulatedDriver(Driver):
         self.marks: list[tuple[float, float, float, Counter[str]]] = []
 
     async def verify(self) -> None: ...
+
+    async def observe(self) -> None: ...
 
     async def checkpoint(self) -> None: ...
 

@@ -23,6 +23,9 @@ from rayloop.core.types import Member, Scored, State, TrajectoryId, Unscored, Un
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
 
+UNSEEN = 10
+"""Steps in a row without such samples (the trainer is the slower side) after which others are played for it."""
+
 
 class Limit(Settings):
     """An alarm: where it warns, and where it ends the run. null: never."""
@@ -63,7 +66,8 @@ class AlarmSettings(Settings):
     """Warn when having no reward is correlated this much with the length or with being of one data source. 1: never."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    ``logprob_steps``. Without ``warn``: 1e-3 in float32, 0.1 in bfloat16, or ``publish.tolerance`` if that is higher."""
+    ``logprob_steps``. After ten steps without such samples ``publish.probes`` tasks are played for it. Without ``warn``: 1e-3 in
+    float32, 0.1 in bfloat16, or ``publish.tolerance`` if that is higher."""
     logprob_steps: int = Field(3, ge=1)
     """Steps over which the difference is averaged; there is no alarm before so many."""
 
@@ -87,8 +91,8 @@ class Alarms:
     """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of every step's metrics.
 
     ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
-    first traceback, and an ``unscored`` for the first trajectory of each kind. ``groups`` and ``step`` raise AlarmStopped, and
-    ``groups`` GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
+    first traceback, and an ``unscored`` for the first trajectory of each kind. All but ``lost`` raise AlarmStopped,
+    ``groups`` also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
     def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:
@@ -99,6 +103,7 @@ class Alarms:
         self._drift_limit = Limit(warn=warn, stop=given.stop)
         self._seen: deque[_Seen] = deque(maxlen=settings.window)
         self._drift: deque[float] = deque(maxlen=settings.logprob_steps)
+        self._without = 0
         self._active: set[str] = set()
         self._kinds: set[UnscoredKind] = set()
         self._trace = ""
@@ -125,10 +130,22 @@ class Alarms:
         self._seen = deque(seen, maxlen=self.settings.window)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Steps without samples of lag 0 say nothing about drift."""
-        if DRIFT not in metrics:
+        """Steps without samples of lag 0 say nothing about drift; after ``UNSEEN`` of them it is ``unseen``."""
+        self._without += 1
+        if DRIFT in metrics:
+            self.compared(metrics[DRIFT])
+
+    @property
+    def unseen(self) -> bool:
+        """Nobody has looked at drift for so long that fresh episodes must be ``compared``."""
+        return self._without >= UNSEEN
+
+    def compared(self, difference: float | None) -> None:
+        """Mean |trainer's log-prob - engine's| [nats] of samples of the present weights; None: there was nothing to compare."""
+        self._without = 0
+        if difference is None:
             return
-        self._drift.append(metrics[DRIFT])
+        self._drift.append(difference)
         if len(self._drift) < self.settings.logprob_steps:
             return
         value = mean(self._drift)

@@ -27,7 +27,7 @@ from cluster.pool import Pool
 from cluster.production import Production
 from cluster.publication import Publisher
 from cluster.report import Reporter
-from rayloop.core.failures import ParityError, PublicationError
+from rayloop.core.failures import DataFailure, ParityError, PublicationError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
@@ -72,6 +72,8 @@ class Stage:
         production = Production(c, Ledger(), self.reporter)
         self.tasks = production.probe_tasks()
         self.player = Player(c, self.services, None, self.reporter.event, production.quarantine)
+
+        self.found: float | None = None
 
     def _pool(self, role: str, actor: Any) -> Pool:
         return Pool(role, 1, lambda slot: LocalActor(actor), self.config.recovery, self.reporter.event)
@@ -322,3 +324,38 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
         assert all(torch.equal(tensor, start[name]) for name, tensor in served._parameters.items())
 
     act(config, go_on, rollout=rollout)
+
+
+# Later, when the steps train on nothing fresh ----------------------------------------------------------------------
+
+
+async def observe(stage: Stage) -> None:
+    stage.tasks = stage.tasks[:3]
+    await stage.publisher.publish(START)
+    stage.found = await stage.publisher.observe(stage.tasks, stage.player, 10)
+
+
+@pytest.mark.parametrize(("rollout", "low", "high"), [(RolloutActor, 0, 1e-5), (OtherTemperature, 1e-3, 10)])
+def test_fresh_episodes_tell_how_far_engine_and_trainer_are_apart(
+    rollout: type[RolloutActor], low: float, high: float, tmp_path: Path, picture_model: Path
+) -> None:
+    stage = act(configuration(tmp_path, picture_model), observe, rollout=rollout)
+    [parity] = stage.events("parity")
+    assert parity["mean"] == stage.found
+    assert low <= parity["mean"] < high
+    assert parity["images"] == 3
+
+
+class Broken(RolloutActor):
+    """Refuses every prompt."""
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        raise DataFailure("prompt", "cannot be read")
+
+
+def test_episodes_that_cannot_be_played_tell_nothing_and_end_nothing(tmp_path: Path, picture_model: Path) -> None:
+    stage = act(configuration(tmp_path, picture_model), observe, rollout=Broken)
+    assert stage.found is None
+    assert [event["purpose"] for event in stage.events("probe_failed")] == ["drift"] * 3
+    assert len(stage.events("drift_unknown")) == 1
+    assert stage.player.blame._groups == {}

@@ -23,7 +23,7 @@ from rayloop.core.types import (
     UnscoredKind,
     Version,
 )
-from rayloop.grpo.alarms import DRIFT, FLAGS, Alarms, AlarmSettings, Limit, correlation, reasons
+from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, Limit, correlation, reasons
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")
@@ -187,6 +187,26 @@ def test_samples_of_older_weights_are_no_drift() -> None:
     for _ in range(5):
         watch.alarms.step({"actor/old_behaviour_mean": 0.5, "actor/old_behaviour_mean/lag_1": 0.5})
     assert watch.told == []
+
+
+def test_without_samples_of_the_present_weights_others_are_asked_for() -> None:
+    watch, unseen = Watched(logprobs={"stop": 0.5}), []
+    for _ in range(2 * UNSEEN):
+        watch.alarms.step({"actor/old_behaviour_mean/lag_1": 0.5})
+        unseen.append(watch.alarms.unseen)
+        if watch.alarms.unseen:
+            watch.alarms.compared(5.0 if len(unseen) > UNSEEN else None)
+    assert [i for i, asked in enumerate(unseen, start=1) if asked] == [UNSEEN, 2 * UNSEEN]
+    watch.alarms.compared(5.0)
+    with pytest.raises(AlarmStopped, match=r"alarms\.logprobs\.stop is 0\.5"):
+        watch.alarms.compared(5.0)
+
+
+def test_steps_of_which_one_is_fresh_ask_for_nothing() -> None:
+    watch = Watched()
+    for step in range(5 * UNSEEN):
+        watch.alarms.step({} if step % 5 else {DRIFT: 1e-6})
+        assert not watch.alarms.unseen
 
 
 def test_drift_may_stop_the_run_below_the_usual_warning() -> None:

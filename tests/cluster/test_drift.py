@@ -1,0 +1,62 @@
+"""Drift of engine and trainer in a run whose steps train on nothing of the present weights. No Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config import RunConfig
+from cluster.driver import Driver
+from cluster.production import Production
+from rayloop.core.failures import AlarmStopped
+from rayloop.grpo.alarms import UNSEEN
+from tests.support.runs import settings
+
+OLD = {"actor/old_behaviour_mean/lag_1": 0.0}
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """It plays nothing; a publication was lost, so that fresh episodes are 5 nats apart."""
+    config = RunConfig.model_validate(
+        settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}, alarms={"logprobs": {"stop": 0.5}})
+    )
+    driver = Driver(config, str(tmp_path), "never")
+    driver.production = Production(config, driver.ledger, driver.reporter)
+    driver.player = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
+    driver.steps, driver.looked = [], []  # type: ignore[attr-defined]
+
+    async def observe(tasks: Any, player: Any, step: int) -> float:
+        driver.looked.append(step)  # type: ignore[attr-defined]
+        return 5.0
+
+    monkeypatch.setattr(driver.publisher, "observe", observe)
+    monkeypatch.setattr(driver.reporter, "step", lambda step, *rest: driver.steps.append(step))  # type: ignore[attr-defined]
+    return driver
+
+
+async def train(driver: Driver, steps: int) -> None:
+    for _ in range(steps):
+        driver.step += 1
+        await driver.record(OLD, ())
+
+
+def test_a_lost_publication_ends_a_run_that_trains_on_nothing_fresh(driver: Driver) -> None:
+    with pytest.raises(AlarmStopped, match=r"differ by 5\.00e\+00 nats per token of the same weights"):
+        asyncio.run(train(driver, 4 * UNSEEN))
+    assert driver.looked == [UNSEEN, 2 * UNSEEN, 3 * UNSEEN]  # type: ignore[attr-defined]
+
+
+def test_a_stop_does_not_wait_for_fresh_episodes_and_the_step_is_recorded(driver: Driver) -> None:
+    async def main() -> None:
+        await train(driver, UNSEEN - 1)
+        driver.stopping.set()
+        driver.publisher.observe = lambda *_: asyncio.sleep(60)  # type: ignore[method-assign]
+        await asyncio.wait_for(train(driver, 1), 10)
+
+    asyncio.run(main())
+    assert driver.steps == list(range(1, UNSEEN + 1))  # type: ignore[attr-defined]
