@@ -217,11 +217,12 @@ class Player:
         return lease
 
     async def score(self, payload: Any, request: PlayRequest, step: int) -> Outcome:
-        """Ask the reward pool. A dead reward actor, a lost payload or a deadline is never a number."""
+        """Ask the reward pool. A dead reward actor, a lost payload or a deadline is never a number; an actor around which something
+        fails (a full disk) has not the last word."""
         c = self.config.reward
         try:
             outcome: Outcome = await self.services.reward.call(
-                "score", payload, request.task, step, deadline=2 * c.timeout + 10, attempts=c.attempts
+                "score", payload, request.task, step, deadline=2 * c.timeout + 10, attempts=c.attempts, unable=_unavailable
             )
         except WorkerLost as error:
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
@@ -256,6 +257,10 @@ def _went_well(summary: Summary | PlayFailed) -> tuple[bool | None, bool | None]
         return True, True
     bad = summary.outcome.kind is UnscoredKind.BAD_DATA
     return (False, None) if summary.own else (None, False if bad else None)
+
+
+def _unavailable(outcome: Outcome) -> bool:
+    return isinstance(outcome, Unscored) and outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 
 
 def _no_summary(request: PlayRequest, failed: PlayFailed) -> Summary:

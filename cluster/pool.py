@@ -188,33 +188,43 @@ class Pool:
             self._event("worker_replaced", role=self.role, worker=serial, seconds=round(time.monotonic() - began, 3))
             return
 
-    async def call(self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1) -> Any:
+    async def call(
+        self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1,
+        unable: Callable[[Any], bool] | None = None,
+    ) -> Any:  # fmt: skip
         """Run one call on some worker; a lost worker is replaced and the call made again elsewhere, ``attempts`` times.
 
         Only for calls that may run twice. With ``returns`` > 1 the first returned value is awaited and the others stay
-        references that the caller owns: (value, ref, ...). Raises what the method raised, or WorkerLost when the attempts
-        are spent.
+        references that the caller owns: (value, ref, ...). ``unable`` says of an answer that something around the worker failed:
+        that is a miss, and another slot is asked once. Raises what the method raised, or WorkerLost when the attempts are spent.
         """
         error: BaseException | None = None
         avoid: set[int] = set()
-        for _ in range(attempts):
+        lost, asked_again = 0, unable is None or self.size == 1
+        while lost < attempts:
             lease = await self.lease(avoid=avoid)
+            well = None
             try:
                 refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
                 answer = refs if returns == 1 else refs[0]
                 value = await within(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
-                return value if returns == 1 else (value, *refs[1:])
+                if unable is not None:
+                    well = not unable(value)
+                if well is not False or asked_again:
+                    return value if returns == 1 else (value, *refs[1:])
+                asked_again = True
+                avoid.add(lease.slot)
             except Exception as caught:
                 if not is_lost(caught):
                     raise
-                error = caught
+                error, lost = caught, lost + 1
                 avoid.add(lease.slot)
                 if is_spent(caught):
                     self.retire(lease.worker, brief(caught))
                 else:
                     self.lost(lease.worker, caught)
             finally:
-                self.release(lease.worker)
+                self.release(lease.worker, well=well)
         raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
 
     async def everywhere(self, method: str, *args: Any, deadline: float) -> list[Any]:

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from cluster.config import RecoverySettings
 from cluster.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
-from rayloop.core.types import PlayRequest
+from rayloop.core.types import PlayRequest, Scored, Unscored, UnscoredKind
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, failed, hangs
 
 
@@ -170,6 +170,56 @@ def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> Non
     made.run(steps=5)
     assert made.environment.replaced >= 3
     assert made.ledger.counts()["trained"] == 5 * 16
+
+
+# The grader's surroundings ---------------------------------------------------------------------------------------------------
+
+
+def with_full_disk(made: World, slots: set[int]) -> list[int]:
+    """The reward actors in these slots answer at once that they cannot. Returns who is asked, in order."""
+    asked: list[int] = []
+
+    async def score(actor: Handle) -> Scored | Unscored:
+        asked.append(actor.slot)
+        if actor.slot in slots:
+            return Unscored(UnscoredKind.REWARD_UNAVAILABLE, "OSError: No space left on device")
+        await asyncio.sleep(0.002)
+        return Scored(made.random.random())
+
+    made.score = score  # type: ignore[method-assign]
+    return asked
+
+
+def test_a_reward_actor_with_a_full_disk_gets_less_and_less_to_do(world: Make) -> None:
+    made = world(well, environment={"actors": 2}, reward__actors=2)
+    asked = with_full_disk(made, {0})
+    made.run(steps=10)
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+    assert asked.count(0) < asked.count(1) / 4
+
+
+def test_what_two_reward_actors_cannot_score_has_no_score(world: Make) -> None:
+    made = world(well, environment={"actors": 2}, reward__actors=3)
+    asked = with_full_disk(made, {0, 1, 2})
+    with pytest.raises(GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"):
+        made.run(steps=1)
+    assert len(asked) == 2 * 64
+
+
+def test_the_only_reward_actor_is_asked_once(world: Make) -> None:
+    made = world(well, environment={"actors": 2})
+    asked = with_full_disk(made, {0})
+    with pytest.raises(GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"):
+        made.run(steps=1)
+    assert len(asked) == 64
+
+
+def well(made: World) -> Behave:
+    async def behave(actor: Handle, request: PlayRequest) -> Any:
+        await asyncio.sleep(0)
+        return made.well(request)
+
+    return behave
 
 
 # Leases ----------------------------------------------------------------------------------------------------------------------

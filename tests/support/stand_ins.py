@@ -64,8 +64,8 @@ class Handle:
         dead.cancel()
         return await working
 
-    def _score(self, payload: Any, task: Any, step: int) -> Awaitable[Scored]:
-        return asyncio.sleep(0, Scored(self.world.random.random()))
+    def _score(self, payload: Any, task: Any, step: int) -> Awaitable[Scored | Unscored]:
+        return self.world.score(self)
 
 
 def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:
@@ -110,6 +110,11 @@ class World:
             return self.spawned[-1]
 
         return Pool(role, size, spawn, self.config.recovery, self._event)
+
+    async def score(self, actor: Handle) -> Scored | Unscored:
+        """What a reward actor answers. Tests replace it."""
+        await asyncio.sleep(0)
+        return Scored(self.random.random())
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == kind]
