@@ -87,7 +87,7 @@ class Evaluator:
         """Play what is missing. Items without a score are not kept: another call asks for them again."""
         services = Services(self.config, str(self.out), self._event, trains=False)
         me = ray.get_runtime_context().current_actor
-        self.player = Player(self.config, services, me, self._event, self._bad_data)
+        self.player = Player(self.config, services, me, self._event)
         try:
             if not serves_its_own_weights(self.config.rollout.engine):
                 self.weights = await asyncio.to_thread(self._pack)
@@ -120,9 +120,6 @@ class Evaluator:
 
     def _event(self, kind: str, **fields: Any) -> None:
         self.events.append({"event": kind, **fields})
-
-    def _bad_data(self, task: Any, path: str, reason: str) -> None:
-        self._event("bad_data", task=task.id, path=path, why=reason)
 
 
 def read_items(out: Path) -> list[Item]:

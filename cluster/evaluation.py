@@ -64,7 +64,7 @@ async def play(
         request = PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
         async with gate:
             try:
-                member = await player.play(request, step)
+                member = await player.play(request, step, bad_data=player.tell_bad_data)
             finally:
                 player.blame.forget(request.id.group)
             records, images = await player.describe(Group(-1 - index, asked.task, (member,)))

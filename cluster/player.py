@@ -44,6 +44,8 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
     return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
 
 
+BadData = Callable[[Task, str, str], None]
+"""What is told of a task, the file at fault and the reason."""
 SPARED = 10
 """Times that an episode is played again because its actor was ended on account of another one, before it is given up."""
 
@@ -65,7 +67,7 @@ class Player:
         services: Services,
         driver: Any,
         on_event: Callable[..., None],
-        on_bad_data: Callable[[Task, str, str], None],
+        on_bad_data: BadData | None = None,
         blame: Blame | None = None,
     ) -> None:
         self.config, self.services = config, services
@@ -75,19 +77,25 @@ class Player:
         self.evaluation: tuple[int, int] | None = None
         """Answers there and asked for, during an evaluation."""
         self.admission = Admission()
-        self._driver, self._event, self._bad_data = driver, on_event, on_bad_data
+        self._driver, self._event, self._bad_data = driver, on_event, on_bad_data or self.tell_bad_data
         self._engines: dict[str, int] = {}
         self.blame = blame or Blame(config.environment)
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
-    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None] = lambda: None) -> Member:
+    def tell_bad_data(self, task: Task, path: str, reason: str) -> None:
+        """An event, for tasks that nobody trains on: their ids say nothing about tasks of the training file."""
+        self._event("bad_data", task=task.id, path=path, why=reason)
+
+    async def play(
+        self, request: PlayRequest, step: int, begins: Callable[[], None] = lambda: None, bad_data: BadData | None = None
+    ) -> Member:
         """Play and score. ``step`` is the step that the trajectory is meant for; ``begins`` is called at each attempt, when the
-        episode is let into the engines: no token of it was sampled before."""
+        episode is let into the engines: no token of it was sampled before; ``bad_data`` instead of ``on_bad_data``."""
         self.playing += 1
         try:
-            played = await self.episode(request, begins)
+            played = await self.episode(request, begins, bad_data)
             if isinstance(played, PlayFailed):
                 return Member(_no_summary(request, played), played.outcome)
             summary, payload = played
@@ -96,7 +104,7 @@ class Player:
             self.playing -= 1
 
     async def episode(
-        self, request: PlayRequest, begins: Callable[[], None] = lambda: None
+        self, request: PlayRequest, begins: Callable[[], None] = lambda: None, bad_data: BadData | None = None
     ) -> PlayFailed | tuple[Summary, Any]:
         """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows.
 
@@ -122,7 +130,7 @@ class Player:
             if bad := failed.outcome.kind is UnscoredKind.BAD_DATA:
                 doubted.append((lease if failed.own else engine, failed))
                 if self._confirmed(doubted):
-                    self._bad_data(request.task, failed.path, why)
+                    (bad_data or self._bad_data)(request.task, failed.path, why)
                     break
                 avoid.engines.add(engine.slot)
             elif failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:

@@ -14,7 +14,7 @@ from cluster.controls import RIGHT, Item
 from cluster.evaluation import Play, play
 from cluster.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.core.types import Group, PlayRequest, Sampling
+from rayloop.core.types import Group, PlayRequest, Sampling, Task
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed, hangs
 
 # Bad data --------------------------------------------------------------------------------------------------------------------
@@ -154,6 +154,28 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
     first, second = asyncio.run(evaluations())
     assert [item.reward is None for item in first] == [item.reward is None for item in second] == [i == 3 for i in range(5)]
     assert made.plays[BAD] == 2 * 3
+
+
+def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(world: Make) -> None:
+    def broken(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0)
+            return bad_data(request, "truncated or corrupt image") if request.id.group < 0 else made.well(request)
+
+        return behave
+
+    made = world(broken, environment={"actors": 2}, data__strict=True)
+
+    async def evaluated() -> list[Item]:
+        player = await made.player()
+        player.describe = no_records  # type: ignore[assignment]
+        return await play([Play(RIGHT, Task(BAD, ()), Sampling())], made.config, player, 0, lambda item, images: None)
+
+    [item] = asyncio.run(evaluated())
+    assert item.unscored == "bad_data: truncated or corrupt image"
+    assert made.production.quarantined == set()
+    assert made.bad == []
+    assert made.named("bad_data") == [{"task": BAD, "path": "/data/x.png", "why": "truncated or corrupt image"}]
 
 
 async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
