@@ -222,10 +222,8 @@ class Trajectory:
 
     def flatten(self) -> FlatTrajectory:
         """Concatenate the turns. Raises ValueError when a sampled turn's log-probs and tokens differ in number."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        position: list[int] = []
+        ids, position = list[int](), list[int]()
+        mask, logprobs = list[bool](), list[float]()
         for turn in self.turns:
             n = len(turn.token_ids)
             ids.extend(turn.token_ids)
