@@ -306,9 +306,8 @@ Outcome = Scored | Unscored
 class PlayFailed:
     """An episode that could not be played. A value, not an exception: the driver decides what follows.
 
-    ``outcome.kind`` BAD_DATA quarantines the task when another actor says the same (``path`` is the file at fault),
-    OVER_LONG_PROMPT excludes it, and ENVIRONMENT_FAILURE is played again elsewhere. ``own``: the environment or its actor failed,
-    not an engine; ``hung``: it outlived a deadline, end its process; ``bug``: its code raised what it would raise anywhere.
+    ``outcome.kind`` ENVIRONMENT_FAILURE is played again elsewhere, and BAD_DATA (``path``: the file) until another actor says so.
+    ``own``: not an engine's; ``hung``: it outlived a deadline, end its process; ``bug``: the code would raise this anywhere.
     """
 
     id: TrajectoryId
