@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from actors.settings import RewardSettings
 from cluster.loggers import LoggersSettings
-from rayloop.core.config import Component, Role, Settings
+from rayloop.core.config import Component, LocalPath, Role, Settings
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
     CollectiveTransport,
@@ -35,9 +36,9 @@ from rayloop.grpo.settings import (
 
 
 class DataSettings(Settings):
-    train: str
+    train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
-    eval: str | None = None
+    eval: LocalPath | None = None
     """Held-out rows for ``evaluation``."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.core.dataset:ChatRows")
     """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
@@ -175,7 +176,7 @@ class CheckpointSettings(Settings):
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state."""
-    resume: str = "auto"
+    resume: LocalPath = "auto"
     """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
     folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
     max_failures: int = Field(3, ge=0)
@@ -227,12 +228,18 @@ class PreemptionSettings(Settings):
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
 
 
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise ValueError(f"got {text!r}, expected letters, digits, '.', '_' and '-', beginning with a letter or digit")
+    return text
+
+
 class RunConfig(Settings):
     """One run. ``python -m cluster train CONFIG --print-config`` shows it expanded."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run's folder below ``output``."""
-    output: str = "runs"
+    name: Annotated[str, AfterValidator(_name)]
+    """The run's folder below ``output``: letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or digit."""
+    output: LocalPath = "runs"
     """Folder of all runs. Set it to a file system that all nodes see when there are several."""
     seed: int = 0
     """Everything random follows from it: order of the tasks, sampling, updates. Change it to repeat an experiment independently."""

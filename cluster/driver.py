@@ -23,7 +23,7 @@ from cluster.activity import doing
 from cluster.background import background, timed
 from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from cluster.config import RunConfig, wasteful
-from cluster.evaluation import blind, on_training_rows, play, plays
+from cluster.evaluation import blind, never_evaluated, on_training_rows, play, plays
 from cluster.identity import about, changes
 from cluster.player import Player
 from cluster.pool import brief
@@ -76,7 +76,7 @@ class Driver(Actor):
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
         c = self.config
-        for why in filter(None, (on_training_rows(c), wasteful(c))):
+        for why in filter(None, (on_training_rows(c), never_evaluated(c), wasteful(c))):
             self.reporter.event("warning", why=why)
         self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         me = ray.get_runtime_context().current_actor

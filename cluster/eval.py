@@ -26,7 +26,7 @@ from rayloop.core.config import dump
 from rayloop.core.dataset import Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.jsonl import JsonLines
-from rayloop.core.runfolder import RolloutDump
+from rayloop.core.runfolder import RolloutDump, make_folder
 from rayloop.engines.settings import ObjectStoreTransport, serves_its_own_weights
 
 CONCURRENCY = 10_000
@@ -44,7 +44,7 @@ def evaluate(
     asked = plays(config, tasks, controls=controls, samples=samples)
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     _claim(out / "identity.json", identity)
     done = read_items(out)
     keys = {item.key for item in done}

@@ -52,6 +52,13 @@ def on_training_rows(config: RunConfig) -> str:
     )
 
 
+def never_evaluated(config: RunConfig) -> str:
+    """That held-out rows are named and not used, when they are; else ""."""
+    if config.data.eval is None or config.evaluation.every:
+        return ""
+    return f"data.eval names {config.data.eval}, and with evaluation.every: 0 the run never evaluates; set it to a number of steps"
+
+
 async def play(
     asked: Sequence[Play], config: RunConfig, player: Player, step: int,
     keep: Callable[[Item, dict[str, bytes]], None],

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from pydantic import Field, model_validator
 
 from cluster.config import DataSettings, Placement
-from rayloop.core.config import Component, Settings
+from rayloop.core.config import Component, LocalPath, Settings
 from rayloop.core.dataset import Dataset
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
@@ -54,7 +54,7 @@ class TinySettings(Settings):
 class SftConfig(Settings):
     """``python -m cluster sft CONFIG``."""
 
-    output: str
+    output: LocalPath
     """Folder of the trained model, in Hugging Face layout."""
     seed: int = 0
     """Order of the rows, and random weights of a new tiny model."""

@@ -28,6 +28,7 @@ from rayloop.core.config import local_path
 from rayloop.core.dataset import Dataset, TaskCursor
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.protocols import TrainItem
+from rayloop.core.runfolder import make_folder
 from rayloop.core.seeds import derive
 from rayloop.grpo.settings import LossSettings
 
@@ -42,7 +43,7 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     Goes on from the last checkpoint of a stage that was interrupted. Returns 0; raises RayloopError.
     """
     folder = local_path(config.output) / RUN
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement
     needed = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     with (

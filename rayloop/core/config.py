@@ -7,15 +7,17 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.schema import explain
@@ -28,6 +30,26 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
 
     _source: Source = PrivateAttr(default_factory=Source)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_default(cls, data: Any) -> Any:
+        """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
+        if not isinstance(data, Mapping):
+            return data
+        defaults = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)}
+        partial = {name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]}
+        return {**data, **{name: {**given, "use": defaults[name].use} for name, given in partial.items()}}
+
+
+def _local(text: str) -> str:
+    if re.search(r"\$(\w|{)", text):
+        raise ValueError(f"got {text!r}, but environment variables are not expanded here; write the path itself")
+    return os.path.expanduser(text)
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+"""A path in a configuration, with the home folder for ``~``; relative paths stay relative (see ``local_path``)."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +96,8 @@ class Component(Settings):
         try:
             found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
         except Exception as error:  # the module is a person's own code
-            what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}. Expected package.module:Class") from error
+            what = f"{type(error).__name__}: {error}. {_remedy(module, error)}"
+            raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
         if not callable(found):
             raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
         return found  # type: ignore[no-any-return]
@@ -118,6 +140,25 @@ class Component(Settings):
 SETTINGS_ADVICE = """Write in the class:
       class Settings(rayloop.core.config.Settings): pass  # its fields are the keys of `with`
       def __init__(self, settings): ..."""
+
+
+def _remedy(module: str, error: Exception) -> str:
+    """What to do about a module that cannot be imported."""
+    first, here = module.partition(".")[0], Path.cwd()
+    if isinstance(error, ModuleNotFoundError) and error.name == first:
+        return f"Modules are looked for in the current directory, {here}, and among the installed packages"
+    known = [Path(path).resolve() for path in getattr(sys.modules.get(first), "__path__", ())]
+    if isinstance(error, ModuleNotFoundError) and known and (here / first).is_dir() and here / first not in known:
+        return f"{here / first} is hidden by the package {first} in {known[0]}; rename yours"
+    return "Expected package.module:Class"
+
+
+def _beside(use: str, source: Source) -> str:
+    """Where to run the command when the module lies beside the configuration, and is not looked for there; else ""."""
+    folder, first = Path(source.file).absolute().parent, use.partition(":")[0].partition(".")[0]
+    if folder == Path.cwd() or not any((folder / name).exists() for name in (first, f"{first}.py")):
+        return ""
+    return f". {first} lies beside the configuration: run the command in {folder}"
 
 
 def _from_file(path: str) -> ModuleType:
@@ -165,7 +206,9 @@ def check_components(settings: Settings) -> None:
             if role is not None:
                 role.check(component)
         except ConfigError as error:
-            problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}")
+            absent = isinstance(error.__cause__, ModuleNotFoundError)
+            hint = _beside(component.use, source) if absent else ""
+            problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
         except ValidationError as error:
             problems += explain(error, component.settings_class() or Settings, component.with_, source, (*path, "with"))
     if problems:

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayloop.core.config import Settings
+from rayloop.core.config import LocalPath, Settings
 
 
 class ModelSettings(Settings):
     """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
 
-    path: str
+    path: LocalPath
     """A local folder, or a Hub name where the cluster can reach the Hub."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU."""

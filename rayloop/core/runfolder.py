@@ -6,6 +6,7 @@ The process that starts the run acquires the folder; the driver, which may live 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.failures import RunNameInUse
+from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.core.runlock import RunLock
 from rayloop.core.types import Group, ImageRef, Member, Scored, TokenIds, Trajectory, Unscored
@@ -46,9 +47,10 @@ class RunFolder:
     def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
         """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder.
 
-        Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run.
+        Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when
+        it cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path, "output=FOLDER")
         try:
             self.lock.acquire()
             if resume == "never" and self.used:
@@ -92,6 +94,16 @@ class RunFolder:
         """Close the record files; a later append opens them again."""
         for records in (self.metrics, self.events, self.quarantine):
             records.close()
+
+
+def make_folder(path: Path, choice: str) -> None:
+    """Make the folder unless it is there. Raises ConfigError, which names ``choice``, when it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Works on pydantic models and on the data a person wrote, side by side, so that e
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,6 +154,8 @@ def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[Base
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context["expected_tags"]))
             return f"got {context['tag']!r}, expected one of {', '.join(tags)}" + nearest(str(context["tag"]), tags)
+        case "model_type" if context.get("class_name") == "Component" and isinstance(detail["input"], str):
+            return f"got {value}, expected {{use: {json.dumps(detail['input'], ensure_ascii=False)}}}"
         case "value_error":
             return str(context["error"])
         case "literal_error" | "enum":

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import RunConfig, wasteful
 from cluster.environment import LOCK, PREFIX, private_cluster, sweep
-from cluster.evaluation import on_training_rows
+from cluster.evaluation import never_evaluated, on_training_rows
 from cluster.preflight import preflight
 from rayloop.core.failures import ConfigError
 
@@ -100,6 +100,15 @@ def test_evaluating_on_the_training_file_is_told_whatever_it_is_called(tmp_path:
     assert "data.eval is data.train" in said(rows)
     assert "data.eval is data.train" in said(link)
     assert said(other) == said(rows, every=0) == ""
+
+
+def test_rows_that_are_named_and_never_evaluated_are_told(tmp_path: Path) -> None:
+    def said(every: int, **data: str) -> str:
+        rows = {"train": str(tmp_path / "rows.jsonl"), **data}
+        return never_evaluated(config(tmp_path, data=rows, evaluation={"every": every}))
+
+    assert "evaluation.every: 0" in said(0, eval="held.jsonl")
+    assert said(1, eval="held.jsonl") == said(0) == ""
 
 
 def test_throwing_away_what_ends_while_a_step_waits_is_told(tmp_path: Path) -> None:

@@ -292,6 +292,78 @@ def test_paths_are_relative_to_the_current_directory(monkeypatch: pytest.MonkeyP
     assert local_path("~/x") == Path.home() / "x"
 
 
+RUN = """
+    name: run
+    steps: 1
+    model: {path: ~/model}
+    data: {train: "~/rows.jsonl"}
+    reward: {source: {use: "recipes.digits.reward:SortReward"}}
+"""
+
+
+def test_the_home_folder_is_expanded_in_every_path_of_a_run(write: Write) -> None:
+    resume = "checkpoint.resume=~/runs/a/checkpoints/step_000001"
+    run = load(write(RUN), ["output=~/runs", "data.eval=~/eval.jsonl", resume], RunConfig)
+    paths = (run.output, run.model.path, run.data.train, run.data.eval, run.checkpoint.resume)
+    below = ("runs", "model", "rows.jsonl", "eval.jsonl", "runs/a/checkpoints/step_000001")
+    assert paths == tuple(str(Path.home() / name) for name in below)
+    kept = load(write(RUN), ["output=../runs", "model.path=owner/name"], RunConfig)
+    assert (kept.output, kept.model.path) == ("../runs", "owner/name")
+
+
+@pytest.mark.parametrize("value", ["$SCRATCH/runs", "/a/${SCRATCH}"])
+@pytest.mark.parametrize("key", ["output", "model.path", "data.train", "data.eval"])
+def test_an_environment_variable_in_a_path_is_refused(write: Write, key: str, value: str) -> None:
+    (problem,) = refused(write(RUN), f"{key}={value}", model=RunConfig)
+    assert problem == f"command line: {key}: got {value!r}, but environment variables are not expanded here; write the path itself"
+
+
+def test_a_default_component_can_be_set_in_part(write: Write) -> None:
+    run = load(write(RUN), ["data.reader.with.prompt=question", "environment.episode.environment.with={}"], RunConfig)
+    assert run.data.reader == Component(use="rayloop.core.dataset:ChatRows", with_={"prompt": "question"})
+    check_components(run)
+    other = load(write(RUN), ['data.reader={use: "recipes.digits.data:DigitRows"}'], RunConfig)
+    assert other.data.reader == Component(use="recipes.digits.data:DigitRows")
+    written = 'reward:\n      source: {use: "recipes.digits.reward:SortReward"}\n    data: {train: a, reader: {with: {trut: b}}}'
+    text = RUN.replace('data: {train: "~/rows.jsonl"}', "").replace(RUN.splitlines()[-1].strip(), written)
+    with pytest.raises(ConfigError, match=r"data\.reader\.with\.trut: unknown key"):
+        check_components(load(write(text), [], RunConfig))
+    (problem,) = refused(write("name: a\npart: {with: {watts: 1}}"))
+    assert problem.endswith("part.use: must be set"), "there is no default to add to"
+
+
+def test_the_name_of_a_run_is_explained(write: Write) -> None:
+    (problem,) = refused(write(RUN), "name=my run", model=RunConfig)
+    expected = "expected letters, digits, '.', '_' and '-', beginning with a letter or digit"
+    assert problem == f"command line: name: got 'my run', {expected}"
+
+
+def test_a_component_that_is_only_named_is_shown_as_one(write: Write) -> None:
+    (problem,) = refused(write(RUN), "reward.source=sums:closeness", model=RunConfig)
+    assert problem == """command line: reward.source: got 'sums:closeness', expected {use: "sums:closeness"}"""
+
+
+def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    path = write("name: a\npart: {use: 'far_grader:score'}")
+    for beside in (False, True):
+        if beside:
+            (tmp_path / "far_grader.py").write_text("def score(): ...")
+        with pytest.raises(ConfigError) as caught:
+            check_components(load(path, [], House))
+        assert f"looked for in the current directory, {tmp_path / 'elsewhere'}, and" in str(caught.value)
+        assert (f"far_grader lies beside the configuration: run the command in {tmp_path}" in str(caught.value)) == beside
+
+
+def test_a_folder_that_our_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.py").write_text("def score(): ...")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/recipes is hidden by the package recipes in .*/recipes; rename yours"):
+        Component(use="recipes.mine:score").resolve()
+
+
 def test_the_reference_describes_every_key() -> None:
     page = describe(House)
     assert "## `pets.*` with `kind: cat`" not in page, "a class used at two places has one section"

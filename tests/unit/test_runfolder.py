@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rayloop.core import runlock
-from rayloop.core.failures import RunNameInUse
+from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.runfolder import RunFolder, rollout_record
 from rayloop.core.runlock import Holder
@@ -43,6 +43,15 @@ with RunFolder(sys.argv[1], "run").acquired():
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("output", ["/proc/runs", "a file", "a file/below"])
+def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_configuration(tmp_path: Path, output: str) -> None:
+    (tmp_path / "a file").touch()
+    root = tmp_path / output
+    message = f"{root}/run cannot be made or written to: .*output=FOLDER"
+    with pytest.raises(ConfigError, match=message), RunFolder(root, "run").acquired():
+        pass
 
 
 @pytest.fixture
