@@ -59,7 +59,9 @@ class Dataset:
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
         lines: dict[str, str] = {}
+        read = 0
         for where, row in rows(self.path):
+            read += 1
             try:
                 task = _task(reader, row, where, root)
             except DataFailure as failure:
@@ -71,7 +73,8 @@ class Dataset:
                 raise ConfigError(f"{where}: the id {task.id!r} is that of {lines[task.id]} too; ids must be unique")
             tasks[task.id], lines[task.id] = task, where
         if not tasks:
-            raise ConfigError(f"{self.path} holds no usable row; see the quarantined rows for the reasons")
+            why = "no usable row; see the quarantined rows for the reasons" if read else "no rows"
+            raise ConfigError(f"{self.path} holds {why}")
         self._tasks = tuple(tasks.values())
         self._lines = lines
 

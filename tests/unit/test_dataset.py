@@ -218,6 +218,9 @@ def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
         read(tmp_path / "missing.jsonl")
     with pytest.raises(ConfigError, match="no usable row"):
         read(write(tmp_path / "bad.jsonl", "{"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row()]).slice(0, 0), tmp_path / "zero.parquet")
+    with pytest.raises(ConfigError, match="holds no rows"):
+        read(tmp_path / "zero.parquet")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(ConfigError, match="parquet"):
         read(tmp_path / "x.parquet")
