@@ -133,8 +133,10 @@ class Publisher:
         """The payload of a fresh episode, or None and an event."""
         seed = derive(self.config.seed, "probe", "drift", step, task.id)
         request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
-        played = await player.episode(request)
-        player.blame.forget(group)
+        try:
+            played = await player.episode(request)
+        finally:
+            player.blame.forget(group)
         if not isinstance(played, PlayFailed):
             return played[1]
         self.reporter.event("probe_failed", purpose="drift", task=task.id, why=played.outcome.reason)
