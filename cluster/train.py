@@ -33,7 +33,7 @@ from cluster.session import session
 from cluster.words import describe, sampled
 from rayloop.core.config import dump
 from rayloop.core.failures import NotSaved, RayloopError
-from rayloop.core.runfolder import RunFolder
+from rayloop.core.runfolder import RunFolder, make_folder
 
 POLL = 0.5
 """Seconds between two looks at the driver."""
@@ -55,6 +55,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     Returns 0; raises RayloopError (its exit code is the command's).
     """
     folder = RunFolder(config.output, config.name)
+    make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     with (
         _while_idle(lambda: origin.stopped(folder.last_step())) as check,

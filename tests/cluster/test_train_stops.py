@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from cluster import train
 from cluster.checkpoint import CheckpointStore, Origin
 from cluster.config import RunConfig
-from rayloop.core.failures import NotSaved, Preempted, RayloopError
+from rayloop.core.failures import ConfigError, NotSaved, Preempted, RayloopError
 from rayloop.core.runfolder import RunFolder
 from tests.support.runs import settings
 
@@ -109,3 +109,10 @@ def test_every_driver_is_told_what_the_first_was(tmp_path: Path, monkeypatch: py
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
     assert stage.run(monkeypatch, "somewhere") is None
     assert stage.told == [("somewhere", 1)] * 4
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "taken")))
+    with pytest.raises(ConfigError, match="taken/run cannot be made or written to: Not a directory"):
+        train.train(config, None, None)
