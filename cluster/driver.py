@@ -20,7 +20,7 @@ from actors.base import Actor
 from actors.lease import Lease
 from actors.lost import cause
 from cluster.activity import doing
-from cluster.background import background, timed
+from cluster.background import background, decisive, timed
 from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from cluster.config import RunConfig, wasteful
 from cluster.evaluation import blind, never_evaluated, on_training_rows, play, plays
@@ -35,7 +35,15 @@ from cluster.state import capture, complete_references, reinstate
 from cluster.waits import unless
 from cluster.watchdog import watch
 from cluster.words import quoted
-from rayloop.core.failures import CheckpointError, GenerationBudgetSpent, NotSaved, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import (
+    CheckpointError,
+    GenerationBudgetSpent,
+    GraderBroken,
+    NotSaved,
+    PolicyLost,
+    Preempted,
+    RayloopError,
+)
 from rayloop.core.ledger import Ledger
 from rayloop.core.runfolder import RolloutRecord
 from rayloop.core.types import Group, State, TrajectoryId, Version
@@ -221,7 +229,12 @@ class Driver(Actor):
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
-        await self.production.run(self.player, self.finish)
+        try:
+            await self.production.run(self.player, self.finish)
+        except BaseExceptionGroup as errors:
+            if isinstance(error := decisive(errors), GraderBroken):
+                raise await self.unusable(error) from None
+            raise
 
     async def supervise(self) -> None:
         """Notice actors that died while nobody was calling them, and engines that have too much to do."""
@@ -240,10 +253,10 @@ class Driver(Actor):
         except GenerationBudgetSpent as error:
             raise await self.unusable(error) from None
 
-    async def unusable(self, error: GenerationBudgetSpent) -> GenerationBudgetSpent:
+    async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
         records = await self.dump(list(self.production.finished[: self.config.keep_rollouts or 1]), self.step + 1)
-        return GenerationBudgetSpent(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
+        return type(error)(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
         """Each rank fetches its share, before any of them waits for another. Returns the trajectories that are lost."""
@@ -288,7 +301,8 @@ class Driver(Actor):
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls)
-        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found))
+        hear = self.production.alarms.held_out
+        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), hear)
         self.owes_evaluation = True
         try:
             items = await unless(self.stopping, playing)
@@ -298,6 +312,7 @@ class Driver(Actor):
         if controls:
             items += blind(self.config, self.production.dataset, self.held_out)
         self.reporter.evaluated(self.step, items, images)
+        self.production.alarms.evaluated(first=self.step == 0)
 
     async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""

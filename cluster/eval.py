@@ -27,6 +27,7 @@ from rayloop.core.dataset import Dataset
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.jsonl import JsonLines
 from rayloop.core.runfolder import RolloutDump, make_folder
+from rayloop.core.types import Member
 from rayloop.engines.settings import ObjectStoreTransport, serves_its_own_weights
 
 CONCURRENCY = 10_000
@@ -50,21 +51,22 @@ def evaluate(
     keys = {item.key for item in done}
     missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in keys]
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
+    why = ""
     if missing:
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
-            _play(config, out, missing)
+            why = _play(config, out, missing)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
     items = [item for item in read_items(out) if item.key in wanted] + blinds
     summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print("\n".join(table(summary)))
+    print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
 
 
-def _play(config: RunConfig, out: Path, missing: list[Play]) -> None:
+def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:
     actor = ray.remote(Evaluator).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(out.resolve()))
     try:
-        ray.get(actor.main.remote(missing))
+        return str(ray.get(actor.main.remote(missing)))
     except ray.exceptions.RayTaskError as error:
         if isinstance(cause(error), RayloopError):
             raise cause(error) from error
@@ -82,9 +84,13 @@ class Evaluator:
         self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
         self.weights: tuple[Any, Any] | None = None
+        self.why = self.trace = ""
 
-    async def main(self, missing: Sequence[Play]) -> None:
-        """Play what is missing. Items without a score are not kept: another call asks for them again."""
+    async def main(self, missing: Sequence[Play]) -> str:
+        """Play what is missing. Items without a score are not kept: another call asks for them again.
+
+        Returns why the first of these has none; "" when all have one.
+        """
         services = Services(self.config, str(self.out), self._event, trains=False)
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, services, me, self._event)
@@ -92,9 +98,10 @@ class Evaluator:
             if not serves_its_own_weights(self.config.rollout.engine):
                 self.weights = await asyncio.to_thread(self._pack)
             await services.start(self._admit)
-            await play(missing, self.config, self.player, 0, self._keep)
+            await play(missing, self.config, self.player, 0, self._keep, self._hear)
         finally:
             services.stop()
+        return self.why
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
@@ -113,10 +120,17 @@ class Evaluator:
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:
+            self.why = self.why or f"{item.task}: {item.unscored}"
             self._event("unscored", arm=item.arm, task=item.task, why=item.unscored)
             return
         self.images.keep(images)
         self.items.append(dataclasses.asdict(item))
+
+    def _hear(self, member: Member) -> None:
+        """The first traceback of the reward."""
+        if member.outcome.trace and not self.trace:
+            self.trace = member.outcome.trace
+            self._event("grader_error", task=member.summary.task_id, traceback=self.trace)
 
     def _event(self, kind: str, **fields: Any) -> None:
         self.events.append({"event": kind, **fields})

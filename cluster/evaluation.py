@@ -15,7 +15,7 @@ from cluster.player import Player
 from rayloop.core.dataset import Dataset
 from rayloop.core.runfolder import jsonable
 from rayloop.core.seeds import derive
-from rayloop.core.types import Group, PlayRequest, Sampling, Scored, Task, TrajectoryId
+from rayloop.core.types import Group, Member, PlayRequest, Sampling, Scored, Task, TrajectoryId
 
 AT_ONCE = 128
 
@@ -61,9 +61,10 @@ def never_evaluated(config: RunConfig) -> str:
 
 async def play(
     asked: Sequence[Play], config: RunConfig, player: Player, step: int,
-    keep: Callable[[Item, dict[str, bytes]], None],
+    keep: Callable[[Item, dict[str, bytes]], None], hear: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
-    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash."""
+    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash, and ``hear``
+    what was played and scored: an item has no traceback."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(index: int, asked: Play) -> Item:

@@ -189,11 +189,11 @@ class Production:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
+        self.finished.append(group)
         self.alarms.groups(played)
         kinds = [m.outcome.kind for m in played if isinstance(m.outcome, Unscored)]
         if why := self.blame.ended(group.issue, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds):
             self.quarantine(group.task, "", why)
-        self.finished.append(group)
         if group.kept:
             self.ready.append(group)
             self.ready.sort(key=lambda g: g.issue)

@@ -121,7 +121,7 @@ class RewardLost(RayloopError):
 
 
 class GraderBroken(RayloopError):
-    """The reward's own code raised on every trajectory of the run's first group. The message has the traceback."""
+    """The reward's own code raised on every trajectory of the run's first group, or on all of its first evaluation."""
 
 
 class AlarmStopped(RayloopError):

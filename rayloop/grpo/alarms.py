@@ -110,6 +110,7 @@ class Alarms:
         self.graded = False
         """The first group has reached the grader. It is in the checkpoint: the first one after a resume proves nothing."""
         self._raised: list[bool] = []
+        self._raised_held_out: list[bool] = []
 
     def groups(self, members: Iterable[Member]) -> None:
         fresh = [member for member in members if not member.replayed]
@@ -122,6 +123,18 @@ class Alarms:
             self._seen.append(_Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags))))
         self._first_group(fresh)
         self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
+
+    def held_out(self, member: Member) -> None:
+        """A held-out answer: only the first of a kind is told, for shares are of what is trained on."""
+        self._first_of_its_kind(member)
+        if member.summary.length:
+            self._raised_held_out.append(_grader_raised(member))
+
+    def evaluated(self, first: bool) -> None:
+        """An evaluation has ended. Raises GraderBroken when it is the run's ``first`` and the reward raised on all its answers."""
+        raised, self._raised_held_out = self._raised_held_out, []
+        if first:
+            self._stop_if_all(raised, "answers to held-out rows")
 
     def lost(self, ids: Collection[TrajectoryId]) -> None:
         """These were scored and then lost: they count as excluded from the next finished group on. Raises nothing, for it may be a
@@ -171,11 +184,16 @@ class Alarms:
         if len(self._raised) < 2:  # one trajectory is one task's word
             return
         self.graded = True
-        if all(self._raised):
+        self._stop_if_all(self._raised, "trajectories that reached it first")
+
+    def _stop_if_all(self, raised: Sequence[bool], which: str) -> None:
+        if len(raised) >= 2 and all(raised):
+            why = _last_line(self._trace or "no traceback")
             raise GraderBroken(
-                f"the reward {self._reward} raised on each of the {len(self._raised)} trajectories that reached it first. Repair "
-                "it, and look at it with `python -m cluster try CONFIG`: a dataset column that is missing, or an answer of a form "
-                f"that it does not expect, are the usual reasons.\n{self._trace}"
+                f"the reward {self._reward} raised on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
+                "events.jsonl). Repair it, and look at it with `python -m cluster try CONFIG`: a dataset column that is missing, "
+                "or an answer of a form that it does not expect, are the usual reasons. When only what the policy writes can "
+                "break it, reward.on_error=fail gives such answers the failing value, and the run goes on."
             )
 
     def _shares(self) -> dict[str, Alarm]:
@@ -240,9 +258,8 @@ def _above(value: float, limit: float | None) -> bool:
 
 
 def _grader_raised(member: Member) -> bool:
-    if isinstance(member.outcome, Scored):
-        return "grader_error" in member.outcome.flags
-    return member.outcome.kind is UnscoredKind.GRADER_ERROR
+    """Not with ``reward.on_error: fail``: then it is the policy's doing by order, and an alarm about the flag tells."""
+    return isinstance(member.outcome, Unscored) and member.outcome.kind is UnscoredKind.GRADER_ERROR
 
 
 def _last_line(trace: str) -> str:

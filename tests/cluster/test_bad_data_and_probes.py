@@ -149,7 +149,8 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
         player = await made.player()
         player.describe = no_records  # type: ignore[assignment]
         asked = [Play(RIGHT, task, Sampling()) for task in list(made.production.dataset)[:5]]
-        return [await play(asked, made.config, player, step, lambda item, images: kept.append(item)) for step in (0, 1)]
+        keep = lambda item, images: kept.append(item)  # noqa: E731
+        return [await play(asked, made.config, player, step, keep, lambda member: None) for step in (0, 1)]
 
     first, second = asyncio.run(evaluations())
     assert [item.reward is None for item in first] == [item.reward is None for item in second] == [i == 3 for i in range(5)]
@@ -169,7 +170,8 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
     async def evaluated() -> list[Item]:
         player = await made.player()
         player.describe = no_records  # type: ignore[assignment]
-        return await play([Play(RIGHT, Task(BAD, ()), Sampling())], made.config, player, 0, lambda item, images: None)
+        asked = [Play(RIGHT, Task(BAD, ()), Sampling())]
+        return await play(asked, made.config, player, 0, lambda item, images: None, lambda member: None)
 
     [item] = asyncio.run(evaluated())
     assert item.unscored == "bad_data: truncated or corrupt image"

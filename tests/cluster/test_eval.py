@@ -19,9 +19,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from cluster.cli import main
-from cluster.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED
-from cluster.eval import read_items
-from rayloop.core.types import PromptImage, Sampling
+from cluster.config import RunConfig
+from cluster.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
+from cluster.eval import Evaluator, read_items
+from rayloop.core.types import (
+    EndReason,
+    Member,
+    PromptImage,
+    Sampling,
+    Summary,
+    TrajectoryId,
+    Unscored,
+    UnscoredKind,
+    Version,
+)
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
 
@@ -89,6 +100,18 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     assert main(["export", str(made.folder), str(exported)]) == 2, "it is not empty now"
     assert same_weights(exported / "model.safetensors", made.folder / "weights/weights-1.2.safetensors")
     assert not same_weights(exported / "model.safetensors", grounding_model / "model.safetensors")
+
+
+def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_path: Path, digits_model: Path) -> None:
+    evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
+    for number in (1, 2):
+        version, trace = Version(0, 0), f"Traceback\nKeyError: {number}"
+        summary = Summary(TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
+        evaluator._hear(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
+        evaluator._keep(Item(RIGHT, f"t{number}", "", 0, unscored=f"grader_error: KeyError: {number}"), {})
+    assert evaluator.why == "t1: grader_error: KeyError: 1"
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["traceback"] for event in events if event["event"] == "grader_error"] == ["Traceback\nKeyError: 1"]
 
 
 def test_plain_transformers_generates_what_our_engine_does(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.config import RunConfig
 from cluster.driver import Driver
-from rayloop.core.failures import GenerationBudgetSpent
+from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
 from rayloop.core.runfolder import RolloutRecord, RolloutTurn
 from tests.support.runs import settings
 
@@ -49,6 +49,25 @@ def failed(folder: Path, keep: int, **fields: Any) -> str:
     with pytest.raises(GenerationBudgetSpent) as error:
         asyncio.run(driver.collect())
     return str(error.value)
+
+
+class Broken(Production):
+    async def run(self, *_: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._produce())
+
+    async def _produce(self) -> None:
+        raise GraderBroken("raised on each of the 4 trajectories.")
+
+
+def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
+    driver = Driver(config, str(tmp_path), "auto")
+    driver.production, driver.player = Broken(), Player(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
+    driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
+    with pytest.raises(GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"):
+        asyncio.run(driver.produce())
 
 
 def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Path) -> None:

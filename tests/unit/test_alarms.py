@@ -222,13 +222,49 @@ def test_the_first_traceback_is_an_event_the_others_are_not() -> None:
     assert told["traceback"] == CRASHED.trace
 
 
-@pytest.mark.parametrize("outcome", [CRASHED, Scored(0.0, {}, ("grader_error",), CRASHED.trace)], ids=["exclude", "fail"])
-def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run(outcome: Outcome) -> None:
+FAILED = Scored(0.0, {}, ("grader_error",), CRASHED.trace)
+
+
+def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
     watch = Watched()
     watch.observe([never_played])
-    with pytest.raises(GraderBroken, match=r"(?s)my:Reward raised on each of the 3 trajectories.*try CONFIG.*KeyError: 'x'"):
-        watch.observe([member(outcome)] * 3 + [never_played])
+    with pytest.raises(GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \(") as broken:
+        watch.observe([member(CRASHED)] * 3 + [never_played])
+    assert "reward.on_error=fail" in str(broken.value)
+    assert "try CONFIG" in str(broken.value)
+    assert "Traceback" not in str(broken.value), "that was an event"
+
+
+def test_with_the_failing_value_a_grader_that_fails_is_an_alarm_and_no_end() -> None:
+    watch = Watched()
+    assert watch.observe([member(FAILED)] * 8) == ["8 of the last 8 scored trajectories carry the flag grader_error"]
+    for answer in [member(FAILED)] * 2:
+        watch.alarms.held_out(answer)
+    watch.alarms.evaluated(first=True)
+
+
+def test_a_held_out_failure_is_told_and_its_training_like_is_not_told_again() -> None:
+    watch = Watched()
+    for answer in (member(CRASHED), member(), member(CRASHED)):
+        watch.alarms.held_out(answer)
+    watch.alarms.evaluated(first=True)
+    assert [event["event"] for event in watch.told] == ["grader_error", "unscored"]
+    assert watch.told[0]["traceback"] == CRASHED.trace
+    watch.observe([member(CRASHED), member()])
+    assert watch.told == []
+
+
+def test_a_grader_that_fails_on_all_of_the_first_evaluation_ends_the_run() -> None:
+    watch, never_played = Watched(), member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
+    for first, answers in ((False, [CRASHED] * 3), (True, [CRASHED]), (True, [])):
+        for answer in answers:
+            watch.alarms.held_out(member(answer))
+        watch.alarms.evaluated(first)
+    for one in (never_played, member(CRASHED), member(CRASHED)):
+        watch.alarms.held_out(one)
+    with pytest.raises(GraderBroken, match=r"raised on each of the 2 answers to held-out rows: KeyError: 'x'"):
+        watch.alarms.evaluated(first=True)
 
 
 def test_a_later_group_on_which_the_grader_fails_does_not_end_the_run() -> None:
