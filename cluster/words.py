@@ -139,5 +139,5 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "data_warning": lambda record: f"warning: {record['why']}",
     "finished": lambda record: "finished",
     "already_done": lambda record: f"there is nothing left to train: {record['advice']}",
-    "preempted": lambda record: "stopped as asked, and saved",
+    "preempted": lambda record: "stopped as asked; a checkpoint is there to continue from",
 }

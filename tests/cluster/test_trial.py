@@ -169,7 +169,7 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     code, text = try_it("--row", "2", **mine)
     assert code == 2
     assert "--row 2: " in text
-    assert "'prompt' is missing" in text
+    assert "no column 'prompt'" in text
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
 
 
