@@ -15,7 +15,7 @@ from cluster.evaluation import Play, play
 from cluster.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.types import Group, PlayRequest, Sampling, Task
-from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed, hangs
+from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, broken, failed, hangs
 
 # Bad data --------------------------------------------------------------------------------------------------------------------
 
@@ -126,13 +126,6 @@ def test_a_quarantined_task_is_no_probe(world: Make) -> None:
 
 
 def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
-    def broken(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
-            await asyncio.sleep(0)
-            return failed(request, "Guess.step must return StepResult, not str", bug=True)
-
-        return behave
-
     made = world(broken, environment={"actors": 2})
     with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"):
         asyncio.run(probe(made))

@@ -12,7 +12,7 @@ from cluster.config import RecoverySettings
 from cluster.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.types import PlayRequest, Scored, Unscored, UnscoredKind
-from tests.support.stand_ins import BAD, Behave, Handle, Make, World, failed, hangs
+from tests.support.stand_ins import BAD, Behave, Handle, Make, World, broken, failed, hangs
 
 
 @pytest.mark.parametrize("actors", [1, 2, 4, 8])
@@ -86,13 +86,6 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
 
 
 def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
-    def broken(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
-            await asyncio.sleep(0)
-            return failed(request, "Guess.step must return StepResult, not str", bug=True)
-
-        return behave
-
     made = world(broken, environment={"actors": 3})
     with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
         made.run(steps=1)

@@ -165,6 +165,16 @@ Behave = Callable[[Handle, PlayRequest], Awaitable[Any]]
 Make = Callable[..., World]
 
 
+def broken(made: World) -> Behave:
+    """An environment whose code is wrong: every episode fails in the same way."""
+
+    async def behave(actor: Handle, request: PlayRequest) -> Any:
+        await asyncio.sleep(0)
+        return failed(request, "Guess.step must return StepResult, not str", bug=True)
+
+    return behave
+
+
 def hangs(made: World) -> Behave:
     """The bad task's episodes do not answer; the deadline says so."""
 
