@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -17,6 +17,9 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSetti
 from rayloop.grpo.settings import LossSettings
 
 Address = tuple[str, int]
+
+if TYPE_CHECKING:
+    from rayloop.engines.collective import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,11 @@ class PolicyRank(Actor):
 
     def invite(self, receivers: tuple[int, ...], failures: int) -> Meeting:
         """Where this rank and the rollout actors with these serial numbers meet for a broadcast (``collective``)."""
-        return self.transport.invite(ray.util.get_node_ip_address(), receivers, failures)
+        return cast("Collective", self.transport).invite(ray.util.get_node_ip_address(), receivers, failures)
 
     def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
         """Broadcast an export to those who come to the meeting. Raises BroadcastFailed."""
-        self.transport.send(manifest, source, meeting)
+        cast("Collective", self.transport).send(manifest, source, meeting)
 
     def parameter_groups(self) -> list[str]:
         return self.engine.parameter_groups()

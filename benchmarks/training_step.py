@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def fastest(trainer: FsdpEngine, batch: list[TrainItem], repeats: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--dtype", choices=Dtype.__args__, default="float32")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=8)
     chosen = parser.parse_args()

@@ -30,7 +30,7 @@ from cluster.pool import brief
 from cluster.production import Production, without
 from cluster.publication import Publisher
 from cluster.report import Reporter
-from cluster.services import Services
+from cluster.services import TrainingServices
 from cluster.state import capture, complete_references, reinstate
 from cluster.waits import unless
 from cluster.watchdog import watch
@@ -74,7 +74,7 @@ class Driver(Actor):
         self.timings: dict[str, float] = {}
         self.ledger = Ledger()
         self.reporter = Reporter(config, self.folder)
-        self.services = Services(config, folder, self.reporter.event)
+        self.services = TrainingServices(config, folder, self.reporter.event)
         self.publisher = Publisher(config, self.services, self.reporter)
         self.checkpoints = CheckpointStore(
             self.folder / "checkpoints", config.checkpoint.keep, lambda why: self.reporter.event("warning", why=why)

@@ -91,7 +91,7 @@ class Evaluator:
 
         Returns why the first of these has none; "" when all have one.
         """
-        services = Services(self.config, str(self.out), self._event, trains=False)
+        services = Services(self.config, str(self.out), self._event)
         me = ray.get_runtime_context().current_actor
         self.player = Player(self.config, services, me, self._event)
         try:

@@ -309,7 +309,7 @@ def _end_rest(before: set[psutil.Process]) -> None:
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return process.children(recursive=True)  # type: ignore[no-any-return]
+        return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 

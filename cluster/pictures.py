@@ -89,7 +89,7 @@ def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
         return None
     rows = -(-len(chosen) // COLUMNS)
     figure = Figure(figsize=(12, 3.4 * rows), layout="constrained")
-    grid = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    grid: list[Any] = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
     for axes in grid:
         axes.set_axis_off()
     for axes, record in zip(grid, chosen, strict=False):

@@ -180,7 +180,8 @@ class Production:
             group = await finish(group)
             self._commit(group)
         finally:
-            done.done() or done.set_result(None)
+            if not done.done():
+                done.set_result(None)
 
     def _commit(self, group: Group) -> None:
         """Take a finished group in: what was kept is ready, the rest has its fate."""
@@ -349,7 +350,8 @@ class Production:
         """Wake all who wait in ``_change``."""
         waiting, self._waiting = self._waiting, []
         for changed in waiting:
-            changed.done() or changed.set_result(None)
+            if not changed.done():
+                changed.set_result(None)
 
     # Tasks that fail -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from cluster.config import RunConfig
 from cluster.player import Player
 from cluster.pool import brief
 from cluster.report import Reporter
-from cluster.services import Services
+from cluster.services import TrainingServices
 from cluster.waits import within
 from rayloop.core.failures import (
     BroadcastFailed,
@@ -38,7 +38,7 @@ ARRIVED = 1 / 3
 class Publisher:
     """Exports the policy's weights and loads them into every engine. A replacement engine is admitted with the current ones."""
 
-    def __init__(self, config: RunConfig, services: Services, reporter: Reporter) -> None:
+    def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
         self._current: tuple[Manifest, Any] | None = None
         self._failed_broadcasts = 0

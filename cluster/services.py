@@ -106,20 +106,21 @@ def _short(wanted: list[dict[str, float]]) -> str:
 
 
 class Services:
-    """All actors of a run, or those that an evaluation needs (``trains=False``).
+    """The pools that play and score: all that an evaluation needs.
 
-    Owned by the driver actor: when it dies, Ray ends them too; nothing is detached.
+    Owned by whoever makes them: when that process dies, Ray ends them too; nothing is detached.
     """
 
-    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None], *, trains: bool = True) -> None:
-        self.config, self.folder, self.trains = config, folder, trains
+    trains = False
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+        self.config, self.folder = config, folder
         self._event = on_event
         self._group: PlacementGroup | None = None
-        self.wanted, self.up = len(demand(config, trains)), 0
-        self.policy: PolicyGroup | None = None
-        self.reference: Pool | None = None
-        self._first = {}
-        for index, (role, _) in enumerate(demand(config, trains)):
+        self.wanted, self.up = len(demand(config, self.trains)), 0
+        self._weights = f"{folder}/weights"
+        self._first: dict[str, int] = {}
+        for index, (role, _) in enumerate(demand(config, self.trains)):
             self._first.setdefault(role, index)
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
@@ -127,10 +128,9 @@ class Services:
         c, began = self.config, time.monotonic()
         self._event("starting", actors=dict(Counter(role for role, _ in demand(c, self.trains))))
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
-        weights = f"{self.folder}/weights"
         self.rollout = self._pool(
             RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
-            c.model, c.engine, c.publish.transport, weights, admit=admit_engine,
+            c.model, c.engine, c.publish.transport, self._weights, admit=admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
             EnvironmentActor,
@@ -142,33 +142,15 @@ class Services:
         )
         self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
         self.pools = [self.rollout, self.environment, self.reward]
-        starts = [self._up(pool.start(), pool.size) for pool in self.pools]
-        await asyncio.gather(*starts, *([self._start_training(weights)] if self.trains else ()))
+        await asyncio.gather(*self._starts())
         self._event("started", seconds=round(time.monotonic() - began, 1))
+
+    def _starts(self) -> list[Awaitable[None]]:
+        return [self._up(pool.start(), pool.size) for pool in self.pools]
 
     async def _up(self, start: Awaitable[None], actors: int) -> None:
         await start
         self.up += actors
-
-    async def _start_training(self, weights: str) -> None:
-        """The policy's ranks, and the frozen reference if the run has one."""
-        c = self.config
-        settings = RankSettings(
-            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, weights, c.seed,
-            adapter_reference=c.reference.kind == "adapter_off",
-        )  # fmt: skip
-        placement, ranks = c.policy.placement, c.policy.ranks
-        self.policy = PolicyGroup(
-            c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
-        )
-        starts = [self._up(self.policy.start(), ranks)]
-        if c.reference.kind == "actor":
-            self.reference = self._pool(
-                ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
-            )
-            self.pools.append(self.reference)
-            starts.append(self._up(self.reference.start(), self.reference.size))
-        await asyncio.gather(*starts)
 
     def _pool(
         self, actor: type, role: str, size: int, placement: Placement, *args: Any,
@@ -200,7 +182,38 @@ class Services:
             return
         for pool in self.pools:
             pool.stop()
-        if self.policy is not None:
-            self.policy.stop()
         remove_placement_group(self._group)
         self._group = None
+
+
+class TrainingServices(Services):
+    """All actors of a run: also the policy's ranks, and the frozen reference if the run has one."""
+
+    trains = True
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+        super().__init__(config, folder, on_event)
+        c = config
+        settings = RankSettings(
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self._weights, c.seed,
+            adapter_reference=c.reference.kind == "adapter_off",
+        )  # fmt: skip
+        placement, ranks = c.policy.placement, c.policy.ranks
+        self.policy = PolicyGroup(
+            c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
+        )
+        self.reference: Pool | None = None
+
+    def _starts(self) -> list[Awaitable[None]]:
+        c = self.config
+        if c.reference.kind == "actor":
+            self.reference = self._pool(
+                ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
+            )
+            self.pools.append(self.reference)
+        return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]
+
+    def stop(self) -> None:
+        if self._group is not None:
+            self.policy.stop()
+        super().stop()

@@ -31,7 +31,7 @@ def alternately(
     commands: Mapping[str, Sequence[str]], rounds: int, describe: Callable[[Mapping[str, Any]], str]
 ) -> list[dict[str, dict[str, Any]]]:
     """What each program measured {name: result}, round by round, one after the other; prints what it does and finds."""
-    found = []
+    found: list[dict[str, dict[str, Any]]] = []
     for number in range(1, rounds + 1):
         found.append({})
         for name, command in commands.items():

@@ -18,7 +18,7 @@ from cluster.config import RunConfig
 from cluster.driver import Driver
 from cluster.pool import Pool
 from cluster.publication import Publisher
-from cluster.services import CONCURRENCY, Services
+from cluster.services import CONCURRENCY, TrainingServices
 from rayloop.core.config import load as load_config
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import EndReason, Group, Outcome, PlayRequest, Scored, Summary, Task, TrajectoryId, Version
@@ -92,7 +92,7 @@ class SimulatedPolicy:
     def stop(self) -> None: ...
 
 
-class SimulatedServices(Services):
+class SimulatedServices(TrainingServices):
     """The pools of a run, all of whose workers are the one actor."""
 
     load: Load
@@ -116,8 +116,9 @@ class SimulatedDriver(Driver):
 
     def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
         super().__init__(config, folder, "never")
-        self.services = SimulatedServices(config, folder, self.reporter.event)
-        self.services.load, self.services.latencies = load, latencies
+        self.simulated = SimulatedServices(config, folder, self.reporter.event)
+        self.simulated.load, self.simulated.latencies = load, latencies
+        self.services = self.simulated
         self.publisher = Publisher(config, self.services, self.reporter)
         self.marks: list[tuple[float, float, float, Counter[str]]] = []
 
@@ -129,14 +130,14 @@ class SimulatedDriver(Driver):
 
     async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
         await super().record(report, groups)
-        busy = await self.services.world.busy.remote()
+        busy = await self.simulated.world.busy.remote()
         self.marks.append((time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts())))
 
     async def measure(self, warm: int) -> dict[str, float]:
         """Run; returns what the steps after the first ``warm`` took."""
         await self.main()
         (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = self.marks[warm - 1], self.marks[-1]
-        seconds, load, counts = ended - began, self.services.load, after - before
+        seconds, load, counts = ended - began, self.simulated.load, after - before
         trained = counts["trained"]
         finished = sum(n for state, n in counts.items() if state not in NOT_FINAL)
         return {

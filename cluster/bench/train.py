@@ -78,7 +78,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    return json.loads((arguments.model / "config.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((arguments.model / "config.json").read_text())
 
 
 def _items(arguments: argparse.Namespace) -> list[TrainItem]:

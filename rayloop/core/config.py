@@ -100,7 +100,7 @@ class Component(Settings):
             raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
         if not callable(found):
             raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
-        return found  # type: ignore[no-any-return]
+        return found
 
     def settings_class(self) -> type[BaseModel] | None:
         """What validates ``with``: the nested Settings of a class, None for a function. Raises ConfigError."""

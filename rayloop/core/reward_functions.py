@@ -140,7 +140,7 @@ class VerlForm(Form):
 def as_source(source: Any, use: str) -> RewardSource:
     """The reward source itself, or a function of one of the three forms as one. Raises ConfigError that says what is expected."""
     if hasattr(source, "score"):
-        return source  # type: ignore[no-any-return]
+        return source
     takes = inspect.signature(source).parameters
     if "completions" in takes:
         return FunctionReward(source, TrlForm())

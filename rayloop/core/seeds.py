@@ -7,7 +7,7 @@ import hashlib
 SEED_BITS = 63
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive(seed: int | str, *parts: int | str) -> int:
     """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process.
 
     The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -120,6 +121,8 @@ class _AppendedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._roomy: dict[str, Tensor] = {}
+            self.keys: Tensor
+            self.values: Tensor
         self.keys = self._append("keys", self.keys, key_states)
         self.values = self._append("values", self.values, value_states)
         return self.keys, self.values
@@ -150,11 +153,11 @@ class _Batch:
         draws = [uniforms(row.prompt.seed, len(row.prompt.token_ids), self._longest) for row in rows]
         self._sampler = Sampler(samplings, np.stack(draws), vocabulary, self._device)
         self._stop = StopStrings(tokenizer, samplings)
-        self._tokens = np.zeros((len(rows), self._longest), np.int64)
-        self._logprobs = np.zeros((len(rows), self._longest), np.float32)
+        self._tokens: npt.NDArray[np.int64] = np.zeros((len(rows), self._longest), np.int64)
+        self._logprobs: npt.NDArray[np.float32] = np.zeros((len(rows), self._longest), np.float32)
         self._members = np.arange(len(rows))
         """Which row each sequence of the batch is [B]."""
-        self._live = np.ones(len(rows), np.bool_)
+        self._live: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         """Which sequences of the batch are unfinished [B]."""
 
     def run(self, prompts: Sequence[Prompt], index: Sequence[int]) -> None:

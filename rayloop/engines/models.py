@@ -82,7 +82,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
         _patches_by_matmul(model)
         use_packed_vision(model)
     use_onednn(model)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:

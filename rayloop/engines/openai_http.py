@@ -172,7 +172,7 @@ class OpenAiHttpEngine:
         if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
             text, reason = text[: min(ends)], FinishReason.STOP_STRING
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if reason is FinishReason.END_TOKEN:
+        if reason is FinishReason.END_TOKEN and self._end is not None:
             ids.append(self._end)
         if len(ids) > sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], FinishReason.LENGTH

@@ -124,7 +124,7 @@ def _engine_kind(value: Any) -> str | None:
     """Which engine is meant: ``transformers`` unless ``kind`` says otherwise."""
     if isinstance(value, Mapping):
         return str(value.get("kind", "transformers"))
-    return str(value.kind) if isinstance(value, Settings) else None
+    return str(getattr(value, "kind", "")) or None
 
 
 GenerationSettings = Annotated[

@@ -33,7 +33,8 @@ class SglangEngine:
 
         if sglang.__version__ != TESTED:
             raise ConfigError(f"sglang {sglang.__version__} is installed, {TESTED} is wanted (constraints-sglang.txt)")
-        self._settings, self._version, self._running, self._open = settings, None, 0, asyncio.Event()
+        self._settings, self._running, self._open = settings, 0, asyncio.Event()
+        self._version: Version | None = None
         self._open.set()
         self._image = AutoConfig.from_pretrained(model.path).to_dict().get("image_token_id")
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager

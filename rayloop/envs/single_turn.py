@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from rayloop.core.config import Settings
+from rayloop.core.config import Settings as _Settings
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
 
 
 class SingleTurn:
-    class Settings(Settings):
+    class Settings(_Settings):
         """Nothing to set."""
 
-    def __init__(self, settings: SingleTurn.Settings) -> None:
-        del settings
+    def __init__(self, settings: SingleTurn.Settings) -> None: ...
 
     def reset(self, task: Task) -> Observation:
         return Observation(task.messages)
