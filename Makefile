@@ -49,17 +49,17 @@ digits: runs/models/digits-warm/config.json
 	$(BIN)/python -m cluster train recipes/digits/quickstart.yaml
 
 runs/data/digits/train.jsonl: | $(VENV)/.run
-	$(BIN)/python -m recipes.digits.prepare --out $(@D)
+	$(BIN)/python -m cluster data prepare digits --out $(@D)
 
 runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 	$(BIN)/python -m cluster sft recipes/digits/warm.yaml
 
 docs: $(VENV)/.run
-	$(BIN)/python -m rayloop.core.metrics > docs/metrics.md
-	$(BIN)/python -m rayloop.core.reference cluster.config:RunConfig > docs/config.md
-	$(BIN)/python -m rayloop.core.reference cluster.sft:SftConfig > docs/sft.md
-	$(BIN)/python -m rayloop.core.reference components > docs/components.md
-	$(BIN)/python -m cluster.doctor > docs/doctor.md
+	$(BIN)/python -m rayloop.run.metrics > docs/metrics.md
+	$(BIN)/python -m rayloop.config.pages rayloop.run.config:RunConfig > docs/config.md
+	$(BIN)/python -m rayloop.config.pages rayloop.sft.stage:SftConfig > docs/sft.md
+	$(BIN)/python -m rayloop.config.pages components > docs/components.md
+	$(BIN)/python -m rayloop.doctor.checks > docs/doctor.md
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

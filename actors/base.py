@@ -30,7 +30,7 @@ class Actor:
     """Base of all actors."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Actor:
-        # A worker that is a subreaper (cluster/environment.py) ignores SIGCHLD: every child would seem to end with code 0.
+        # A worker that is a subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD: every child would seem to end with code 0.
         # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
         return super().__new__(cls)

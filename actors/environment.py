@@ -9,6 +9,8 @@ from typing import Any
 from actors.base import Actor
 from actors.lease import Lease, LeasedEngine
 from actors.lost import cause
+from rayloop.chat.rendering import Renderer
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
@@ -18,11 +20,9 @@ from rayloop.core.failures import (
     OverLongPrompt,
     WorkerSpent,
 )
-from rayloop.core.model import ModelSettings
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.types import PlayFailed, PlayRequest, Summary, Trajectory, Unscored, UnscoredKind
 from rayloop.envs.episode import play, summarize
-from rayloop.envs.rendering import Renderer
 from rayloop.envs.settings import EpisodeSettings
 
 logger = logging.getLogger(__name__)

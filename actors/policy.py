@@ -13,13 +13,14 @@ from actors.base import Actor
 from actors.lost import fetch
 from rayloop.core.protocols import Manifest, Meeting, TrainItem
 from rayloop.core.types import TrajectoryId, Version
-from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings, TransportSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
+from rayloop.transports.settings import TransportSettings
 
 Address = tuple[str, int]
 
 if TYPE_CHECKING:
-    from rayloop.engines.collective import Collective
+    from rayloop.transports.collective import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class PolicyRank(Actor):
 
         Raises WorkerStartFailed.
         """
-        from rayloop.engines.sharding import meeting_place
+        from rayloop.engines.training.sharding import meeting_place
 
         if self.rank:
             return None
@@ -97,9 +98,9 @@ class PolicyRank(Actor):
 
         Raises WorkerStartFailed when the place is not to be reached.
         """
-        from rayloop.engines.fsdp import FsdpEngine
-        from rayloop.engines.sharding import meeting_place
-        from rayloop.engines.weights import transport
+        from rayloop.engines.training.fsdp import FsdpEngine
+        from rayloop.engines.training.sharding import meeting_place
+        from rayloop.transports.manifest import transport
 
         s = self.settings
         where = meeting

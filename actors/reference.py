@@ -16,7 +16,7 @@ class ReferenceActor(Actor):
     """One thread computes, one request after the other; the event loop goes on answering ``health``."""
 
     def __init__(self, model: ModelSettings, engine: FsdpSettings) -> None:
-        from rayloop.engines.scorer import FrozenScorer
+        from rayloop.engines.training.scorer import FrozenScorer
 
         self._worker = ThreadPoolExecutor(1, "score")
         self.scorer = self._worker.submit(FrozenScorer, model, engine).result()

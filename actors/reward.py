@@ -12,7 +12,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from actors.base import Actor
-from actors.settings import RewardSettings
+from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
     ConfigError,
     DataFailure,
@@ -21,14 +22,13 @@ from rayloop.core.failures import (
     RewardLost,
     WorkerSpent,
 )
-from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import RewardSource, ScoreContext
-from rayloop.core.reward_functions import as_source
-from rayloop.core.runfolder import RolloutRecord, rollout_record
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import EndReason, Group, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
-from rayloop.envs.rendering import load_tokenizer, model_folder, shown
+from rayloop.rewards.functions import as_source
+from rayloop.rewards.settings import RewardSettings
+from rayloop.run.folder import RolloutRecord, rollout_record
 
 logger = logging.getLogger(__name__)
 

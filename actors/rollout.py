@@ -11,26 +11,27 @@ import ray
 from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.settings import Dtype, GenerationSettings, ModelSettings, TransportSettings
+from rayloop.engines.settings import Dtype, GenerationSettings, ModelSettings
+from rayloop.transports.settings import TransportSettings
 
 
 def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str) -> GenerationEngine:
     """The engine that ``settings.kind`` names. Its library is imported here, when chosen. ``folder`` is for publications."""
     match settings.kind:
         case "vllm":
-            from rayloop.engines.vllm import VllmEngine
+            from rayloop.engines.generation.vllm import VllmEngine
 
             name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
             return VllmEngine(model, settings, scratch(), name)
         case "sglang":
-            from rayloop.engines.sglang import SglangEngine
+            from rayloop.engines.generation.sglang import SglangEngine
 
             return SglangEngine(model, settings)
         case "openai_http":
-            from rayloop.engines.openai_http import OpenAiHttpEngine
+            from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 
             return OpenAiHttpEngine(model, settings, folder)
-    from rayloop.engines.transformers import TransformersEngine
+    from rayloop.engines.generation.transformers import TransformersEngine
 
     return TransformersEngine(model, settings)
 
@@ -44,7 +45,7 @@ def scratch() -> str:
 def start_weights(model: ModelSettings, dtype: Dtype) -> tuple[Manifest, Any]:
     """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
     from rayloop.engines.models import hf_state, load_model
-    from rayloop.engines.weights import DTYPES, ObjectStore
+    from rayloop.transports.manifest import DTYPES, ObjectStore
 
     return ObjectStore().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
 
@@ -55,7 +56,7 @@ class RolloutActor(Actor):
     def __init__(
         self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str
     ) -> None:
-        from rayloop.engines.weights import transport as choose
+        from rayloop.transports.manifest import transport as choose
 
         self.engine = build_engine(model, settings, folder)
         self.transport = choose(transport, folder)

@@ -19,22 +19,18 @@ from ray.exceptions import RayError
 from actors.base import Actor
 from actors.lease import Lease
 from actors.lost import cause
-from cluster.activity import doing
-from cluster.background import background, decisive, timed
-from cluster.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
-from cluster.config import RunConfig, wasteful
-from cluster.evaluation import blind, never_evaluated, on_training_rows, play, plays
-from cluster.identity import about, changes
-from cluster.player import Player
-from cluster.pool import brief
-from cluster.production import Production, without
-from cluster.publication import Publisher
-from cluster.report import Reporter
-from cluster.services import TrainingServices
-from cluster.state import capture, complete_references, reinstate
-from cluster.waits import unless
-from cluster.watchdog import watch
-from cluster.words import quoted
+from cluster.loop.activity import doing
+from cluster.loop.episode_runner import Player
+from cluster.loop.evaluation import blind, never_evaluated, on_training_rows, play, plays
+from cluster.loop.production import Production, without
+from cluster.loop.publication import Publisher
+from cluster.loop.reporter import Reporter
+from cluster.loop.state import capture, complete_references, reinstate
+from cluster.loop.tasks import background, decisive, timed
+from cluster.loop.watchdog import watch
+from cluster.roles.deadlines import unless
+from cluster.roles.pool import brief
+from cluster.roles.services import TrainingServices
 from rayloop.core.failures import (
     CheckpointError,
     GenerationBudgetSpent,
@@ -45,16 +41,20 @@ from rayloop.core.failures import (
     RayloopError,
 )
 from rayloop.core.ledger import Ledger
-from rayloop.core.runfolder import RolloutRecord
 from rayloop.core.types import Group, State, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.config import RunConfig, wasteful
+from rayloop.run.folder import RolloutRecord
+from rayloop.run.identity import about, changes
+from rayloop.view.words import quoted
 
 
 class Driver(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
 
-    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of cluster/identity.py, for the checkpoints;
+    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints;
     ``resume`` and ``since`` are those of ``Origin``, by default of a start that is made now.
     """
 

@@ -14,7 +14,7 @@ from judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from judge.client import JudgeClient
 from judge.labelled import Labelled, calibration
 from judge.metrics import DRIFT
-from rayloop.core.config import Settings
+from rayloop.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 

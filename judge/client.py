@@ -23,7 +23,7 @@ from judge.discovery import Find
 from judge.labelled import Labelled, canary
 from judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
 from judge.transport import Limits, Refused, Transient, Transport
-from rayloop.core.config import local_path
+from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 
 logger = logging.getLogger(__name__)

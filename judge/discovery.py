@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from rayloop.core.config import Settings as _Settings
-from rayloop.core.config import local_path
+from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.private import trusted
+from rayloop.core.files import trusted
 from rayloop.core.threads import in_thread
 
 READ = 30.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from judge import prompt, rules, verdict
+from judge import prompt, verdict
 from judge.api import (
     BackendLabel,
     JudgeItem,
@@ -26,6 +26,7 @@ from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
 from judge.discovery import READ
 from judge.rubric import Rubric
+from judge.rules import decision as rules
 from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
 
@@ -36,7 +37,7 @@ def fingerprint(
     label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
 ) -> str:
     """Of all that a verdict depends on: backend, model and what is behind its name, sampling, rubrics, and this folder's code."""
-    code = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
+    code = {path.name: path.read_text() for path in sorted(Path(__file__).parent.rglob("*.py"))}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

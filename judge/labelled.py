@@ -17,7 +17,7 @@ CANARY_IMAGE = "canary:red_square.png"
 
 
 def canary_image() -> bytes:
-    return resources.files("judge").joinpath(CANARY_IMAGE.removeprefix("canary:")).read_bytes()
+    return resources.files("judge").joinpath("data", CANARY_IMAGE.removeprefix("canary:")).read_bytes()
 
 
 class Labelled(Wire):
@@ -37,7 +37,7 @@ class Labelled(Wire):
 
 
 def calibration() -> list[Labelled]:
-    """The whole set (judge/calibration.jsonl), written for this project."""
+    """The whole set (judge/data/calibration.jsonl), written for this project."""
     return _shipped("calibration.jsonl")
 
 
@@ -56,7 +56,7 @@ def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
 
 
 def _shipped(name: str) -> list[Labelled]:
-    return read_labelled(resources.files("judge").joinpath(name).read_text(), name)
+    return read_labelled(resources.files("judge").joinpath("data", name).read_text(), name)
 
 
 def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:

@@ -11,7 +11,6 @@ from typing import Literal
 from prometheus_client import start_http_server
 from pydantic import Field
 
-from judge import rules
 from judge.answers import How, extract
 from judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from judge.calibrate import DriftWatch
@@ -22,8 +21,9 @@ from judge.labelled import canary
 from judge.metrics import EXCLUDED
 from judge.prompt import sanitise
 from judge.rubric import FOLDER, load_rubrics
-from rayloop.core.config import Settings as _Settings
-from rayloop.core.config import local_path
+from judge.rules import decision as rules
+from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import ImageSource, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind

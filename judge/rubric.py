@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from judge.api import VerdictKind
-from rayloop.core.config import Settings
+from rayloop.config.settings import Settings
 from rayloop.core.failures import ConfigError
 
 FOLDER = Path(__file__).parent / "rubrics"

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator
 from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
 from judge.discovery import READ, Address, Find, checked_url, key_of
 from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
-from rayloop.core.config import Component
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Component
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.core.threads import in_thread
 

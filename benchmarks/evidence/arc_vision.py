@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cluster.config import RunConfig
-from cluster.controls import RIGHT, SAMPLED, Item, gains
-from cluster.eval import read_items
-from rayloop.core.bootstrap import Interval
-from rayloop.core.config import load
-from rayloop.core.runfolder import RunFolder
+from cluster.stages.evaluate import read_items
+from rayloop.config.settings import load
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains
+from rayloop.measure.intervals import Interval
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder
 
 ROOT = Path("runs/evidence")
 RECIPE, START = Path("recipes/arc_vision"), Path("recipes/arc_vision/tiny")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
-from cluster.background import background
+from cluster.loop.tasks import background
 from rayloop.core.types import Group, PlayRequest, State, Version
 
 RESULT = Path(__file__).with_suffix(".json")

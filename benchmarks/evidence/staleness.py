@@ -20,15 +20,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cluster.background import background
-from cluster.config import RunConfig
-from cluster.production import Production
+from cluster.loop.production import Production
+from cluster.loop.tasks import background
 from rayloop.core.failures import DataFailure
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, Group, Member, PlayRequest, Scored, State, Summary, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.run.config import RunConfig
 
 RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
 TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128
@@ -72,7 +72,7 @@ class World:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.config = RunConfig.model_validate({
             "name": "simulated", "output": str(folder), "steps": 1, "seed": seed, "model": {"path": "simulated"},
-            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "cluster.bench.step:DigitShare"}},
+            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
             "algorithm": {"group_size": GROUP, "groups_per_step": GROUPS, **algorithm},
         })  # fmt: skip
         self.shared, self.uniform = shared, uniform

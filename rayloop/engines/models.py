@@ -14,17 +14,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2VLImageProcessorPil,
@@ -33,6 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
+from rayloop.chat.tokenizer import model_folder
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.types import ImageRef
 from rayloop.engines.attention import use_packed_vision
@@ -94,14 +92,6 @@ def _patches_by_matmul(model: PreTrainedModel) -> None:
         return torch.nn.functional.linear(patches.to(weight.dtype), weight.flatten(1), bias)
 
     embed.forward = forward
-
-
-def load_tokenizer(settings: ModelSettings) -> Tokenizer:
-    """The model's tokenizer.json, for decoding. Raises ConfigError."""
-    try:
-        return AutoTokenizer.from_pretrained(settings.path, trust_remote_code=False).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"model.path {settings.path}: no usable tokenizer.json: {error}") from error
 
 
 def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str:
@@ -277,7 +267,7 @@ def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: 
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    for file in (Path(source) if Path(source).is_dir() else _from_hub(source)).iterdir():
+    for file in model_folder(source).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)
     (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
@@ -287,8 +277,3 @@ def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: 
         {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
     )
     shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
-
-
-def _from_hub(name: str) -> Path:
-    """The folder with the small files of a Hub model."""
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.txt"]))

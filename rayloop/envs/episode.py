@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
@@ -43,7 +44,6 @@ from rayloop.core.types import (
     Trajectory,
     Turn,
 )
-from rayloop.envs.rendering import Rendered, Renderer
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]

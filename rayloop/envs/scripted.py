@@ -8,7 +8,7 @@ import time
 from PIL import Image
 from pydantic import Field
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 

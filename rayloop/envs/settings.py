@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayloop.core.config import Component, Role, Settings
+from rayloop.config.settings import Component, Role, Settings
 
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
 

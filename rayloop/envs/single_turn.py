@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import Field
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
-from rayloop.core.images import decode, read
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import decode, read
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

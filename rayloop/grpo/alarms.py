@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rayloop.core.config import Settings
+from rayloop.config.settings import Settings
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.types import Member, Scored, State, TrajectoryId, Unscored, UnscoredKind
 

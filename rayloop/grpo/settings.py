@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rayloop.core.config import Settings
+from rayloop.config.settings import Settings
 from rayloop.core.types import EndReason
 
 

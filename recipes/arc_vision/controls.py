@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from statistics import mean, median
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.types import Scored, Task
 from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import click_hits, iou

@@ -8,10 +8,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.config import Settings as _Settings
-from rayloop.core.dataset import field, image_entry
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
+from rayloop.data.dataset import field, image_entry
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 as fractions of the image's width and height, x1 < x2 and y1 < y2."""

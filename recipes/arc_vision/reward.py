@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Outcome, Scored, Task, Trajectory
 from recipes.arc_vision.data import Box, box

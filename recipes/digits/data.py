@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.config import Settings as _Settings
-from rayloop.core.dataset import field
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import DataFailure
 from rayloop.core.seeds import derive
 from rayloop.core.types import Message, Task
+from rayloop.data.dataset import field
 
 
 def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) -> tuple[list[Any], list[Any]]:

@@ -1,17 +1,19 @@
-"""Writes the digits dataset: ``python -m recipes.digits.prepare --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
+"""Writes the digits dataset: ``python -m cluster data prepare digits --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.digits.data import rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make rows of digits to sort.")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write both files. Returns exit code 0."""
+    parser = argparse.ArgumentParser(prog="python -m cluster data prepare digits", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--train", type=int, default=2000, help="training rows")
     parser.add_argument("--eval", type=int, default=200, help="evaluation rows, none of which is a training row")
@@ -27,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, made in (("train", train), ("eval", evaluation)):
         (chosen.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
         print(f"{chosen.out / f'{name}.jsonl'}: {len(made)} rows")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

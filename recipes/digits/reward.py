@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Outcome, Scored, Task, Trajectory
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from cluster.admission import Admission
+from cluster.loop.concurrency import Admission
 from rayloop.core.protocols import EngineHealth
 from rayloop.core.types import Version
 

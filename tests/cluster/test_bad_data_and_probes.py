@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.blame import Blame
-from cluster.config import EnvironmentSettings
-from cluster.controls import RIGHT, Item
-from cluster.evaluation import Play, play
-from cluster.publication import Publisher
+from cluster.loop.blame import Blame
+from cluster.loop.evaluation import Play, play
+from cluster.loop.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.types import Group, PlayRequest, Sampling, Task
+from rayloop.measure.controls import RIGHT, Item
+from rayloop.run.config import EnvironmentSettings
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, broken, failed, hangs
 
 # Bad data --------------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_the_line_of_a_measured_run(digits_model: Path) -> None:
 def test_the_comparison_divides_ours_by_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.bench.measure.measured", _scripted)
+    monkeypatch.setattr("benchmarks.measure.measured", _scripted)
     assert main(["bench", "compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"]) == 0
     *rounds, summary, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)

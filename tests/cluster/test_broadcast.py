@@ -17,13 +17,13 @@ import torch
 from actors.base import GROUPS
 from actors.policy import PolicyRank
 from actors.rollout import RolloutActor
-from cluster.config import RunConfig
-from cluster.policy import PolicyGroup
-from cluster.pool import Pool
-from cluster.publication import Publisher
+from cluster.loop.publication import Publisher
+from cluster.roles.policy_group import PolicyGroup
+from cluster.roles.pool import Pool
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.engines.weights import ObjectStore, manifest
+from rayloop.run.config import RunConfig
+from rayloop.transports.manifest import ObjectStore, manifest
 from tests.support.runs import settings
 
 
@@ -50,7 +50,7 @@ class Receiver(RolloutActor):
     """The rollout actor, whose engine keeps weights, and which can be told to die within its next broadcast."""
 
     def __init__(self, config: RunConfig) -> None:
-        from rayloop.engines.weights import transport
+        from rayloop.transports.manifest import transport
 
         torch.set_num_threads(1)
         self.engine: Any = Engine()
@@ -77,7 +77,7 @@ class Sender(PolicyRank):
     """The policy's rank without a model: its weights of step n are all n."""
 
     def __init__(self, config: RunConfig) -> None:
-        from rayloop.engines.weights import transport
+        from rayloop.transports.manifest import transport
 
         torch.set_num_threads(1)
         self.transport: Any = transport(config.publish.transport, "")

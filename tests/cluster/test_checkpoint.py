@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import checkpoint
-from cluster.checkpoint import MARKER, CheckpointStore, Origin, complete
 from rayloop.core.failures import CheckpointError, ConfigError
+from rayloop.run import checkpoint
+from rayloop.run.checkpoint import MARKER, CheckpointStore, Origin, complete
 from tests.support.runs import ROOT
 
 KILLS = 50
@@ -112,7 +112,7 @@ def test_what_a_crash_left_aside_is_cleared_by_the_next_save(tmp_path: Path) -> 
 SAVING = """
 import asyncio, sys
 from pathlib import Path
-from cluster.checkpoint import CheckpointStore
+from rayloop.run.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 newest = store.find("auto")
 step = newest.step if newest else 0

@@ -23,10 +23,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from safetensors.numpy import save_file
 
-from cluster import doctor
-from cluster.checks import machine, network, software, surroundings
-from cluster.checks.finding import Finding, size
-from cluster.config import RunConfig
+from rayloop.doctor import checks, isolation, machine, network, software
+from rayloop.doctor.finding import Finding, size
+from rayloop.run.config import RunConfig
 from tests.support.heads import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +104,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 def test_a_healthy_machine_has_no_error_and_every_check_says_something(tmp_path: Path) -> None:
     code, found = command(HOME=str(tmp_path))
     assert code == 0
-    assert list(found) == list(doctor.checks(None, None, None, []))
+    assert list(found) == list(checks.checks(None, None, None, []))
     assert {row["level"] for rows in found.values() for row in rows} <= {"ok", "warning"}
     assert all(bool(row["remedy"]) == (row["level"] != "ok") for rows in found.values() for row in rows)
     assert "packages as in the tested set" in found["packages"][0]["found"]
@@ -220,22 +219,22 @@ def test_room_for_checkpoints_counts_those_that_are_there(tmp_path: Path) -> Non
 
 def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) -> None:
     run = config(tmp_path)
-    shapes = doctor.parameter_shapes(run.model.path)
+    shapes = checks.parameter_shapes(run.model.path)
     assert shapes is not None
-    assert doctor.checkpoint_bytes(run, shapes) == 1200 * 3 * 4
-    assert doctor.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
+    assert checks.checkpoint_bytes(run, shapes) == 1200 * 3 * 4
+    assert checks.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
     for engine, parameters in (
         ({"freeze_vision": True}, 1000),
         ({"lora": {"rank": 2}}, 2 * 70),
         ({"lora": {"rank": 2, "vision": True}}, 2 * 70 + 2 * 30),
     ):
-        assert doctor.trained(config(tmp_path, policy={"engine": engine}), shapes) == parameters
+        assert checks.trained(config(tmp_path, policy={"engine": engine}), shapes) == parameters
     plain = config(tmp_path, policy={"optimizer": {"kind": "sgd"}})
-    assert doctor.checkpoint_bytes(plain, shapes) == 1200 * 4
+    assert checks.checkpoint_bytes(plain, shapes) == 1200 * 4
     placed = config(tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}})
-    assert doctor.tensor_bytes(placed, shapes) == 0
-    assert doctor.gpus_asked(placed) == 4.5
-    assert doctor.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
+    assert checks.tensor_bytes(placed, shapes) == 0
+    assert checks.gpus_asked(placed) == 4.5
+    assert checks.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
 
 
 def test_memory_knows_the_control_group(tmp_path: Path) -> None:
@@ -371,21 +370,21 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_sandbox_is_the_strongest_that_works() -> None:
-    assert only(surroundings.sandbox({"strong": ("false",), "weak": ("true",)})).found.startswith("level: weak")
-    nothing = only(surroundings.sandbox({"strong": ("false",), "missing": ("no-such-command",)}))
+    assert only(isolation.sandbox({"strong": ("false",), "weak": ("true",)})).found.startswith("level: weak")
+    nothing = only(isolation.sandbox({"strong": ("false",), "missing": ("no-such-command",)}))
     assert nothing.level == "warning"
     assert "bubblewrap" in nothing.remedy
 
 
 def test_schedulers_are_recognised() -> None:
-    inside = surroundings.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
+    inside = isolation.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
     assert only(inside).found == "inside Slurm job 7; inside a Kubernetes pod"
-    assert "slurm up" in only(surroundings.scheduler({}, {"sbatch": "/usr/bin/sbatch"}.get)).found
+    assert "slurm up" in only(isolation.scheduler({}, {"sbatch": "/usr/bin/sbatch"}.get)).found
 
 
 def test_files_that_a_configuration_names_must_be_there(tmp_path: Path) -> None:
-    assert levels(doctor.configuration(config(tmp_path))) == ["ok"]
-    missing = only(doctor.configuration(config(tmp_path, data={"train": "/nowhere/rows.jsonl"})))
+    assert levels(checks.configuration(config(tmp_path))) == ["ok"]
+    missing = only(checks.configuration(config(tmp_path, data={"train": "/nowhere/rows.jsonl"})))
     assert missing.level == "error"
     assert missing.found.startswith("data.train: /nowhere/rows.jsonl is no file")
 
@@ -396,10 +395,10 @@ def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> N
 
     slow = partial(time.sleep, 30)
     checks: dict[str, Any] = {"hangs": slow, "fails": failing, "well": lambda: [Finding("ok", "fine")]}
-    found = asyncio.run(doctor.examine(checks, deadline=0.2))
+    found = asyncio.run(checks.examine(checks, deadline=0.2))
     assert {name: levels(findings) for name, findings in found.items()} == {"hangs": ["error"], "fails": ["error"], "well": ["ok"]}
     assert "PermissionError: no" in found["fails"][0].found
-    assert doctor.text(found).endswith("\n2 errors, 0 warnings")
+    assert checks.text(found).endswith("\n2 errors, 0 warnings")
 
 
 def test_a_finding_has_a_remedy_unless_it_is_well() -> None:
@@ -416,4 +415,4 @@ def test_bytes_are_written_for_a_person() -> None:
 
 
 def test_the_page_of_the_checks_is_current() -> None:
-    assert (ROOT / "docs" / "doctor.md").read_text() == doctor.page(), "run: make docs"
+    assert (ROOT / "docs" / "doctor.md").read_text() == checks.page(), "run: make docs"

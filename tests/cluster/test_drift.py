@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cluster.config import RunConfig
 from cluster.driver import Driver
-from cluster.production import Production
+from cluster.loop.production import Production
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN
+from rayloop.run.config import RunConfig
 from tests.support.runs import settings
 
 OLD = {"actor/old_behaviour_mean/lag_1": 0.0}

@@ -18,17 +18,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from actors.policy import Comparison, PolicyRank, RankSettings
-from cluster.checkpoint import Checkpoint, CheckpointStore
-from cluster.config import RunConfig
 from cluster.driver import Driver
-from cluster.identity import about, identity
-from cluster.policy import PolicyGroup
-from cluster.production import Production
-from cluster.publication import Publisher
-from cluster.state import capture
-from cluster.waits import unless
+from cluster.loop.production import Production
+from cluster.loop.publication import Publisher
+from cluster.loop.state import capture
+from cluster.roles.deadlines import unless
+from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.types import Version
+from rayloop.run.checkpoint import Checkpoint, CheckpointStore
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import about, identity
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 

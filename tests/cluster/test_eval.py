@@ -19,9 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from cluster.cli import main
-from cluster.config import RunConfig
-from cluster.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
-from cluster.eval import Evaluator, read_items
+from cluster.stages.evaluate import Evaluator, read_items
 from rayloop.core.types import (
     EndReason,
     Member,
@@ -33,6 +31,8 @@ from rayloop.core.types import (
     UnscoredKind,
     Version,
 )
+from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
+from rayloop.run.config import RunConfig
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.config import RecoverySettings
-from cluster.pool import Pool
+from cluster.roles.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.types import PlayRequest, Scored, Unscored, UnscoredKind
+from rayloop.run.config import RecoverySettings
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, broken, failed, hangs
 
 

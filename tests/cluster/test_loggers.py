@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.loggers import (
+from cluster.loop.loggers import (
     AnySettings,
     Logger,
     Loggers,
@@ -22,9 +22,9 @@ from cluster.loggers import (
     WandbSettings,
     open_logger,
 )
-from cluster.preflight import preflight
 from rayloop.core.failures import ConfigError
-from rayloop.core.runfolder import RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.preflight import preflight
 from tests.cluster.test_preflight import config
 from tests.support.runs import ROOT, eventually
 
@@ -142,7 +142,7 @@ def test_a_close_that_blocks_or_fails_is_told() -> None:
 
 
 def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.loggers.WAITING", 3)
+    monkeypatch.setattr("rayloop.run.loggers.WAITING", 3)
     released = threading.Event()
     told = list[tuple[str, str]]()
     slow = WandbSettings(project="p", timeout=60)
@@ -206,7 +206,7 @@ def test_tensorboard_reads_each_step_once_over_restores_and_drivers(tmp_path: Pa
 def test_the_writers_leave_torch_alone() -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     code = (
-        "import sys, tempfile; from cluster.loggers import *; from pathlib import Path\n"
+        "import sys, tempfile; from cluster.loop.loggers import *; from pathlib import Path\n"
         "TensorBoard(Path(tempfile.mkdtemp())).log(1, {'a': 1.0})\n"
         "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     )
@@ -262,17 +262,17 @@ def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path) -> N
 
 PROMETHEUS = """
 import sys, time, tempfile, urllib.request
-from cluster.environment import private_cluster
+from rayloop.launch.ray_variables import private_cluster
 
 with private_cluster() as temporary:
     import ray
-    from cluster.session import session
+    from cluster.roles.session import session
     from pathlib import Path
 
     @ray.remote
     class Stands:  # where the driver does
         def log(self):
-            from cluster.loggers import Prometheus
+            from cluster.loop.loggers import Prometheus
             self.logger = Prometheus("tested")
             self.logger.log(7, {"step": 7.0, "reward/mean": 0.5, "reward/digits/mean": 0.25, "actor/loss": float("nan"),
                                 "ledger/filtered[all_wrong]": 3.0})

@@ -19,16 +19,16 @@ from actors.base import GROUPS
 from actors.lost import fetch, object_lost
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
-from cluster.config import RunConfig
 from cluster.driver import Driver
-from cluster.identity import about, identity
-from cluster.policy import PolicyGroup
-from cluster.pool import Pool
-from cluster.production import Production
-from cluster.state import capture
-from cluster.waits import WAITS
+from cluster.loop.production import Production
+from cluster.loop.state import capture
+from cluster.roles.deadlines import WAITS
+from cluster.roles.policy_group import PolicyGroup
+from cluster.roles.pool import Pool
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.types import EndReason, Fate, Group, Member, Scored, State, Summary, Task, TrajectoryId, Version
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory
 from tests.support.runs import eventually, settings
 

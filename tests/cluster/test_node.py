@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from cluster.rendezvous import Head, Rendezvous
-from cluster.slurm import nodes
+from rayloop.launch.rendezvous import Head, Rendezvous
+from rayloop.launch.slurm import nodes
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 STORE = "--object-store-memory=80000000"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.eval import read_items
+from cluster.stages.evaluate import read_items
 from tests.support.openai_server import serving
 from tests.support.runs import ROOT, finished, settings
 

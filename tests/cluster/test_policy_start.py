@@ -12,10 +12,10 @@ import ray
 import torch
 
 from actors.policy import PolicyRank, RankSettings
-from cluster.config import RunConfig
-from cluster.policy import PolicyGroup
+from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import WorkerStartFailed
-from rayloop.engines.sharding import meeting_place
+from rayloop.engines.training.sharding import meeting_place
+from rayloop.run.config import RunConfig
 from tests.engines.training import free_port
 from tests.support.local import LocalActor
 from tests.support.runs import settings

@@ -18,11 +18,11 @@ from ray.exceptions import RayTaskError
 
 from actors.base import GROUPS, Actor
 from actors.lost import cause
-from cluster.config import RecoverySettings, RunConfig
-from cluster.environment import SUBREAPER
-from cluster.pool import Pool
-from cluster.services import bundles, reserve
+from cluster.roles.pool import Pool
+from cluster.roles.services import bundles, reserve
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
+from rayloop.launch.ray_variables import SUBREAPER
+from rayloop.run.config import RecoverySettings, RunConfig
 from tests.support.runs import settings
 
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-import cluster.state
+import cluster.loop.state
 from benchmarks.evidence.staleness import VirtualLoop
-from cluster.background import background
-from cluster.config import RunConfig
-from cluster.playing import Issue, Playing
-from cluster.production import Production
-from rayloop.core.dataset import Dataset, TaskCursor
+from cluster.loop.playing import Issue, Playing
+from cluster.loop.production import Production
+from cluster.loop.tasks import background
 from rayloop.core.failures import (
     ConfigError,
     DataFailure,
@@ -40,8 +38,10 @@ from rayloop.core.types import (
     UnscoredKind,
     Version,
 )
+from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.run.config import RunConfig
 from tests.support.runs import ledger_closes, settings
 
 Play = Callable[["Loop", PlayRequest], Awaitable[Scored | Unscored]]
@@ -396,8 +396,8 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
         values.update({member.payload: member.payload for member in members})
         return set()
 
-    monkeypatch.setattr(cluster.state, "_resolve", resolve)
-    monkeypatch.setattr(cluster.state, "_own", lambda group: group)
+    monkeypatch.setattr(cluster.loop.state, "_resolve", resolve)
+    monkeypatch.setattr(cluster.loop.state, "_own", lambda group: group)
     changes = {"algorithm__filtering": {"groups_per_generation": 5}, "rollout__deterministic": True}
 
     def part(loop: Loop) -> Any:
@@ -417,9 +417,9 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
             return runner.run(steps(loop))
         with pytest.raises(Preempted):
             runner.run(steps(loop, stop))
-        state = runner.run(cluster.state.capture(part(loop)))
+        state = runner.run(cluster.loop.state.capture(part(loop)))
         resumed = Loop(folder, play, **changes)
-        cluster.state.reinstate(part(resumed), state)
+        cluster.loop.state.reinstate(part(resumed), state)
         return runner.run(steps(resumed))
 
 

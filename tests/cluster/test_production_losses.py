@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import cluster.state
-from cluster.production import without
+import cluster.loop.state
+from cluster.loop.production import without
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
 from rayloop.core.types import Group, Member, PlayRequest, Scored, State, TrajectoryId, Unscored, Version
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
@@ -24,8 +24,8 @@ def _payloads_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
         values.update({member.payload: member.payload for member in members})
         return set()
 
-    monkeypatch.setattr(cluster.state, "_resolve", resolve)
-    monkeypatch.setattr(cluster.state, "_owned", lambda member: member)
+    monkeypatch.setattr(cluster.loop.state, "_resolve", resolve)
+    monkeypatch.setattr(cluster.loop.state, "_owned", lambda member: member)
 
 
 def part(loop: Loop) -> Any:
@@ -39,7 +39,7 @@ def part(loop: Loop) -> Any:
 def resumed(folder: Path, before: Loop, play: Play, **changes: Any) -> Loop:
     """Another run of production from the state of this one. It begins as if published again."""
     loop = Loop(folder, play, **changes)
-    cluster.state.reinstate(part(loop), asyncio.run(cluster.state.capture(part(before))))
+    cluster.loop.state.reinstate(part(loop), asyncio.run(cluster.loop.state.capture(part(before))))
     loop.version = before.version
     loop.production.published(loop.version)
     return loop

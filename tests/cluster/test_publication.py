@@ -20,18 +20,18 @@ from safetensors.torch import load_file
 from actors.environment import EnvironmentActor
 from actors.policy import PolicyRank, RankSettings
 from actors.rollout import RolloutActor
-from cluster.config import RunConfig
-from cluster.player import Player
-from cluster.policy import PolicyGroup
-from cluster.pool import Pool
-from cluster.production import Production
-from cluster.publication import Publisher
-from cluster.report import Reporter
+from cluster.loop.episode_runner import Player
+from cluster.loop.production import Production
+from cluster.loop.publication import Publisher
+from cluster.loop.reporter import Reporter
+from cluster.roles.policy_group import PolicyGroup
+from cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure, ParityError, PublicationError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
-from rayloop.engines.samples import Collator
+from rayloop.engines.training.collator import Collator
+from rayloop.run.config import RunConfig
 from tests.engines.prompts import image
 from tests.support import local
 from tests.support.local import LocalActor

@@ -23,8 +23,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.sft import Progress, SftConfig, make_tiny
-from cluster.supervised import CHECKPOINTS, RUN
+from cluster.stages.sft import CHECKPOINTS, RUN
+from rayloop.sft.stage import Progress, SftConfig, make_tiny
 from recipes.digits.prepare import main as prepare
 from tests.support.runs import ROOT, TAG, eventually, tagged
 

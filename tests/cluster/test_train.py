@@ -18,8 +18,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cluster.cli import main
-from cluster.config import RunConfig
-from rayloop.core.config import load
+from rayloop.config.settings import load
+from rayloop.run.config import RunConfig
 from tests.support.marks import Marks, marked, next_mark
 from tests.support.runs import finished, ledger_closes, run, settings
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster import train
-from cluster.checkpoint import CheckpointStore, Origin
-from cluster.config import RunConfig
+from cluster.stages import train
 from rayloop.core.failures import ConfigError, NotSaved, Preempted, RayloopError
-from rayloop.core.runfolder import RunFolder
+from rayloop.run.checkpoint import CheckpointStore, Origin
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder
 from tests.support.runs import settings
 
 Life = Callable[[RunFolder], None]

@@ -12,7 +12,7 @@ import ray
 import yaml
 
 from cluster.cli import main
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
 from rayloop.core.types import Message, Outcome, Scored, Task, Trajectory
 from tests.support.runs import settings

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.config import RunConfig
 from cluster.driver import Driver
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
-from rayloop.core.runfolder import RolloutRecord, RolloutTurn
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RolloutRecord, RolloutTurn
 from tests.support.runs import settings
 
 

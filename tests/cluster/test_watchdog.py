@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from actors.base import Actor
-from cluster.config import RecoverySettings
-from cluster.waits import WAITS, unless, within
-from cluster.watchdog import watch
+from cluster.loop.watchdog import watch
+from cluster.roles.deadlines import WAITS, unless, within
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
+from rayloop.run.config import RecoverySettings
 from tests.support.local import LocalActor
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from rayloop.core.protocols import TrainItem
 from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.grpo.balance import shares
 from rayloop.grpo.settings import LossSettings
-from rayloop.grpo.shares import shares
 from tests.engines.training import SMALL, VERSION, engine, free_port, mixed_items, run_ranks
 
 STEPS = 3

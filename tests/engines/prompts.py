@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rayloop.core.images import ImageGeometry, image_ref
 from rayloop.core.types import PromptImage, Sampling, TokenPrompt, Version
+from rayloop.data.images import ImageGeometry, image_ref
+from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
-from rayloop.engines.transformers import TransformersEngine
-from rayloop.engines.weights import manifest
+from rayloop.transports.manifest import manifest
 
 PATCH, MERGE = 14, 2
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from rayloop.core.failures import BroadcastFailed, PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.engines.collective import Collective, buckets
-from rayloop.engines.settings import CollectiveTransport
-from rayloop.engines.weights import manifest
+from rayloop.transports.collective import Collective, buckets
+from rayloop.transports.manifest import manifest
+from rayloop.transports.settings import CollectiveTransport
 
 SETTINGS = CollectiveTransport(bucket_bytes=1024, timeout=1.0)
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from actors.rollout import build_engine
-from cluster.config import RolloutSettings
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.models import hf_state, load_model, save_model
 from rayloop.engines.settings import ModelSettings
-from rayloop.engines.weights import manifest
+from rayloop.run.config import RolloutSettings
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import full_logprobs, hf_greedy, image, prompt, special, vision_tokens
 
 pytestmark = pytest.mark.timeout(300)

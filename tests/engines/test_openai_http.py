@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.openai_http import OpenAiHttpEngine
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
-from rayloop.engines.weights import manifest
-from rayloop.envs.rendering import Renderer
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, image, prompt, special
 from tests.support.openai_server import Server, serving
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from rayloop.core.types import FinishReason, Sampling, Version
+from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.openai_http import OpenAiHttpEngine
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
-from rayloop.engines.weights import manifest
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, full_logprobs, prompt, special
 
 pytestmark = [

@@ -13,7 +13,7 @@ import pytest
 
 from rayloop.core.failures import WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
-from rayloop.engines import sglang
+from rayloop.engines.generation import sglang
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from tests.engines.prompts import image
 

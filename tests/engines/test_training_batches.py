@@ -16,9 +16,9 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn
 from rayloop.engines.attention import PACKED_SDPA, PACKED_VISION, shares_prompts
 from rayloop.engines.models import load_model
-from rayloop.engines.samples import Collator
-from rayloop.engines.scorer import FrozenScorer, Scorer, masked_logprobs
 from rayloop.engines.settings import FsdpSettings, ModelSettings
+from rayloop.engines.training.collator import Collator
+from rayloop.engines.training.scorer import FrozenScorer, Scorer, masked_logprobs
 from rayloop.grpo.batch import Sample, make_sample
 from rayloop.grpo.packing import micro_batches, pack
 from tests.engines.training import VERSION, mixed_items, trajectory

@@ -19,9 +19,9 @@ from rayloop.core.failures import CheckpointError, ConfigError, Diverged
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines import models
-from rayloop.engines.optimizer import learning_rate
-from rayloop.engines.scorer import FrozenScorer
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training.optimizer import learning_rate
+from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.grpo.settings import LossSettings
 from tests.engines.prompts import engine as generation
 from tests.engines.prompts import image, prompt, vision_tokens
@@ -247,7 +247,7 @@ def test_export_has_the_checkpoints_names_and_its_own_memory(tiny_vlm: Path, tin
 
 @pytest.mark.parametrize("vision", [False, True])
 def test_adapters_go_where_the_settings_say(tiny_vlm: Path, vision: bool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "rayloop.engines.fsdp")
+    caplog.set_level("INFO", "rayloop.engines.training.fsdp")
     settings = FsdpSettings(lora=LoraSettings(rank=4, vision=vision))
     with engine(tiny_vlm, settings, OptimizerSettings(lr=1e-2)) as trainer:
         before = trainer.export(VERSION)

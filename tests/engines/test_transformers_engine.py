@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForCon
 
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
-from rayloop.engines.decoding import Decoder, Row
+from rayloop.engines.generation.decoding import Decoder, Row
+from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings
-from rayloop.engines.transformers import TransformersEngine
-from rayloop.engines.weights import manifest
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, full_logprobs, image, prompt, vision_tokens
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)

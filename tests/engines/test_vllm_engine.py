@@ -12,8 +12,8 @@ import pytest
 
 from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
+from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
-from rayloop.engines.vllm_process import common_arguments
 from tests.engines.prompts import prompt
 from tests.engines.test_contract import GREEDY, Served
 from tests.support.vllm_processes import engine_cores, engine_workers
@@ -55,7 +55,7 @@ def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
 def test_an_installation_that_does_not_fit_is_one_line(
     found: str | None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rayloop.engines.vllm import VllmEngine
+    from rayloop.engines.generation.vllm import VllmEngine
 
     module = types.ModuleType("vllm")
     module.__version__ = found  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from torch import Tensor
 from rayloop.core.failures import PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.engines.settings import FilesystemTransport, ObjectStoreTransport
-from rayloop.engines.weights import CudaIpc, Filesystem, ObjectStore, Transport, manifest, transport, verify
+from rayloop.transports.manifest import CudaIpc, Filesystem, ObjectStore, Transport, manifest, transport, verify
+from rayloop.transports.settings import FilesystemTransport, ObjectStoreTransport
 
 VERSION = Version(1, 7)
 

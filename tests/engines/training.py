@@ -17,8 +17,8 @@ import torch
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
-from rayloop.engines.fsdp import FsdpEngine
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.settings import LossSettings
 from tests.engines.prompts import image
 

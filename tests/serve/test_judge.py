@@ -150,12 +150,12 @@ def test_no_request_makes_it_fail(judge: Served) -> None:
 
 SAME_CLUSTER = """
 import asyncio
-from cluster.environment import private_cluster
+from rayloop.launch.ray_variables import private_cluster
 
 with private_cluster() as folder:
     import ray
 
-    from actors.judge_address import RayDiscovery, publish, unclaimed
+    from serve_apps.judge.address import RayDiscovery, publish, unclaimed
     from judge.discovery import Address
     from rayloop.core.failures import ConfigError, InfrastructureFailure
 
@@ -209,15 +209,15 @@ def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(jud
 
 
 ROOM = """
-from cluster.environment import private_cluster
+from rayloop.launch.ray_variables import private_cluster
 
 with private_cluster() as folder:
     import ray
     from ray import serve
 
-    from cluster.judge_serve import end, free_port, room
+    from cluster.stages.judge import end, free_port, room
     from rayloop.core.failures import ConfigError
-    from serve_apps.judge_settings import ApplicationSettings, HttpOptions
+    from serve_apps.judge.settings import ApplicationSettings, HttpOptions
 
     @serve.deployment(ray_actor_options={"num_cpus": 0.1})
     class Other:

@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from actors.reward import RewardActor
-from actors.settings import RewardSettings
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from judge.client import ClientSettings, JudgeClient
@@ -23,7 +22,7 @@ from judge.grader import RuleBackend
 from judge.labelled import calibration
 from judge.reward import JudgeReward
 from judge.rubric import FOLDER, load_rubrics
-from rayloop.core.config import Component
+from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import (
@@ -39,6 +38,7 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
+from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 
 TASK = Task("t1", (Message("user", ("Which colour?", ImageSource(path="a.png"))),), ground_truth="red", source="vstar")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from rayloop.core.config import Settings as _Settings
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
 

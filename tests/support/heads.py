@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
-from cluster.environment import node_settings
-from rayloop.core.private import new_secret
+from rayloop.core.files import new_secret
+from rayloop.launch.ray_variables import node_settings
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 PACKAGES = ("actors", "cluster", "judge", "rayloop", "recipes", "serve_apps", "tests")

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from rayloop.core.types import Sampling, TokenPrompt
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings
-from rayloop.engines.weights import manifest
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayloop.chat.rendering import Renderer
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.envs.rendering import Renderer
 
 Said = tuple[str, FinishReason]
 

@@ -14,11 +14,10 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from cluster.background import background
-from cluster.config import RunConfig
-from cluster.player import Player
-from cluster.pool import Pool
-from cluster.production import Production
+from cluster.loop.episode_runner import Player
+from cluster.loop.production import Production
+from cluster.loop.tasks import background
+from cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import (
@@ -36,6 +35,7 @@ from rayloop.core.types import (
 )
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.run.config import RunConfig
 from tests.support.runs import settings
 
 

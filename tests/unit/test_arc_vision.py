@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cluster.config import RunConfig
-from rayloop.core.config import check_components, load
+from rayloop.config.settings import check_components, load
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Scored, Task, Trajectory, TrajectoryId
+from rayloop.run.config import RunConfig
 from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Weights, arc_vision
 

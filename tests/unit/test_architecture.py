@@ -31,8 +31,8 @@ def modules_below(*names: str) -> list[str]:
 LIGHT = [
     *modules_below("rayloop.core", "rayloop.envs", "judge", "actors.environment", "actors.reward", "cluster.driver"),
     *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
-    *modules_below("rayloop.engines.settings", "cluster.config", "cluster.cli", "recipes"),
-    *modules_below("cluster.trajectory_page", "cluster.pictures"),
+    *modules_below("rayloop.engines.settings", "rayloop.run.config", "cluster.cli", "recipes"),
+    *modules_below("rayloop.view.page", "rayloop.view.pictures"),
 ]
 
 

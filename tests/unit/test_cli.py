@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cluster.cli import evaluation_folder, main, parsed
-from cluster.config import RunConfig
-from cluster.preflight import preflight
-from rayloop.core.config import load
+from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"

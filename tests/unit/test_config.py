@@ -14,13 +14,13 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.config import RunConfig
-from cluster.sft import SftConfig
-from rayloop.core.config import Component, Settings, check_components, dump, load, local_path
+from rayloop.config.explain import models, walk
+from rayloop.config.pages import components_page, count_fields, describe, page
+from rayloop.config.settings import Component, Settings, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
-from rayloop.core.reference import components_page, count_fields, describe, page
-from rayloop.core.schema import models, walk
-from rayloop.engines.settings import CudaIpcTransport
+from rayloop.run.config import RunConfig
+from rayloop.sft.stage import SftConfig
+from rayloop.transports.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
 
 Write = Callable[..., Path]
@@ -320,7 +320,7 @@ def test_an_environment_variable_in_a_path_is_refused(write: Write, key: str, va
 
 def test_a_default_component_can_be_set_in_part(write: Write) -> None:
     run = load(write(RUN), ["data.reader.with.prompt=question", "environment.episode.environment.with={}"], RunConfig)
-    assert run.data.reader == Component(use="rayloop.core.dataset:ChatRows", with_={"prompt": "question"})
+    assert run.data.reader == Component(use="rayloop.data.dataset:ChatRows", with_={"prompt": "question"})
     check_components(run)
     other = load(write(RUN), ['data.reader={use: "recipes.digits.data:DigitRows"}'], RunConfig)
     assert other.data.reader == Component(use="recipes.digits.data:DigitRows")
@@ -376,7 +376,10 @@ def test_the_reference_describes_every_key() -> None:
     assert count_fields(House) == 4 + 2 + 2 + 2 + 2  # House without sections, Cat, Dog, Garden, Component
 
 
-@pytest.mark.parametrize(("name", "model"), [("config.md", "cluster.config:RunConfig"), ("sft.md", "cluster.sft:SftConfig")])
+PAGES = [("config.md", "rayloop.run.config:RunConfig"), ("sft.md", "rayloop.sft.stage:SftConfig")]
+
+
+@pytest.mark.parametrize(("name", "model"), PAGES)
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
     docs = Path(__file__).parents[2] / "docs" / name
     assert docs.read_text() == page(model), "run: make docs"

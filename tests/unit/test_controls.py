@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from cluster.controls import (
+from cluster.loop.evaluation import metrics
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.measure.controls import (
     BLIND,
     OTHER,
     RIGHT,
@@ -22,10 +24,8 @@ from cluster.controls import (
     table,
     verdict,
 )  # fmt: skip
-from cluster.evaluation import metrics
-from rayloop.core.bootstrap import LEAST, interval, paired_interval
-from rayloop.core.metrics import validate
-from rayloop.core.types import ImageSource, Message, Task
+from rayloop.measure.intervals import LEAST, interval, paired_interval
+from rayloop.run.metrics import validate
 from recipes.arc_vision.controls import BlindBox
 
 

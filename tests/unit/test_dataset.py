@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.core.dataset import ChatRows, Dataset, TaskCursor
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.dataset import ChatRows, Dataset, TaskCursor
 
 READER = ChatRows(ChatRows.Settings())
 

@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.environment import EnvironmentActor
 from actors.lease import Lease
-from rayloop.core.config import Component
+from rayloop.config.model import ModelSettings
+from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
-from rayloop.core.model import ModelSettings
 from rayloop.core.types import (
     Cohort,
     Completion,

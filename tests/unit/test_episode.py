@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from rayloop.chat.rendering import Renderer
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
     DataFailure,
     EnvironmentFailed,
@@ -21,7 +23,6 @@ from rayloop.core.failures import (
     OverLongPrompt,
     ToolDeadline,
 )
-from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import Observation, ScoreContext, StepResult, ToolResult
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -39,12 +40,11 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.envs.episode import play, summarize
-from rayloop.envs.rendering import Renderer
-from rayloop.envs.result import EnvironmentResult
 from rayloop.envs.scripted import ScriptedTool
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
 from rayloop.envs.tools import ImageTools
+from rayloop.rewards.environment_result import EnvironmentResult
 from tests.support.pictures import picture
 from tests.support.scripted_engine import Said, ScriptedEngine
 

@@ -13,12 +13,12 @@ import pytest
 import ray
 import yaml
 
-from cluster.checkpoint import MARKER, Checkpoint, CheckpointStore
 from cluster.cli import main
-from cluster.config import RunConfig
-from cluster.identity import about, changes, check, identity
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
+from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import about, changes, check, identity
 from recipes.digits.data import DigitRows
 from tests.support.runs import ROOT, set_key, settings
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rayloop.core.failures import DataFailure, ImageRefused
-from rayloop.core.images import ImageGeometry, decode, image_ref, probe, smart_resize, tinted
 from rayloop.core.types import ImageSource
+from rayloop.data.images import ImageGeometry, decode, image_ref, probe, smart_resize, tinted
 from tests.support.pictures import picture, png_header
 
 LIMIT = 50_000_000

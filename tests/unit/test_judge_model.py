@@ -134,7 +134,7 @@ def test_a_rule_that_raises_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(reference: str, answer: str, **options: Any) -> Any:
         raise OverflowError("cannot convert float infinity to integer")
 
-    monkeypatch.setattr("judge.rules.decide", broken)
+    monkeypatch.setattr("judge.rules.decision.decide", broken)
     (by_model,) = judge(grader(Model(RIGHT)), item())
     assert isinstance(by_model, JudgeVerdict)
     assert by_model.decided_by == "model"

@@ -16,12 +16,12 @@ from judge.answers import boxed, extract
 from judge.api import JudgeItem
 from judge.grader import decide as decide_item
 from judge.labelled import calibration
-from judge.plain import is_blank, plain
 from judge.prompt import sanitise
-from judge.quantities import first_number, quantity
-from judge.question import Question
 from judge.rubric import load_rubrics
-from judge.rules import decide, items, mean_relative_accuracy
+from judge.rules.decision import decide, items, mean_relative_accuracy
+from judge.rules.plain import is_blank, plain
+from judge.rules.quantities import first_number, quantity
+from judge.rules.question import Question
 
 RUBRIC = load_rubrics()["equivalence"]
 PAIRS = yaml.safe_load((Path(__file__).parents[1] / "data" / "judge" / "rule_pairs.yaml").read_text())

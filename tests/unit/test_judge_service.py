@@ -25,14 +25,14 @@ from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
 from judge.backend import Backend
 from judge.grader import Grader, RuleBackend
 from judge.rubric import FOLDER, load_rubrics
-from rayloop.core.config import load
+from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
-from rayloop.core.private import new_secret
-from serve_apps.judge import app, built
-from serve_apps.judge_http import web
-from serve_apps.judge_openai import OpenAIModel, correct_probability
-from serve_apps.judge_service import JudgeService, Metrics
-from serve_apps.judge_settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
+from rayloop.core.files import new_secret
+from serve_apps.judge.app import app, built
+from serve_apps.judge.http import web
+from serve_apps.judge.openai_model import OpenAIModel, correct_probability
+from serve_apps.judge.service import JudgeService, Metrics
+from serve_apps.judge.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
 from tests.support.judges import ModelStub
 
 RUBRICS = load_rubrics()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.report import production_metrics
-from rayloop.core.metrics import METRICS, prometheus, reference, validate
+from cluster.loop.reporter import production_metrics
 from rayloop.core.types import (
     EndReason,
     Fate,
@@ -24,12 +23,13 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.grpo.metrics import LossMetrics
+from rayloop.run.metrics import METRICS, prometheus, reference, validate
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert DOCS.read_text() == reference(), "run: python -m rayloop.core.metrics > docs/metrics.md"
+    assert DOCS.read_text() == reference(), "run: python -m rayloop.run.metrics > docs/metrics.md"
 
 
 def test_names_are_unique_and_explained() -> None:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from cluster.cli import main
-from cluster.data import compared
-from rayloop.core.dataset import Dataset
-from rayloop.core.images import decode
+from rayloop.data.dataset import Dataset
+from rayloop.data.images import decode
+from rayloop.data.validation import compared
 from recipes.arc_vision import miniwob
 from recipes.arc_vision.data import GroundingRows
 from recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
@@ -130,7 +130,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(
         "name": "run", "steps": 1, "model": {"path": "nowhere"},
         "data": {
             "train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"),
-            "reader": {"use": "rayloop.core.dataset:ChatRows", "with": {"prompt": "question"}},
+            "reader": {"use": "rayloop.data.dataset:ChatRows", "with": {"prompt": "question"}},
         },
         "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(
     (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n')
     assert main(["data", "validate", str(tmp_path / "run.yaml")]) == 1
     out = capsys.readouterr().out
-    assert "train.jsonl: 1 rows read by rayloop.core.dataset:ChatRows, 0 problems" in out
+    assert "train.jsonl: 1 rows read by rayloop.data.dataset:ChatRows, 0 problems" in out
     assert "eval.jsonl:2: no column 'question'" in out
     assert "warning: none of the 1 rows of" in out
     assert main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"]) == 2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.rendezvous import Rendezvous
 from rayloop.core.failures import ConfigError
-from rayloop.core.private import new_secret, trusted
+from rayloop.core.files import new_secret, trusted
+from rayloop.launch.rendezvous import Rendezvous
 
 
 def test_a_secret_that_others_can_read_is_not_kept_in_use(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_what_a_crash_left_is_no_secret(tmp_path: Path) -> None:
 
 
 def test_another_users_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.core.private.ROOT", -1)
+    monkeypatch.setattr("rayloop.core.files.ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match=r"the folder .* belongs to user \d+, and only your own is believed"):
         trusted(tmp_path, "the folder")

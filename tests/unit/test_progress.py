@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.activity import doing
-from cluster.progress import ROWS, Progress
-from cluster.words import describe, span, visible
+from cluster.loop.activity import doing
+from rayloop.view.progress import ROWS, Progress
+from rayloop.view.words import describe, span, visible
 
 METRICS = {
     "step": 3.0,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.core.config import Component
-from rayloop.core.dataset import Dataset
+from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.images import probe
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Outcome, Sampling, Scored, Task, Trajectory, TrajectoryId
+from rayloop.data.dataset import Dataset
+from rayloop.data.images import probe
 from recipes.arc_vision.data import Box, GroundingRows
 from recipes.arc_vision.reward import IoUReward, click_hits, iou, parse_box
 from recipes.digits.data import DigitRows, rows

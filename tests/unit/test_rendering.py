@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rayloop.chat.rendering import Renderer
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.core.images import decode
-from rayloop.core.model import ModelSettings
 from rayloop.core.types import ImageSource, Message, Sampling
-from rayloop.envs.rendering import Renderer
+from rayloop.data.images import decode
 from tests.support.pictures import picture
 
 LIMIT = 1_000_000

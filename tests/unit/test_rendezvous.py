@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster import node, rendezvous, scheduler
-from cluster.ports import NoFreePorts, block, port_range
-from cluster.rendezvous import Head, NoHead, Rendezvous
 from rayloop.core.failures import ConfigError
+from rayloop.launch import node, rendezvous, slurm_job
+from rayloop.launch.ports import NoFreePorts, block, port_range
+from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_head_whose_job_has_ended_is_stale_although_somebody_else_answers(
     place: Rendezvous, listening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published(place, listening, job="17")
-    monkeypatch.setattr(scheduler, "ended", lambda job: job == "17")
+    monkeypatch.setattr(slurm_job, "ended", lambda job: job == "17")
     with pytest.raises(NoHead, match="its job 17 has ended"):
         place.wait(0.1)
     head = published(place, listening, job="18")

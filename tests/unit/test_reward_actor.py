@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from actors.reward import RewardActor, as_outcome
-from actors.settings import RewardSettings
-from rayloop.core.config import Component
-from rayloop.core.config import Settings as _Settings
+from rayloop.chat.tokenizer import load_tokenizer
+from rayloop.config.model import ModelSettings
+from rayloop.config.settings import Component
+from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerSpent
-from rayloop.core.model import ModelSettings
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -36,7 +36,7 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
-from rayloop.envs.rendering import load_tokenizer
+from rayloop.rewards.settings import RewardSettings
 
 TASK = Task("t1", (), ground_truth=3)
 

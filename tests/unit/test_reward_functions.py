@@ -15,12 +15,9 @@ import pytest
 import torch
 
 from actors.reward import as_outcome
-from actors.settings import REWARD, RewardSettings
-from rayloop.core.config import Component, Settings, check_components, dump, load
-from rayloop.core.dataset import ChatRows
+from rayloop.config.settings import Component, Settings, check_components, dump, load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.reward_functions import as_source
 from rayloop.core.types import (
     EndReason,
     ImageSource,
@@ -35,6 +32,9 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
+from rayloop.data.dataset import ChatRows
+from rayloop.rewards.functions import as_source
+from rayloop.rewards.settings import REWARD, RewardSettings
 
 TURN = Turn("assistant", (5, 6, 7), logprobs=(-1.0,) * 3)
 TRAJECTORY = Trajectory(TrajectoryId(1, 0), 0, "t1", 0, (Turn("prompt", (1, 2)), TURN), Sampling(), EndReason.DONE)

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from actors.reward import as_outcome
-from actors.settings import REWARD
-from rayloop.core.config import Component
+from rayloop.config.settings import Component
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import (
     EndReason,
@@ -25,6 +24,7 @@ from rayloop.core.types import (
     Unscored,
     UnscoredKind,
 )
+from rayloop.rewards.settings import REWARD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", PAGE, re.DOTALL))

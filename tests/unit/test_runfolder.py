@@ -12,11 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayloop.core import runlock
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.jsonl import JsonLines
-from rayloop.core.runfolder import RunFolder, rollout_record
-from rayloop.core.runlock import Holder
 from rayloop.core.types import (
     EndReason,
     Fate,
@@ -35,10 +31,14 @@ from rayloop.core.types import (
     UnscoredKind,
     Version,
 )
+from rayloop.run import lock
+from rayloop.run.folder import RunFolder, rollout_record
+from rayloop.run.jsonl import JsonLines
+from rayloop.run.lock import Holder
 
 HOLD = """
 import sys
-from rayloop.core.runfolder import RunFolder
+from rayloop.run.folder import RunFolder
 with RunFolder(sys.argv[1], "run").acquired():
     print("held", flush=True)
     sys.stdin.read()
@@ -83,7 +83,7 @@ def test_a_stop_while_the_lock_is_taken_leaves_it_free(tmp_path: Path, monkeypat
         raise SystemExit(15)
 
     folder = RunFolder(tmp_path, "run")
-    monkeypatch.setattr(runlock.threading, "Thread", stopped)
+    monkeypatch.setattr(lock.threading, "Thread", stopped)
     with pytest.raises(SystemExit), folder.acquired():
         pass
     assert folder.lock.path.read_text() == ""
@@ -102,8 +102,8 @@ def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_hos
     assert Holder(me.pid, me.host, "another boot", me.started).gone(silence=0)
     assert Holder(me.pid, me.host, me.boot_id, me.started - 60).gone(silence=0)
     elsewhere = Holder(me.pid, "another-host", "another boot", me.started)
-    assert elsewhere.gone(silence=runlock.SILENCE + 1)
-    assert not elsewhere.gone(silence=runlock.SILENCE - 1)
+    assert elsewhere.gone(silence=lock.SILENCE + 1)
+    assert not elsewhere.gone(silence=lock.SILENCE - 1)
 
 
 def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +117,8 @@ def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Pat
             raise OSError(116, "Stale file handle", str(path))
         again.set()
 
-    monkeypatch.setattr(runlock, "HEARTBEAT", 0.001)
-    monkeypatch.setattr(runlock.os, "utime", utime)
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.001)
+    monkeypatch.setattr(lock.os, "utime", utime)
     with RunFolder(tmp_path, "run").acquired():
         assert again.wait(10), "otherwise another host would take the run for dead after SILENCE"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import scheduler
 from cluster.cli import main
-from cluster.rendezvous import Head, Rendezvous
-from cluster.slurm import SCRIPTS, SITE, SiteSettings, plan
-from rayloop.core.config import load
+from rayloop.config.settings import load
+from rayloop.launch import slurm_job
+from rayloop.launch.rendezvous import Head, Rendezvous
+from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
 
 FAKE = {
     "sbatch": """echo "$@" >> $HERE/submitted; n=$(wc -l < $HERE/submitted); echo $n >> $HERE/active; echo "$n;cluster" """,
@@ -106,20 +106,20 @@ def test_without_slurm_its_commands_are_missed(
     monkeypatch.setenv("PATH", "/nowhere")
     assert slurm(fake, "up") == 1
     assert "sbatch: no such command" in capsys.readouterr().err
-    assert not scheduler.ended("1"), "it cannot be told"
+    assert not slurm_job.ended("1"), "it cannot be told"
 
 
 def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURMD_NODENAME"):
         monkeypatch.delenv(name, raising=False)
-    assert (scheduler.job(), scheduler.cpus(), scheduler.gpus()) == (None, None, None)
+    assert (slurm_job.job(), slurm_job.cpus(), slurm_job.gpus()) == (None, None, None)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "16")
-    assert (scheduler.job(), scheduler.cpus(), scheduler.gpus()) == ("5", 16, 0)
+    assert (slurm_job.job(), slurm_job.cpus(), slurm_job.gpus()) == ("5", 16, 0)
     monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
     (fake / "scontrol").write_text("#!/bin/bash\necho NodeName=gpu1 NodeAddr=127.0.0.9 NodeHostName=gpu1")
     (fake / "scontrol").chmod(0o755)
-    assert scheduler.node_address() == "127.0.0.9"
+    assert slurm_job.node_address() == "127.0.0.9"
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from cluster.cli import main
-from cluster.pictures import boxes, draw, draw_or_tell
-from cluster.recorded import by_step, evenly, matching
-from cluster.trajectory_page import content, write_page
-from rayloop.core.config import Component
-from rayloop.core.jsonl import encode
-from rayloop.core.runfolder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.config.settings import Component
+from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.jsonl import encode
+from rayloop.view.page import content, write_page
+from rayloop.view.pictures import boxes, draw, draw_or_tell
+from rayloop.view.reader import by_step, evenly, matching
 from recipes.arc_vision.boxes import GroundingBoxes
 from tests.support.pictures import picture
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from judge import rules
+from judge.rules import decision as rules
 from rayloop.core.failures import DataFailure
 from rayloop.grpo.advantage import advantages as group
 from rayloop.grpo.loss import policy_loss

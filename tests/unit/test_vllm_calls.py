@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-import rayloop.engines.vllm as module
-from cluster.config import RunConfig
+import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.vllm import RETRIES, VllmEngine
+from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
-from rayloop.engines.vllm import RETRIES, VllmEngine
-from rayloop.engines.vllm_process import common_arguments
-from rayloop.engines.weights import manifest
+from rayloop.run.config import RunConfig
+from rayloop.transports.manifest import manifest
 from tests.support.runs import settings
 
 OLD, NEW = Version(0, 0), Version(0, 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rayloop.engines.generation.vllm_chat import RequestRefused, _arguments, _parameters
 from rayloop.engines.settings import VllmEngineSettings
-from rayloop.engines.vllm_chat import RequestRefused, _arguments, _parameters
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from judge import rules
 from judge.answers import extract
-from judge.quantities import first_number
+from judge.rules import decision as rules
+from judge.rules.quantities import first_number
 from judge.verdict import InvalidVerdict, parse
 from tests.vector_rules.entries import Deviation, Entry, Refused, Rule, Unknown
 

@@ -17,12 +17,12 @@ from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import parser, read
-from cluster.environment import node_settings
-from cluster.preflight import lasting
-from cluster.services import bundles
+from cluster.roles.services import bundles
 from rayloop.core.failures import RayloopError
-from serve_apps.judge import gpus
-from serve_apps.judge_settings import JudgeSettings
+from rayloop.launch.ray_variables import node_settings
+from rayloop.run.preflight import lasting
+from serve_apps.judge.app import gpus
+from serve_apps.judge.settings import JudgeSettings
 from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.schemas import ROOT
 
@@ -223,14 +223,14 @@ def secrets(documents: list[Document]) -> Iterator[str]:
 
 
 def settings(documents: list[Document]) -> Iterator[str]:
-    """Every Ray process gets what cluster/environment.py gives those that we start; the operator sets the token."""
+    """Every Ray process gets what rayloop/launch/ray_variables.py gives those that we start; the operator sets the token."""
     for group in all_groups(documents):
         every = node_settings(None, runs_jobs=group.head or "driver" in group.spec.get("resources", {}))
         wanted = {name: value for name, value in every.items() if not name.startswith("RAY_AUTH")}
         given = {variable["name"]: variable.get("value") for variable in group.pod.container.get("env", [])}
         for name, value in wanted.items():
             if given.get(name) != value:
-                yield f"{group.pod.title}: {name} is {given.get(name)}, cluster/environment.py says {value}"
+                yield f"{group.pod.title}: {name} is {given.get(name)}, rayloop/launch/ray_variables.py says {value}"
 
 
 def selectors(documents: list[Document]) -> Iterator[str]:
@@ -324,7 +324,7 @@ def services(documents: list[Document]) -> Iterator[str]:
             package = application.import_path.partition(".")[0]
             if not (ROOT / package / "__init__.py").is_file():
                 yield f"{title}: {application.import_path}: there is no package {package}"
-            elif application.import_path == "serve_apps.judge:app":
+            elif application.import_path == "serve_apps.judge.app:app":
                 yield from judge(title, application.args, served)
 
 

@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from cluster.rendezvous import Head, Rendezvous
-from cluster.slurm import SCRIPTS, nodes
+from rayloop.launch.rendezvous import Head, Rendezvous
+from rayloop.launch.slurm import SCRIPTS, nodes
 from tests.deploy.slurm.lab import Lab, lab, why_not
 from tests.support.runs import ROOT, eventually, settings
 

@@ -1,0 +1,29 @@
+"""``python -m benchmarks`` (and ``python -m cluster bench``): measurements that print one JSON line each.
+
+docs/performance.md has their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks import judge, memory, publish, rollout, scale, step, train
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    step.add_step(actions.add_parser("step", help="GRPO steps through the real actors"))
+    step.add_compare(actions.add_parser("compare", help="GRPO steps of TRL and of rayloop, alternately"))
+    rollout.add_arguments(actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately"))
+    publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
+    train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
+    scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
+    memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
+    judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
+
+
+if __name__ == "__main__":
+    from cluster.cli import main
+
+    sys.exit(main(["bench", *sys.argv[1:]]))

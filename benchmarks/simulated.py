@@ -1,0 +1,157 @@
+"""The driver's surroundings as ``bench scale`` simulates them: one actor that waits instead of generating, scoring or playing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.base import GROUPS
+from actors.lease import Lease
+from benchmarks.load import Load
+from cluster.driver import Driver
+from cluster.loop.publication import Publisher
+from cluster.roles.pool import Pool
+from cluster.roles.services import CONCURRENCY, TrainingServices
+from rayloop.config.settings import load as load_config
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.types import EndReason, Group, Outcome, PlayRequest, Scored, Summary, Task, TrajectoryId, Version
+from rayloop.run.config import RunConfig
+
+NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
+"""Of the ledger's counts."""
+
+
+class World:
+    """All engines, environments and graders. An episode waits for a slot of its engine, then as long as its latency."""
+
+    def __init__(self, load: Load, latencies: Sequence[float]) -> None:
+        scale = load.latency * len(latencies) / sum(latencies)
+        self._latencies = [scale * latency for latency in latencies]
+        self._uniform = load.uniform
+        self._slots: dict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(load.slots))
+        self._version = Version(0, 0)
+        self._busy = 0.0
+        self._running: dict[int, float] = {}
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self._version, 0, 0)
+
+    async def load(self, manifest: Manifest, source: Any) -> None:
+        self._version = manifest.version
+
+    async def play(self, request: PlayRequest, lease: Lease, driver: Any) -> tuple[Summary, None]:
+        key = hash((request.id.group, request.id.sample))
+        async with self._slots[lease.worker]:
+            version, began = self._version, time.monotonic()
+            self._running[key] = began
+            await asyncio.sleep(random.Random(key).choice(self._latencies))
+            seconds = time.monotonic() - self._running.pop(key)
+            self._busy += seconds
+        return Summary(
+            request.id, request.attempt, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1,
+            images=0, observation_images=0, images_consistent=True, first_version=version, last_version=self._version,
+            seconds=seconds,
+        ), None  # fmt: skip
+
+    async def score(self, payload: Any, task: Task, step: int) -> Outcome:
+        chance = random.Random(task.id).random()
+        return Scored(1.0 if chance < self._uniform else float(random.random() < 0.5))
+
+    async def busy(self) -> float:
+        """Seconds that slots have been taken so far, in all."""
+        now = time.monotonic()
+        return self._busy + sum(now - began for began in self._running.values())
+
+
+class SimulatedPolicy:
+    """A trainer that takes its time and changes nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def export(self, version: Version) -> tuple[Manifest, None]:
+        return Manifest(version, {}), None
+
+    async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
+        return set()
+
+    async def train(self) -> dict[str, float]:
+        await asyncio.sleep(self._seconds)
+        return {}
+
+    def stop(self) -> None: ...
+
+
+class SimulatedServices(TrainingServices):
+    """The pools of a run, all of whose workers are the one actor."""
+
+    load: Load
+    latencies: Sequence[float]
+
+    async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
+        self.world = ray.remote(World).options(num_cpus=0, max_concurrency=4 * CONCURRENCY).remote(self.load, self.latencies)
+        settings = self.config.recovery
+        self.rollout = Pool("rollout", self.load.engines, lambda _: self.world, settings, self._event, admit_engine)
+        self.environment, self.reward = (
+            Pool(role, 4, lambda _: self.world, settings, self._event) for role in ("environment", "reward")
+        )
+        self.pools = [self.rollout, self.environment, self.reward]
+        self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]
+        for pool in self.pools:
+            await pool.start()
+
+
+class SimulatedDriver(Driver):
+    """The driver itself, but for what needs weights: it verifies, observes and saves nothing."""
+
+    def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
+        super().__init__(config, folder, "never")
+        self.simulated = SimulatedServices(config, folder, self.reporter.event)
+        self.simulated.load, self.simulated.latencies = load, latencies
+        self.services = self.simulated
+        self.publisher = Publisher(config, self.services, self.reporter)
+        self.marks: list[tuple[float, float, float, Counter[str]]] = []
+
+    async def verify(self) -> None: ...
+
+    async def observe(self) -> None: ...
+
+    async def checkpoint(self) -> None: ...
+
+    async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
+        await super().record(report, groups)
+        busy = await self.simulated.world.busy.remote()
+        self.marks.append((time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts())))
+
+    async def measure(self, warm: int) -> dict[str, float]:
+        """Run; returns what the steps after the first ``warm`` took."""
+        await self.main()
+        (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = self.marks[warm - 1], self.marks[-1]
+        seconds, load, counts = ended - began, self.simulated.load, after - before
+        trained = counts["trained"]
+        finished = sum(n for state, n in counts.items() if state not in NOT_FINAL)
+        return {
+            "seconds": round(seconds, 2),
+            "trajectories": finished,
+            "cpu_ms_per_trajectory": round(1000 * (cpu_end - cpu) / finished, 3),
+            "trained_per_s": round(trained / seconds, 2),
+            "idle_share": round(1 - (busy_end - busy) / seconds / (load.engines * load.slots), 3),
+            "filtered_share": round(sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3),
+            "stale_share": round(sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3),
+        }
+
+
+def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Any:
+    """The driver as an actor."""
+    config = load_config(path, (), RunConfig)
+    run = Path(folder) / config.name
+    run.mkdir()
+    actor = ray.remote(concurrency_groups=GROUPS)(SimulatedDriver).options(num_cpus=0, max_concurrency=CONCURRENCY)
+    return actor.remote(config, str(run), load, list(latencies))

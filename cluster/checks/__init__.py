@@ -1,1 +1,0 @@
-"""What ``doctor`` looks at: small functions that take what they look at as arguments and return findings."""

@@ -1,0 +1,62 @@
+"""``data prepare|validate``: make the dataset of a recipe, and check a file before a run reads it."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import recipes
+from cluster.commands.arguments import add_overrides
+from rayloop.config.settings import Component
+from rayloop.core.failures import ConfigError
+from rayloop.data.validation import validate
+from rayloop.run.config import RunConfig, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    prepare = actions.add_parser("prepare", help="make a recipe's dataset")
+    prepare.add_argument("recipe", metavar="RECIPE", choices=preparable(), help=", ".join(preparable()))
+    prepare.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own options; --help names them")
+    prepare.set_defaults(run=_prepare)
+    check = actions.add_parser("validate", help="name the rows that a run could not use")
+    check.add_argument(
+        "file", type=Path, metavar="FILE", help="YAML file of a run (its data, read as the run would), JSONL or parquet"
+    )
+    add_overrides(check, "with a run: values to change")
+    check.add_argument(
+        "--reader", metavar="MODULE:CLASS", default="rayloop.data.dataset:ChatRows", help="with a data file (default: %(default)s)"
+    )
+    check.add_argument(
+        "--max-image-pixels", type=int, metavar="N", default=50_000_000, help="with a data file: larger images are refused"
+    )
+    check.set_defaults(run=_validate)
+
+
+def preparable() -> list[str]:
+    """Recipes that make their dataset: those with a module ``prepare``, whose ``main(arguments)`` returns an exit code."""
+    names = [module.name for module in pkgutil.iter_modules(recipes.__path__) if module.ispkg]
+    return sorted(name for name in names if find_spec(f"recipes.{name}.prepare"))
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    code: int = import_module(f"recipes.{arguments.recipe}.prepare").main(arguments.options)
+    return code
+
+
+def validate_run(config: RunConfig) -> int:
+    """Check the rows of a run with its own reader: those to train on, and the held-out ones. Returns and raises as ``validate``."""
+    files = [path for path in (config.data.train, config.data.eval) if path is not None]
+    limit = config.environment.episode.max_image_pixels
+    return max([validate(Path(path), config.data.reader, limit) for path in files])
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    if arguments.file.suffix in (".yaml", ".yml"):
+        return validate_run(read(arguments.file, arguments.overrides))
+    if arguments.overrides:
+        raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
+    return validate(arguments.file, Component(use=arguments.reader), arguments.max_image_pixels)

@@ -1,0 +1,37 @@
+"""``doctor``: what would go wrong here, and what to do about it (rayloop/doctor)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from rayloop.doctor.checks import checks, examine, text
+from rayloop.run.config import read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of a run, for its disk, memory, GPUs and files"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG")
+    parser.add_argument("--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)")
+    parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
+    parser.add_argument("--port", type=int, action="append", default=[], help="a port that must be free here; may be repeated")
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides) if arguments.config else None
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    found = asyncio.run(examine(checks(config, address, arguments.token_file, arguments.port)))
+    if arguments.json:
+        rows = [{"check": name, **asdict(finding)} for name, findings in found.items() for finding in findings]
+        print(json.dumps(rows, indent=1))
+    else:
+        print(text(found))
+    return int(any(finding.level == "error" for findings in found.values() for finding in findings))

@@ -1,0 +1,57 @@
+"""``eval``: measure a checkpoint on held-out rows, with controls."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cluster.commands.arguments import add_cluster, add_run, cluster
+from rayloop.core.failures import ConfigError
+from rayloop.run.config import RunConfig, read
+from rayloop.run.preflight import preflight
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, "evaluation.limit=100")
+    parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
+    parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
+    parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
+    parser.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
+    parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
+    add_cluster(parser)
+    parser.set_defaults(run=run)
+
+
+def evaluation_folder(config: RunConfig, checkpoint: Path | None) -> Path:
+    """Beside the run that the checkpoint is of, and named after it; of a model folder, or without one, below ``output``."""
+    if checkpoint is None:
+        return Path(config.output) / f"{config.name}-eval"
+    path = checkpoint.resolve()
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    return Path(config.output) / f"{path.name}-eval" if run is None else run.with_name(f"{run.name}-eval")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides)
+    out = arguments.out or evaluation_folder(config, arguments.checkpoint)
+    data = arguments.data or config.data.eval
+    if data is None:
+        raise ConfigError("data.eval names no rows, and --data was not given")
+    if arguments.checkpoint is not None:
+        from rayloop.run.export import model_of  # imports torch
+
+        folder = model_of(arguments.checkpoint, out / "models")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    preflight(config, trains=False)
+    with cluster(arguments) as (address, temporary):
+        from cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
+
+        return evaluate(
+            config,
+            data,
+            out,
+            controls=arguments.controls,
+            samples=arguments.samples,
+            address=address,
+            temporary=temporary,
+        )

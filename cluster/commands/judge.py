@@ -1,0 +1,104 @@
+"""``judge serve|check|calibrate``: the judge on Ray Serve, and questions about one that is served."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from cluster.commands.arguments import add_cluster, cluster
+from judge.api import JudgeVersion
+from judge.calibrate import Gate, calibrate
+from judge.client import ClientSettings, JudgeClient
+from judge.transport import Transport
+from rayloop.config.settings import Component, load, local_path
+from rayloop.config.yaml_source import parse_value
+from rayloop.core.failures import ConfigError, InfrastructureFailure
+from serve_apps.judge.settings import CONFIGS, LOOPBACK, ServeFile
+
+ANNOUNCED = Path("runs/judge.json")
+"""Where clients with ``url: auto`` look."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    serve = actions.add_parser("serve", help="serve a judge until a signal comes")
+    serve.add_argument("config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU")
+    serve.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example http_options.port=8001")
+    serve.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="for clients with url: auto")
+    add_cluster(serve)
+    serve.set_defaults(run=_serve)
+    check = actions.add_parser("check", help="exit code 0 and one line when the judge is ready, else 1 and one line")
+    _add_target(check)
+    check.set_defaults(run=_check)
+    calibrate = actions.add_parser("calibrate", help="judge labelled answers; exit code 1 below the gate")
+    _add_target(calibrate)
+    calibrate.add_argument(
+        "--gate", action="append", default=[], metavar="key=value", help="for example min_kappa=0.7; may be repeated"
+    )
+    calibrate.add_argument("--drift", action="store_true", help="the subset that runs repeat, for a quick look")
+    calibrate.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for each verdict")
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT, or auto")
+    parser.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="where auto looks")
+    parser.add_argument("--key-file", default="", metavar="FILE", help="default: the one that the judge announced")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    file = load(arguments.config, arguments.overrides, ServeFile)
+    (application,) = file.applications
+    open_ = application.args.key_file is None and (arguments.insecure or application.args.insecure)
+    if open_ and file.http_options.host not in LOOPBACK:
+        raise ConfigError(f"--insecure with http_options.host {file.http_options.host}: without a key only loopback is served")
+    key = application.args.key_file or str(arguments.announce.with_suffix(".key"))
+    settings = application.args.model_copy(update={"insecure": True} if open_ else {"key_file": str(local_path(key))})
+    file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
+    with cluster(arguments) as (address, temporary):
+        from cluster.stages.judge import serve  # imports ray
+
+        return serve(file, address, temporary, arguments.announce)
+
+
+def client_settings(arguments: argparse.Namespace) -> ClientSettings:
+    found = {"use": "judge.discovery:FileDiscovery", "with": {"path": str(arguments.announce)}}
+    return ClientSettings(url=arguments.url, key_file=arguments.key_file, discovery=Component.model_validate(found))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    print(asyncio.run(check(client_settings(arguments))))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    pairs = [word.partition("=") for word in arguments.gate]
+    try:
+        gate = Gate.model_validate({name: parse_value(value, f"--gate {name}") for name, _, value in pairs})
+    except ValidationError as error:
+        raise ConfigError(f"--gate: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+
+    async def ask() -> bool:
+        client = JudgeClient(client_settings(arguments))
+        try:
+            return await calibrate(client, gate, arguments.patience, drift=arguments.drift)
+        finally:
+            await client.close()
+
+    return 0 if asyncio.run(ask()) else 1
+
+
+async def check(settings: ClientSettings) -> str:
+    """One line about a judge that is ready. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
+    transport = Transport(settings)
+    try:
+        await transport.get("/readyz")
+        about = JudgeVersion.model_validate_json(await transport.get("/version"))
+    except ValueError as error:
+        raise InfrastructureFailure(f"{transport.url} is not a judge: {str(error).splitlines()[0]}") from error
+    finally:
+        await transport.close()
+    return f"ready: {transport.url} {about.backend} {about.model or '(no model)'} {about.fingerprint}"

@@ -1,0 +1,23 @@
+"""``report``: write a run's curves and trajectories as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rayloop.core.failures import ConfigError
+from rayloop.view.page import write_page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    parser.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.groups < 0:
+        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
+    print(write_page(arguments.run_folder, arguments.out, arguments.groups))
+    return 0

@@ -1,0 +1,168 @@
+"""``submit``: run ``train`` as a Ray job on a cluster that has the dependencies but not this checkout."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.launch.ray_variables import joined_cluster
+from rayloop.run.config import read
+from rayloop.run.preflight import lasting
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+LEFT_OUT = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
+"""Folders, wherever they are, that hold data and not code. So are hidden ones, environments and caches."""
+LIMIT = 200 * 2**20
+"""Bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
+PATIENCE = 60.0
+"""Seconds without contact to the head after which following a job is given up."""
+POLL = 1.0
+
+
+class SubmissionFailed(RayloopError):
+    """The head did not take the job, or could not be reached any more while it was followed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200")
+    parser.add_argument("--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard")
+    parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
+    parser.add_argument("--insecure", action="store_true", help="for a cluster that was started without a token")
+    parser.add_argument("--working-dir", type=Path, default=Path(), help="the checkout to send (default: this folder)")
+    parser.add_argument("--follow", action="store_true", help="show the log and end with the job's exit code")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
+    if not arguments.address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address {arguments.address}: expected the dashboard, http://HEAD:8265")
+    config = _inside(arguments.config, arguments.working_dir)
+    command = shlex.join(["python", "-m", "cluster", "train", str(config), *arguments.overrides])
+    with joined_cluster(arguments.address, arguments.token_file, arguments.insecure):
+        return submit(command, arguments.address, arguments.working_dir, follow_it=arguments.follow)
+
+
+def _inside(config: Path, folder: Path) -> Path:
+    try:
+        return config.resolve().relative_to(folder.resolve())
+    except ValueError:
+        raise ConfigError(f"{config} is not below {folder.resolve()}, the folder that is sent. See --working-dir") from None
+
+
+def submit(command: str, address: str, folder: Path, *, follow_it: bool) -> int:
+    """Send ``folder`` and start ``command`` in it. Returns 0, or with ``follow_it`` the exit code of the job.
+
+    The entrypoint asks for no CPU. Raises SubmissionFailed.
+    """
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    with tempfile.TemporaryDirectory() as temporary:
+        package = pack(folder, Path(temporary) / "package.zip")
+        print(f"package: {len(zipfile.ZipFile(package).namelist())} files, {package.stat().st_size / 2**20:.1f} MiB")
+        try:
+            client = JobSubmissionClient(address)
+            job = client.submit_job(entrypoint=command, runtime_env={"working_dir": str(package)})
+        except AuthenticationError as error:
+            raise SubmissionFailed(f"{address} wants a token: give its file with --token-file") from error
+        except (ConnectionError, RuntimeError) as error:
+            raise SubmissionFailed(f"{address} did not take the job: {str(error).splitlines()[0]}") from error
+    print(f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}")
+    return follow(client, job) if follow_it else 0
+
+
+def pack(folder: Path, package: Path) -> Path:
+    """A zip of the code in ``folder``: what git knows or does not ignore; without git, everything but data and caches.
+
+    Raises ConfigError when it is larger than LIMIT, with the largest files.
+    """
+    files = [file for file in _files(folder) if not _is_data(file)]
+    with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for file in files:
+            # A fixed time stamp: Ray recognises a package that it has by its hash.
+            entry = zipfile.ZipInfo(str(file))
+            entry.external_attr = ((folder / file).stat().st_mode & 0o777) << 16
+            archive.writestr(entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
+    if (size := package.stat().st_size) > LIMIT:
+        largest = sorted(files, key=lambda f: (folder / f).stat().st_size, reverse=True)[:5]
+        names = ", ".join(f"{f} ({(folder / f).stat().st_size / 2**20:.0f} MiB)" for f in largest)
+        raise ConfigError(
+            f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB, {LIMIT / 2**20:.0f} are allowed. "
+            f"The largest files: {names}. Data and models belong on storage that the nodes see; git-ignore them or move them"
+        )
+    return package
+
+
+def _files(folder: Path) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode == 0:
+        found: Iterator[Path] = (Path(name) for name in listed.stdout.split("\0") if name)
+    else:
+        found = (path.relative_to(folder) for path in folder.rglob("*"))
+    return sorted(file for file in found if (folder / file).is_file())
+
+
+def _is_data(file: Path) -> bool:
+    return any(
+        part in LEFT_OUT or part.startswith((".", "__pycache__", "venv")) or part.endswith(".egg-info")
+        for part in file.parts
+    )
+
+
+def follow(client: JobSubmissionClient, job: str) -> int:
+    """Show the job's log until it ends. Returns its exit code; 1 when it ended without one (stopped, or its node died).
+
+    Raises SubmissionFailed when the head was silent for PATIENCE seconds: the job may go on.
+    """
+    shown, heard = 0, time.monotonic()
+    while True:
+        try:
+            shown = asyncio.run(_show(client, job, shown))
+            info = client.get_job_info(job)
+            heard = time.monotonic()
+        except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+            if time.monotonic() - heard > PATIENCE:
+                raise SubmissionFailed(f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on") from error
+            time.sleep(POLL)
+            continue
+        except KeyboardInterrupt:
+            print(f"\njob {job} goes on", file=sys.stderr)
+            return 0
+        if info.status.is_terminal():
+            return _end(info)
+        time.sleep(POLL)
+
+
+async def _show(client: JobSubmissionClient, job: str, shown: int) -> int:
+    """Print the log from character ``shown`` on (a new connection starts again at the beginning); returns its length."""
+    seen = 0
+    async for text in client.tail_job_logs(job):
+        print(text[max(0, shown - seen) :], end="", flush=True)
+        seen += len(text)
+        shown = max(shown, seen)
+    return shown
+
+
+def _end(info: Any) -> int:
+    if info.driver_exit_code is not None:
+        return int(info.driver_exit_code)
+    reason = (info.message or "no message").splitlines()[0]
+    print(f"rayloop: the job ended without an exit code: {info.status} ({reason})", file=sys.stderr)
+    return 1

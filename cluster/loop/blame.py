@@ -1,0 +1,114 @@
+"""Whose fault failing episodes are: the task's, the environment actor's, or nobody's that can be told.
+
+- The task's: two different actors saw it fail, while other episodes went well or on actors where nothing else fails. It is
+  quarantined when that happened in ``environment.task_failures`` groups with no good group between, or at once when
+  ``environment.attempts`` episodes of one group hung.
+- The actor's: episodes of ``environment.actor_failures`` different tasks failed on it one after the other, while episodes went
+  well since it began to serve. It is replaced.
+- Nobody's: when nothing goes well, the environment as a whole is broken. Then no task is quarantined and no actor replaced;
+  the generation budget ends the run and gives the reason.
+
+An actor is known by its slot, since a replacement usually stands on the same node; in a pool of one by its process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rayloop.run.config import EnvironmentSettings
+
+
+@dataclass
+class _GroupFailures:
+    """Of a group being played: ``began`` at that many successes; actors (and their processes) on which its episodes failed, and
+    those on which they hung."""
+
+    began: int
+    actors: set[int] = field(default_factory=set)
+    workers: set[int] = field(default_factory=set)
+    hung: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Service:
+    """Of an actor's process: ``began`` at that many successes; whether one was its own; the tasks that failed since."""
+
+    began: int
+    served: bool = False
+    failing: set[str] = field(default_factory=set)
+
+
+class Blame:
+    """One per run. ``groups_failed`` counts the groups in which a task failed since it last went well (checkpointed)."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings = settings
+        self.groups_failed: Counter[str] = Counter()
+        self._successes = 0
+        self._groups: dict[int, _GroupFailures] = {}
+        self._services: dict[int, _Service] = {}
+
+    def begins(self, group: int, worker: int) -> None:
+        """An episode of ``group`` begins on the process ``worker`` (its serial number in the pool)."""
+        self._groups.setdefault(group, _GroupFailures(self._successes))
+        self._services.setdefault(worker, _Service(self._successes))
+
+    def succeeded(self, worker: int) -> None:
+        self._successes += 1
+        service = self._services.setdefault(worker, _Service(self._successes))
+        service.served = True
+        service.failing.clear()
+
+    def failed(self, group: int, task: str, worker: int, slot: int, why: str, *, hung: bool) -> str:
+        """An episode's environment failed. Returns why its actor is to be replaced, or "" when it is not to blame."""
+        actor, found = slot if self._settings.actors > 1 else worker, self._groups[group]
+        found.actors.add(actor)
+        found.workers.add(worker)
+        if hung:
+            found.hung.append(actor)
+            return ""  # its process ends anyway
+        service = self._services[worker]
+        service.failing.add(task)
+        if len(service.failing) < self._settings.actor_failures or self._successes == service.began:
+            return ""
+        return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {why}"
+
+    def restore(self, groups_failed: Mapping[str, int]) -> None:
+        """Become as at a checkpoint, which knows no groups: their numbers are given to other tasks."""
+        self.groups_failed = Counter(groups_failed)
+        self._groups.clear()
+
+    def forget(self, group: int) -> None:
+        """Nothing more is played under this number, or something else is."""
+        self._groups.pop(group, None)
+
+    def hangs(self, group: int) -> str:
+        """Why no further episode of this group should be played, or "": so many of them hung, on more than one actor."""
+        hung = self._groups[group].hung if group in self._groups else []
+        if len(hung) < max(self._settings.attempts, 2) or len(set(hung)) < 2:
+            return ""
+        return f"{len(hung)} episodes of its group hung"
+
+    def ended(self, group: int, task: str, failed: bool) -> str:
+        """The group is finished; ``failed``: for some of its members the environment did. Why to quarantine the task, or ""."""
+        hangs, found = self.hangs(group), self._groups.pop(group, _GroupFailures(self._successes))
+        if not failed:
+            del self.groups_failed[task]
+            return ""
+        others_went_well = self._successes > found.began
+        if len(found.actors) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
+            return ""
+        if others_went_well:
+            for service in self._services.values():
+                service.failing.discard(task)
+        self.groups_failed[task] += 1
+        if self.groups_failed[task] >= self._settings.task_failures:
+            hangs = hangs or f"its environment failed in {self.groups_failed[task]} groups"
+        return hangs
+
+    def _only_this(self, found: _GroupFailures, task: str) -> bool:
+        """Whether the actors on which the group failed have served others, and no other task fails on them."""
+        services = [self._services[worker] for worker in found.workers]
+        return all(service.served and service.failing <= {task} for service in services)

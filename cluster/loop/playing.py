@@ -1,0 +1,72 @@
+"""Playing a group: the requests of its members, and the version that began each of them, as far as the driver knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.loop.episode_runner import Player, requests
+from rayloop.core.types import Group, Member, PlayRequest, Scored, Task, TrajectoryId, Version
+from rayloop.grpo.staleness import is_due
+from rayloop.run.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
+
+    number: int
+    index: int
+    visit: int
+
+
+class Playing:
+    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more.
+
+    An episode's staleness counts from its first token. The driver learns that token's version when the episode ends; until
+    then it takes the version at which the episode was let into the engines, which is that one or an older one.
+    """
+
+    def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
+        self.config, self._changed = config, changed
+        self.version = Version(0, 0)
+        self._began: dict[int, dict[int, Version]] = {}
+
+    def ids(self, issue: Issue) -> list[TrajectoryId]:
+        return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
+
+    async def play(self, issue: Issue, task: Task, player: Player) -> Group:
+        """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
+        asked = requests(self.config, task, self.ids(issue), issue.visit)
+        self._began[issue.number] = {}
+        members = await asyncio.gather(*(self._member(request, player) for request in asked))
+        return Group(issue.number, task, tuple(members))
+
+    async def _member(self, request: PlayRequest, player: Player) -> Member:
+        began, sample = self._began[request.id.group], request.id.sample
+
+        def begins() -> None:
+            again, began[sample] = sample in began, self.version
+            if again:
+                self._changed()
+
+        member = await player.play(request, self.version.step, begins)
+        if isinstance(member.outcome, Scored):
+            began[sample] = member.summary.first_version
+        else:
+            began.pop(sample, None)
+        return member
+
+    def any_due(self, training: Version, inherited: dict[int, int]) -> bool:
+        """Whether a group holds what ``training`` is the last version to train on."""
+        limit = self.config.algorithm.staleness.max_staleness
+        return any(
+            is_due(first, training, limit, inherited) for began in self._began.values() for first in began.values()
+        )
+
+    def forget(self, issue: int) -> None:
+        del self._began[issue]
+
+    def clear(self) -> None:
+        self._began.clear()

@@ -1,0 +1,210 @@
+"""Publication of weights to the rollout engines, and the proof at the start that they arrive (docs/algorithm.md, 10, 11)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from actors.policy import Comparison
+from cluster.loop.episode_runner import Player
+from cluster.loop.reporter import Reporter
+from cluster.roles.deadlines import within
+from cluster.roles.pool import brief
+from cluster.roles.services import TrainingServices
+from rayloop.core.failures import (
+    BroadcastFailed,
+    DataFailure,
+    EnvironmentFailed,
+    ParityError,
+    PublicationError,
+    WorkerLost,
+)
+from rayloop.core.protocols import Manifest
+from rayloop.core.seeds import derive
+from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, Unscored, UnscoredKind, Version
+from rayloop.run.config import RunConfig
+from rayloop.transports.settings import CollectiveTransport
+
+VISIBLE = 10.0
+"""A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
+FAILING = 4
+"""Tasks that cannot be played, with none that can, before the proof at the start gives up; ``publish.probes`` if that is more."""
+ARRIVED = 1 / 3
+"""Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
+
+
+class Publisher:
+    """Exports the policy's weights and loads them into every engine. A replacement engine is admitted with the current ones."""
+
+    def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
+        self.config, self.services, self.reporter = config, services, reporter
+        self._current: tuple[Manifest, Any] | None = None
+        self._failed_broadcasts = 0
+        self._unplayable: set[str] = set()
+
+    async def publish(self, version: Version) -> None:
+        """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
+
+        Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
+        """
+        manifest, source = self._current = await self.services.policy.export(version)
+        if isinstance(self.config.publish.transport, CollectiveTransport):
+            try:
+                return await self._broadcast(manifest, source)
+            except BroadcastFailed as error:
+                self._failed_broadcasts += 1
+                self.reporter.event("broadcast_failed", version=str(version), why=brief(error))
+        await self._load(manifest, source)
+
+    async def _broadcast(self, manifest: Manifest, source: Any) -> None:
+        """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
+        meeting = await self.services.policy.invite(tuple(self.services.rollout.workers), self._failed_broadcasts)
+        sending = self.services.policy.send(manifest, source, meeting)
+        ends = await asyncio.gather(sending, self._load(manifest, meeting), return_exceptions=True)
+        for failure in filter(None, ends):
+            raise failure
+
+    async def _load(self, manifest: Manifest, source: Any) -> None:
+        await self.services.rollout.everywhere("load", manifest, source, deadline=self.config.publish.timeout)
+
+    async def admit(self, engine: Any) -> None:
+        """Bring a new engine to the current weights (none before the first publication)."""
+        loaded = None
+        while self._current is not None and self._current is not loaded:
+            loaded = self._current
+            await within(self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine)
+
+    async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+        """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).
+
+        ``tasks`` are those to draw probes from, in order.
+        """
+        self._unplayable.clear()
+        try:
+            await self._parity(tasks, player)
+            if self.config.publish.self_test:
+                await self._self_test(version, tasks, player)
+        except (ParityError, PublicationError) as error:
+            if self.config.publish.parity == "stop":
+                raise
+            self.reporter.event("parity_warning", why=str(error))
+            await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
+
+    async def _parity(self, tasks: Sequence[Task], player: Player) -> None:
+        self._probes = await self._probe(tasks, player, "parity")
+        found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
+        self.reporter.event("parity", **found.report(), tolerance=self.config.tolerance)
+        if not found.mean <= self.config.tolerance:
+            raise ParityError(
+                f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
+                f"{self.config.tolerance:.0e} is allowed. Check that engine and trainer use the same weights, dtype, attention, "
+                "pixels, temperature and banned tokens"
+            )
+        if found.images and not found.swapped > found.mean:
+            raise ParityError(
+                f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
+                "the pixels do not reach the model"
+            )
+
+    async def observe(self, tasks: Sequence[Task], player: Player, step: int) -> float | None:
+        """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
+
+        ``publish.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
+        event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
+        play, WorkerLost.
+        """
+        draw = random.Random(derive(self.config.seed, "probe", "drift", step))
+        chosen = draw.sample(list(tasks), min(self.config.publish.probes, len(tasks)))
+        played = await asyncio.gather(*(self._play(task, -1 - i, player, step) for i, task in enumerate(chosen)))
+        payloads = [payload for payload in played if payload is not None]
+        try:
+            if not payloads:
+                raise WorkerLost(f"none of {len(chosen)} tasks could be played")
+            found = await self.services.policy.compare(payloads)
+        except WorkerLost as error:
+            self.reporter.event("drift_unknown", why=str(error))
+            return None
+        self.reporter.event("parity", **found.report(), tolerance=self.config.drift)
+        return found.mean
+
+    async def _play(self, task: Task, group: int, player: Player, step: int) -> Any:
+        """The payload of a fresh episode, or None and an event."""
+        seed = derive(self.config.seed, "probe", "drift", step, task.id)
+        request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
+        try:
+            played = await player.episode(request)
+        finally:
+            player.blame.forget(group)
+        if not isinstance(played, PlayFailed):
+            return played[1]
+        self.reporter.event("probe_failed", purpose="drift", task=task.id, why=played.outcome.reason)
+        return None
+
+    async def _self_test(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+        """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
+        images = (await self.services.policy.compare(self._probes)).images
+        groups = await self.services.policy.parameter_groups()
+        for number, group in enumerate(groups, start=-len(groups)):
+            if group in ("vision", "merger") and not images:
+                self.reporter.event("self_test", group=group, skipped="no probe has an image")
+                continue
+            try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
+                await self.services.policy.perturb(group)
+                await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
+                moved = await self.services.policy.compare(self._probes)
+                follows = await self.services.policy.compare(await self._probe(tasks, player, group))
+            finally:
+                await self.services.policy.restore_parameters()
+            self.reporter.event("self_test", group=group, moved=moved.mean, follows=follows.mean)
+            self._judge(group, moved, follows)
+        await self.publish(version)
+
+    def _judge(self, group: str, moved: Comparison, follows: Comparison) -> None:
+        """``moved``: the trainer's log-probs by the change; ``follows``: what then still separates the engines from it."""
+        if not moved.mean > VISIBLE * self._unchanged.mean:
+            raise PublicationError(
+                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
+                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Raise publish.probes, "
+                "or set publish.self_test=false"
+            )
+        allowed = min(self.config.tolerance, ARRIVED * moved.mean)
+        if not follows.mean <= allowed:
+            raise PublicationError(
+                f"publishing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
+                f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
+            )
+
+    async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:
+        """Payloads of fresh episodes at the run's own sampling settings, on the first ``publish.probes`` tasks that can be played.
+
+        One that cannot is not tried again in this proof: it may have cost several deadlines. Raises EnvironmentFailed or
+        DataFailure when so many fail that the tasks are not to blame, and none is played.
+        """
+        payloads: list[Any] = []
+        failed: list[Unscored] = []
+        wanted = self.config.publish.probes
+        for number, task in enumerate(tasks):
+            if len(payloads) == wanted or len(failed) == max(wanted, FAILING):
+                break
+            if task.id in self._unplayable:
+                continue
+            seed = derive(self.config.seed, "probe", purpose, task.id)
+            request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
+            try:
+                played = await player.episode(request)
+            finally:
+                player.blame.forget(request.id.group)
+            if isinstance(played, PlayFailed):
+                failed.append(played.outcome)
+                self._unplayable.add(task.id)
+                self.reporter.event("probe_failed", purpose=purpose, task=task.id, why=played.outcome.reason)
+            else:
+                payloads.append(played[1])
+        if not payloads:
+            reason = f"none of {len(failed)} tasks could be played for the {purpose} probe: {failed[-1].reason if failed else ''}"
+            if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):
+                raise DataFailure(self.config.data.train, reason)
+            raise EnvironmentFailed(reason)
+        return payloads

@@ -1,0 +1,67 @@
+"""The stall watchdog: when nothing moves it says what is awaited, and since when, and ends the run at last."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.base import dump
+from cluster.roles.deadlines import WAITS, Wait
+from rayloop.core.failures import Stalled
+from rayloop.run.config import RecoverySettings
+
+LOOK = 1.0
+"""Seconds between two looks."""
+ANSWER = 5.0
+"""Seconds an actor has to show its stacks. One that is stopped, or holds the interpreter's lock, cannot."""
+SHOWN = 8
+"""Waits that a report names, the oldest first."""
+
+
+async def watch(
+    settings: RecoverySettings, phase: Callable[[], str], on_event: Callable[..., None], folder: Path
+) -> None:  # fmt: skip
+    """Report a stall after ``stall_report`` seconds, again after twice as long, and so on.
+
+    A stall is: of all that the driver waits for, nothing ended. The stacks of the awaited actors and of the driver go to
+    ``folder``/stall-<n>.txt, everything else into the event ``stalled``. Raises Stalled at ``stall_timeout``.
+    """
+    WAITS.moved, due = time.monotonic(), settings.stall_report
+    for number in itertools.count(1):
+        while (quiet := time.monotonic() - WAITS.moved) < min(due, settings.stall_timeout):
+            if quiet < settings.stall_report:
+                due = settings.stall_report
+            await asyncio.sleep(LOOK)
+        waiting = WAITS.oldest()[:SHOWN]
+        named = "; ".join(_tell(wait) for wait in waiting) or "nothing that is known"
+        if quiet >= settings.stall_timeout:
+            raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
+        file = folder / f"stall-{number}.txt"
+        file.write_text(await _stacks(waiting))
+        on_event("stalled", phase=phase(), seconds=round(quiet, 1), awaited=named, stacks=f"{folder.name}/{file.name}")
+        due = 2 * due
+
+
+def _tell(wait: Wait) -> str:
+    return f"{wait.what} for {time.monotonic() - wait.since:.0f} s"
+
+
+async def _stacks(waiting: list[Wait]) -> str:
+    actors = {wait.actor: wait.what for wait in waiting if wait.actor is not None}
+    found = await asyncio.gather(*(_ask(actor) for actor in actors))
+    parts = [f"=== awaited: {what} ===\n{text}" for what, text in zip(actors.values(), found, strict=True)]
+    tasks = "\n".join(repr(task) for task in asyncio.all_tasks())
+    return "\n\n".join([*parts, f"=== driver ===\n{dump()}\n\ntasks\n{tasks}"]) + "\n"
+
+
+async def _ask(actor: Any) -> str:
+    try:
+        async with asyncio.timeout(ANSWER):
+            stacks: str = await actor.stacks.remote()
+            return stacks
+    except Exception as error:
+        return f"does not answer: {type(error).__name__} {error}".splitlines()[0]

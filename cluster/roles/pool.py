@@ -1,0 +1,264 @@
+"""A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it.
+
+A worker is known by a serial number that is never used twice, so a late complaint about a worker that has already been
+replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; here a replacement serves again only after
+``admit`` has brought it up to date (for rollout engines: loaded the current weights).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from actors.lease import Lease
+from actors.lost import cause, object_lost
+from cluster.roles.deadlines import within
+from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
+from rayloop.run.config import RecoverySettings
+
+LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
+"""What a caller sees when a worker died, became unreachable, or outlived its deadline."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the error says that the worker, not the work, is the problem."""
+    return isinstance(error, LOST) and not object_lost(error)
+
+
+def is_spent(error: BaseException) -> bool:
+    """Whether the worker asks to be replaced: too many threads of it hang."""
+    return isinstance(cause(error), WorkerSpent)
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what was raised inside the actor, or the name of its type."""
+    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text: Ray puts the remote traceback before it."""
+    return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
+
+
+@dataclass
+class Worker:
+    """``misses``: failures since its last success, also of those that had its slot before; ``leased``: when it last was."""
+
+    serial: int
+    slot: int
+    handle: Any
+    leases: int = 0
+    misses: int = 0
+    leased: int = 0
+    affinities: Counter[str] = field(default_factory=Counter)
+
+
+class Pool:
+    """Workers of one role.
+
+    ``spawn(slot)`` creates an actor (a Ray handle); ``admit(handle)`` prepares it for service and is awaited at the start
+    and after each replacement. Raises RolesExhausted once ``replacements`` are used up.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        size: int,
+        spawn: Callable[[int], Any],
+        settings: RecoverySettings,
+        on_event: Callable[..., None],
+        admit: Callable[[Any], Awaitable[None]] | None = None,
+    ) -> None:
+        self.role, self.size, self.settings = role, size, settings
+        self.workers: dict[int, Worker] = {}
+        self.replaced = 0
+        self.ended: set[int] = set()
+        """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
+        self._charged = 0
+        self._misses: dict[int, int] = {}
+        self._leases = 0
+        self._spawn, self._admit, self._event = spawn, admit, on_event
+        self._serial = 0
+        self._changed = asyncio.Event()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._start(slot) for slot in range(self.size)))
+
+    async def _start(self, slot: int) -> None:
+        self._serial += 1
+        worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
+        try:
+            await within(self.settings.start_timeout, worker.handle.health.remote(), f"start of {self.role} {slot}", worker.handle)
+            if self._admit is not None:
+                await self._admit(worker.handle)
+        except RayActorError as error:
+            raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
+        except BaseException:
+            ray.kill(worker.handle)
+            raise
+        self.workers[worker.serial] = worker
+        self._changed.set()
+
+    async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease:
+        """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid`` either.
+
+        A failure weighs as much as a lease until the worker succeeds, so that one that fails fast does not attract the work; of
+        equals the one that was not leased for longest. Waits for a replacement if there is no worker.
+        """
+        deadline = time.monotonic() + self.settings.start_timeout
+        while not self.workers:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await within(deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role")
+        others = [w for w in self.workers.values() if w.slot not in avoid]
+        known = [w for w in others if affinity and w.affinities[affinity]]
+        worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
+        self._leases += 1
+        worker.leases, worker.leased = worker.leases + 1, self._leases
+        if affinity:
+            worker.affinities[affinity] += 1
+        return Lease(worker.serial, worker.handle, worker.slot)
+
+    def name(self, lease: Lease) -> str:
+        """The leased worker for people: its role and slot."""
+        worker = self.workers.get(lease.worker)
+        return f"{self.role} {worker.slot if worker else '(replaced)'}"
+
+    def release(self, serial: int, affinity: str = "", well: bool | None = None) -> None:
+        """End a lease. Leases of replaced workers are gone already. ``well``: whether the work succeeded, if that says something
+        about the worker."""
+        if (worker := self.workers.get(serial)) is not None:
+            worker.leases -= 1
+            if well is not None:
+                worker.misses = 0 if well else worker.misses + 1
+            worker.affinities -= Counter({affinity: 1})
+
+    def lost(self, serial: int, why: object) -> None:
+        """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of
+        ``recovery.replacements``. Does nothing for one already replaced."""
+        self._end(serial, why, charged=True)
+
+    def retire(self, serial: int, why: object, charged: bool = False) -> None:
+        """The same for a worker that could go on, but holds work that hangs or fails at whatever it is given. It is one of
+        ``recovery.replacements`` only when ``charged``; its other calls end through no fault of theirs (``ended``)."""
+        self.ended.add(serial)
+        self._end(serial, why, charged)
+
+    def _end(self, serial: int, why: object, charged: bool) -> None:
+        worker = self.workers.pop(serial, None)
+        if worker is None:
+            return
+        self._misses[worker.slot] = worker.misses
+        ray.kill(worker.handle)
+        self._event("worker_lost", role=self.role, worker=serial, why=str(why))
+        task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial, charged))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, slot: int, serial: int, charged: bool) -> None:
+        began = time.monotonic()
+        while True:
+            self.replaced += 1
+            self._charged += charged
+            charged = True  # an attempt to start that fails is one of the budget
+            try:
+                if self._charged > self.settings.replacements:
+                    raise RolesExhausted(
+                        f"the {self.role} role lost {self._charged} workers, recovery.replacements allows "
+                        f"{self.settings.replacements}; see events.jsonl for the causes"
+                    )
+                await self._start(slot)
+            except (*LOST, WorkerStartFailed) as error:
+                self._event("replacement_failed", role=self.role, worker=serial, why=str(error))
+                continue
+            except Exception as error:
+                self._failure = cause(error)
+                self._changed.set()
+                return
+            self._event("worker_replaced", role=self.role, worker=serial, seconds=round(time.monotonic() - began, 3))
+            return
+
+    async def call(
+        self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1,
+        unable: Callable[[Any], bool] | None = None,
+    ) -> Any:  # fmt: skip
+        """Run one call on some worker; a lost worker is replaced and the call made again elsewhere, ``attempts`` times.
+
+        Only for calls that may run twice. With ``returns`` > 1 the first returned value is awaited and the others stay
+        references that the caller owns: (value, ref, ...). ``unable`` says of an answer that something around the worker failed:
+        that is a miss, and another slot is asked once. Raises what the method raised, or WorkerLost when the attempts are spent.
+        """
+        error: BaseException | None = None
+        avoid: set[int] = set()
+        lost, asked_again = 0, unable is None or self.size == 1
+        while lost < attempts:
+            lease = await self.lease(avoid=avoid)
+            well = None
+            try:
+                refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
+                answer = refs if returns == 1 else refs[0]
+                value = await within(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
+                if unable is not None:
+                    well = not unable(value)
+                if well is not False or asked_again:
+                    return value if returns == 1 else (value, *refs[1:])
+                asked_again = True
+                avoid.add(lease.slot)
+            except Exception as caught:
+                if not is_lost(caught):
+                    raise
+                error, lost = caught, lost + 1
+                avoid.add(lease.slot)
+                if is_spent(caught):
+                    self.retire(lease.worker, brief(caught))
+                else:
+                    self.lost(lease.worker, caught)
+            finally:
+                self.release(lease.worker, well=well)
+        raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
+
+    async def everywhere(self, method: str, *args: Any, deadline: float) -> list[Any]:
+        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
+
+        Returns the answers, or raises the first failure, when all have ended.
+        """
+
+        async def one(worker: Worker) -> Any:
+            try:
+                answer, what = getattr(worker.handle, method).remote(*args), f"{method} of {self.role} {worker.slot}"
+                return await within(deadline, answer, what, worker.handle, counts=method != "health")
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+                self.lost(worker.serial, error)
+
+        ends = await asyncio.gather(*map(one, list(self.workers.values())), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [end for end in ends if end is not None]
+
+    async def check(self) -> list[Any]:
+        """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
+        answers = await self.everywhere("health", deadline=self.settings.health_timeout)
+        if self._failure is not None:
+            raise self._failure
+        return answers
+
+    def stop(self) -> None:
+        """End all workers and replacements under way."""
+        for task in self._replacing:
+            task.cancel()
+        for worker in self.workers.values():
+            ray.kill(worker.handle)
+        self.workers.clear()

@@ -1,0 +1,219 @@
+"""Builds the actors of a run: one placement group, one pool per role, and the policy's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.base import GROUPS
+from actors.environment import EnvironmentActor
+from actors.policy import PolicyRank, RankSettings
+from actors.reference import ReferenceActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from cluster.roles.deadlines import within
+from cluster.roles.policy_group import PolicyGroup
+from cluster.roles.pool import Pool
+from rayloop.core.failures import ResourcesUnavailable, WorkerLost
+from rayloop.run.config import Placement, RunConfig
+
+CONCURRENCY = 1000
+"""Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
+
+
+def actor_name(role: str) -> str:
+    """Names are for people; the suffix is there because the one that is replaced may still be dying."""
+    return f"{role}-{secrets.token_hex(3)}"
+
+
+def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
+    """One entry per actor, in the order of the placement group's bundles. An evaluation neither trains nor compares."""
+    training = [
+        ("policy", config.policy.ranks, config.policy.placement),
+        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
+    ]
+    roles = [
+        ("rollout", config.rollout.actors, config.rollout.placement),
+        ("environment", config.environment.actors, config.environment.placement),
+        ("reward", config.reward.actors, config.reward.placement),
+        *(training if trains else ()),
+    ]
+    return [(role, placement) for role, count, placement in roles for _ in range(count)]
+
+
+def _bundle(placement: Placement) -> dict[str, float]:
+    bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+
+
+def bundles(config: RunConfig, trains: bool = True) -> list[dict[str, float]]:
+    """What each actor reserves, as Ray's placement groups want it."""
+    return [_bundle(placement) for _, placement in demand(config, trains)]
+
+
+def total(each: list[dict[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for bundle in each:
+        for name, amount in bundle.items():
+            sums[name] = sums.get(name, 0.0) + amount
+    return sums
+
+
+async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], on_event: Callable[..., None]) -> PlacementGroup:
+    """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
+
+    Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
+    a driver who died left behind goes first.
+    """
+    with suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
+    timeout = config.recovery.start_timeout
+    if short := _short(wanted):
+        on_event("waiting_for_resources", seconds=timeout, lacks=short)
+    group = placement_group(wanted, strategy="PACK", name=name)
+    try:
+        await within(timeout, group.ready(), f"the placement of {len(wanted)} actors")
+    except WorkerLost:
+        remove_placement_group(group)
+        if short := _short(wanted):
+            raise ResourcesUnavailable(
+                f"the run needs {short}, after {timeout:g} s. Lower the roles' actors or placement, join more nodes, or raise "
+                "recovery.start_timeout"
+            ) from None
+        free, present = ray.available_resources(), ray.cluster_resources()
+        rest = ", ".join(f"{free.get(name, 0.0):g} of {present[name]:g} {name}s" for name in total(wanted))
+        raise ResourcesUnavailable(
+            f"the run's {len(wanted)} actors could not be placed within {timeout:g} s: free are {rest}. "
+            "Another run may hold the rest, or no single node has room for one actor"
+        ) from None
+    return group
+
+
+def _short(wanted: list[dict[str, float]]) -> str:
+    """What the cluster as a whole has too little of, as text; empty when it has enough."""
+    present = ray.cluster_resources()
+    lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
+    return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
+
+
+class Services:
+    """The pools that play and score: all that an evaluation needs.
+
+    Owned by whoever makes them: when that process dies, Ray ends them too; nothing is detached.
+    """
+
+    trains = False
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+        self.config, self.folder = config, folder
+        self._event = on_event
+        self._group: PlacementGroup | None = None
+        self.wanted, self.up = len(demand(config, self.trains)), 0
+        self._weights = f"{folder}/weights"
+        self._first: dict[str, int] = {}
+        for index, (role, _) in enumerate(demand(config, self.trains)):
+            self._first.setdefault(role, index)
+
+    async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
+        """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
+        c, began = self.config, time.monotonic()
+        self._event("starting", actors=dict(Counter(role for role, _ in demand(c, self.trains))))
+        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
+        self.rollout = self._pool(
+            RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
+            c.model, c.engine, c.publish.transport, self._weights, admit=admit_engine,
+        )  # fmt: skip
+        self.environment = self._pool(
+            EnvironmentActor,
+            "environment",
+            c.environment.actors,
+            c.environment.placement,
+            c.model,
+            c.environment.episode,
+        )
+        self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
+        self.pools = [self.rollout, self.environment, self.reward]
+        await asyncio.gather(*self._starts())
+        self._event("started", seconds=round(time.monotonic() - began, 1))
+
+    def _starts(self) -> list[Awaitable[None]]:
+        return [self._up(pool.start(), pool.size) for pool in self.pools]
+
+    async def _up(self, start: Awaitable[None], actors: int) -> None:
+        await start
+        self.up += actors
+
+    def _pool(
+        self, actor: type, role: str, size: int, placement: Placement, *args: Any,
+        admit: Callable[[Any], Awaitable[None]] | None = None,
+    ) -> Pool:  # fmt: skip
+        def spawn(slot: int) -> Any:
+            return self._spawn(actor, role, slot, placement, *args)
+
+        return Pool(role, size, spawn, self.config.recovery, self._event, admit)
+
+    def _spawn(self, actor: type, role: str, slot: int, placement: Placement, *args: Any) -> Any:
+        """Create one actor in its bundle. The dashboard shows it under the name of its role."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._first[role] + slot)
+        options: dict[str, Any] = {
+            "name": actor_name(f"{role}-{slot}"),
+            "num_cpus": placement.num_cpus,
+            "num_gpus": placement.num_gpus,
+            "resources": placement.resources or None,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+        }
+        if role != "policy":
+            options["max_concurrency"] = CONCURRENCY
+        return ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args)
+
+    def stop(self) -> None:
+        """End every actor and give the resources back."""
+        if self._group is None:
+            return
+        for pool in self.pools:
+            pool.stop()
+        remove_placement_group(self._group)
+        self._group = None
+
+
+class TrainingServices(Services):
+    """All actors of a run: also the policy's ranks, and the frozen reference if the run has one."""
+
+    trains = True
+
+    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+        super().__init__(config, folder, on_event)
+        c = config
+        settings = RankSettings(
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self._weights, c.seed,
+            adapter_reference=c.reference.kind == "adapter_off",
+        )  # fmt: skip
+        placement, ranks = c.policy.placement, c.policy.ranks
+        self.policy = PolicyGroup(
+            c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
+        )
+        self.reference: Pool | None = None
+
+    def _starts(self) -> list[Awaitable[None]]:
+        c = self.config
+        if c.reference.kind == "actor":
+            self.reference = self._pool(
+                ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
+            )
+            self.pools.append(self.reference)
+        return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]
+
+    def stop(self) -> None:
+        if self._group is not None:
+            self.policy.stop()
+        super().stop()

@@ -1,0 +1,83 @@
+"""Connecting to Ray, or starting a private local cluster on this machine."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import ray
+
+from rayloop.core.failures import ResourcesUnavailable
+from rayloop.launch.ray_variables import OBJECT_STORE
+
+
+@contextmanager
+def session(needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path) -> Iterator[None]:
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
+
+    ``needed``: resource -> sum over the actors. A private cluster is given as many logical CPUs, so that a laptop can hold
+    all roles; its files live below ``temporary`` (rayloop/launch/ray_variables.py makes it). What its actors printed is kept
+    in ``logs``; a cluster that was joined keeps its own logs.
+    """
+    if address:
+        ray.init(address=address, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=temporary, ignore_cleanup_errors=True) as folder:
+        if needed.get("GPU", 0) > (visible := _gpus()):
+            raise ResourcesUnavailable(
+                f"the run needs {needed['GPU']:g} GPUs, this machine has {visible}. "
+                "Lower the roles' num_gpus, or join a cluster with --address"
+            )
+        clean = functools.partial(_clean_up, folder)
+        atexit.register(clean)
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0))),
+            resources={name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")},
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            _keep_logs(Path(folder), logs)
+            atexit.unregister(clean)
+
+
+def _keep_logs(folder: Path, logs: Path) -> None:
+    """Copy what the actors wrote to stdout and stderr; empty files are left out."""
+    for file in (folder / "session_latest" / "logs").glob("worker-*.*"):
+        if file.suffix in (".out", ".err") and file.stat().st_size:
+            shutil.copyfile(file, logs / file.name)
+
+
+def _clean_up(folder: str) -> None:
+    """After an interrupted ray.init: daemons that Ray's own exit handler does not know yet, and what they write."""
+    daemons = psutil.Process().children(recursive=True)
+    for daemon in daemons:
+        with suppress(psutil.NoSuchProcess):
+            daemon.kill()
+    psutil.wait_procs(daemons, timeout=5)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _gpus() -> int:
+    """GPUs that Ray would find, without importing torch."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()

@@ -1,0 +1,190 @@
+"""``python -m cluster eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.lease import Lease
+from actors.lost import cause
+from actors.rollout import start_weights
+from cluster.loop.episode_runner import Player
+from cluster.loop.evaluation import Play, blind, play, plays
+from cluster.roles.deadlines import within
+from cluster.roles.services import Services, bundles, total
+from cluster.roles.session import session
+from rayloop.config.settings import dump
+from rayloop.core.failures import ConfigError, DataFailure, RayloopError
+from rayloop.core.types import Member
+from rayloop.data.dataset import Dataset
+from rayloop.engines.settings import serves_its_own_weights
+from rayloop.measure.controls import Item, summarise, table
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RolloutDump, make_folder
+from rayloop.run.jsonl import JsonLines
+from rayloop.transports.settings import ObjectStoreTransport
+
+CONCURRENCY = 10_000
+
+
+def evaluate(
+    config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None
+) -> int:
+    """Evaluate ``config.model`` on the rows of ``data`` and write ``out/items.jsonl`` and ``out/summary.json``.
+
+    Items that ``out`` has already are not played again. Returns 0, or 1 when some items have no score. Raises ConfigError
+    when ``out`` belongs to another model, configuration or file.
+    """
+    tasks = [*_read(data, config)][: config.evaluation.limit]
+    asked = plays(config, tasks, controls=controls, samples=samples)
+    blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
+    identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
+    make_folder(out, "--out")
+    _claim(out / "identity.json", identity)
+    done = read_items(out)
+    keys = {item.key for item in done}
+    missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in keys]
+    print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
+    why = ""
+    if missing:
+        with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
+            why = _play(config, out, missing)
+    wanted = {(p.arm, p.task.id, p.sample) for p in asked}
+    items = [item for item in read_items(out) if item.key in wanted] + blinds
+    summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
+    return 1 if summary["unscored"] else 0
+
+
+def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:
+    actor = ray.remote(Evaluator).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(out.resolve()))
+    try:
+        return str(ray.get(actor.main.remote(missing)))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(cause(error), RayloopError):
+            raise cause(error) from error
+        raise
+    finally:
+        ray.kill(actor)
+
+
+class Evaluator:
+    """The actor that owns the others during an evaluation, and writes the items."""
+
+    def __init__(self, config: RunConfig, out: str) -> None:
+        publish = config.publish.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
+        self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
+        self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
+        self.images = RolloutDump(self.out)
+        self.weights: tuple[Any, Any] | None = None
+        self.why = self.trace = ""
+
+    async def main(self, missing: Sequence[Play]) -> str:
+        """Play what is missing. Items without a score are not kept: another call asks for them again.
+
+        Returns why the first of these has none; "" when all have one.
+        """
+        services = Services(self.config, str(self.out), self._event)
+        me = ray.get_runtime_context().current_actor
+        self.player = Player(self.config, services, me, self._event)
+        try:
+            if not serves_its_own_weights(self.config.rollout.engine):
+                self.weights = await asyncio.to_thread(self._pack)
+            await services.start(self._admit)
+            await play(missing, self.config, self.player, 0, self._keep, self._hear)
+        finally:
+            services.stop()
+        return self.why
+
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
+        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        return await self.player.replace_engine(episode, lost, why)
+
+    async def _admit(self, engine: Any) -> None:
+        if self.weights is None:
+            return
+        manifest, source = self.weights
+        await within(self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine)
+
+    def _pack(self) -> tuple[Any, Any]:
+        """The weights of ``model.path``, as a publication."""
+        manifest, source = start_weights(self.config.model, self.config.rollout.engine.dtype)
+        return manifest, ray.put(source)
+
+    def _keep(self, item: Item, images: dict[str, bytes]) -> None:
+        if item.reward is None:
+            self.why = self.why or f"{item.task}: {item.unscored}"
+            self._event("unscored", arm=item.arm, task=item.task, why=item.unscored)
+            return
+        self.images.keep(images)
+        self.items.append(dataclasses.asdict(item))
+
+    def _hear(self, member: Member) -> None:
+        """The first traceback of the reward."""
+        if member.outcome.trace and not self.trace:
+            self.trace = member.outcome.trace
+            self._event("grader_error", task=member.summary.task_id, traceback=self.trace)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"event": kind, **fields})
+
+
+def read_items(out: Path) -> list[Item]:
+    """The items on record in an evaluation's folder."""
+    names = {field.name for field in dataclasses.fields(Item)}
+    return [Item(**{k: v for k, v in record.items() if k in names}) for record in JsonLines(out / "items.jsonl")]
+
+
+def config_hash(config: RunConfig) -> str:
+    """16 hex digits over what decides the answers: everything but the run's name and where things lie."""
+    bare = config.model_copy(update={"name": "x", "output": "", "model": config.model.model_copy(update={"path": ""})})
+    return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
+
+
+def _weights(config: RunConfig) -> str:
+    """Whose weights answer: those of ``model.path``, or those of a server, which are known by name only."""
+    engine = config.rollout.engine
+    return f"{engine.model} at {engine.base_url}" if serves_its_own_weights(engine) else weights_hash(config.model.path)
+
+
+def weights_hash(path: str) -> str:
+    """16 hex digits over a local model folder's weights; a Hub name is returned as it is."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return _sha256(files) if files else path
+
+
+def _sha256(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file} is no file; data files are JSONL or parquet")
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(path: str, config: RunConfig) -> Dataset:
+    def report(failure: DataFailure) -> None:
+        print(f"left out: {failure}", flush=True)
+
+    return Dataset(path, config.data.reader.build(), config.data.strict, report)
+
+
+def _claim(file: Path, identity: dict[str, str]) -> None:
+    if file.exists() and (before := json.loads(file.read_text())) != identity:
+        changed = ", ".join(name for name in identity if before.get(name) != identity[name])
+        raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
+    file.write_text(json.dumps(identity) + "\n")
+
+
+def _logs(out: Path) -> Path:
+    folder = out / "logs"
+    folder.mkdir(exist_ok=True)
+    return folder

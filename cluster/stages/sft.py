@@ -1,0 +1,246 @@
+"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the plain loop as one rank of the trainer.
+
+Ray Train starts the workers, and starts them again from the last checkpoint when one dies. What belongs to the stage, but
+not to the model that it makes, is in ``output``/run: progress.txt, logs, and the checkpoints until the stage has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from actors.lost import cause
+from cluster.roles.session import session
+from rayloop.config.settings import local_path
+from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
+from rayloop.core.protocols import TrainItem
+from rayloop.core.seeds import derive
+from rayloop.data.dataset import Dataset, TaskCursor
+from rayloop.grpo.settings import LossSettings
+from rayloop.run.folder import make_folder
+from rayloop.sft.stage import START, Examples, Progress, SftConfig, make_tiny
+
+RUN, PROGRESS, CHECKPOINTS, STATE = "run", "progress.txt", "checkpoints", "state.json"
+POLL = 0.5
+"""Seconds between two looks at the progress."""
+
+
+def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
+    """Train and write the model, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
+
+    Goes on from the last checkpoint of a stage that was interrupted. Returns 0; raises RayloopError.
+    """
+    folder = local_path(config.output) / RUN
+    make_folder(folder / "logs", "output=FOLDER")
+    placement = config.placement
+    needed = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    with (
+        session({name: config.workers * n for name, n in needed.items()}, address, temporary, folder / "logs"),
+        _stop_signals() as stopped,  # behind ray.init, which has a handler of its own
+    ):
+        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stopped)
+    shutil.rmtree(folder / CHECKPOINTS)
+    print(f"wrote {config.output}")
+    return 0
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT end up in the list: an exception raised by a handler can be lost."""
+    seen: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: seen.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow(running: Any, path: Path, stopped: list[int]) -> None:
+    """Print what rank 0 writes to ``path`` until the stage ends. Raises what it raised, and Preempted."""
+    path.touch()
+    with path.open() as progress:
+        progress.seek(0, os.SEEK_END)
+        ended: list[Any] = []
+        while not ended and not stopped:
+            ended, _ = ray.wait([running], timeout=POLL)
+            print(progress.read(), end="", flush=True)
+    if not ended:
+        raise Preempted("stopped; the same command goes on from the last checkpoint")
+    try:
+        ray.get(running)
+    except RayTaskError as error:
+        raise cause(error) from error
+
+
+def _fit(config: SftConfig) -> None:
+    """Run the trainer; in a process of its own, since importing it imports torch. Raises RayloopError."""
+    import torch
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of the configuration keep their meaning
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
+    make_tiny(config)
+    placement, gpu = config.placement, config.placement.num_gpus > 0
+    resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    trainer = TorchTrainer(
+        run_rank,
+        train_loop_config={"config": config},
+        torch_config=TorchConfig(
+            # as the engine chooses its device: a worker without a reserved GPU sees those of its node
+            backend="cpu:gloo,cuda:nccl" if gpu or torch.cuda.is_available() else "gloo",
+            timeout_s=math.ceil(config.engine.collective_timeout),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers,
+            use_gpu=gpu,
+            resources_per_worker={name: amount for name, amount in resources.items() if amount},
+        ),
+        run_config=RunConfig(
+            name=CHECKPOINTS,
+            storage_path=str(local_path(config.output) / RUN),
+            failure_config=FailureConfig(
+                max_failures=config.max_failures, controller_failure_limit=config.max_failures
+            ),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        ),
+    )
+    try:
+        failure = trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise PolicyLost(
+            f"the supervised stage failed more often than max_failures ({config.max_failures}) allows: {error}"
+        ) from error
+    if failure is not None:
+        raise failure
+
+
+def run_rank(arguments: dict[str, SftConfig]) -> RayloopError | None:
+    """The function of a Ray Train worker. A RayloopError is returned: raised, Ray Train would try again in vain."""
+    try:
+        Rank(arguments["config"]).run()
+    except RayloopError as failure:
+        return failure
+    return None
+
+
+class Rank:
+    """One rank: each takes its share of every batch, and rank 0 speaks for all. Its methods are collective."""
+
+    def __init__(self, config: SftConfig) -> None:
+        from rayloop.engines.training.fsdp import FsdpEngine
+
+        context = ray.train.get_context()
+        self.config, self.rank, self.world_size = config, context.get_world_rank(), context.get_world_size()
+        self.output = local_path(config.output)
+        self.dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, self._quarantine)
+        self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
+        self.examples = Examples(config)
+        self.engine = FsdpEngine(
+            config.model, config.engine, config.optimizer, LossSettings(correction="none"),
+            rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
+        )  # fmt: skip
+        self.step, seconds = self._restored()
+        self.progress = Progress(seconds)
+
+    def run(self) -> None:
+        """Train to the end and write the model. Raises RayloopError."""
+        config = self.config
+        while self.step < config.steps and not self._out_of_time():
+            self.step += 1
+            report = self.engine.train([self._share()])
+            self.progress.add(report, config.batch_size)
+            if self.step % config.log_every == 0:
+                self._say(self.progress.line(self.step))
+            if config.save_every is not None and self.step % config.save_every == 0:
+                self._write_model(self.output / f"step_{self.step}")
+            if self.step % config.checkpoint_every == 0:
+                self._checkpoint(report)
+        if self.progress.rows:
+            self._say(self.progress.line(self.step))
+        self._write_model(self.output)
+        self.engine.close()
+
+    def _share(self) -> list[TrainItem]:
+        """This rank's rows of the next batch. Raises DataFailure on all ranks."""
+        from rayloop.engines.training.sharding import on_all_ranks
+
+        rows = [(self.dataset[self.cursor.next()], n) for n in range(self.config.batch_size)]
+        return on_all_ranks(
+            lambda: [
+                self.examples.item(task, random.Random(derive(self.config.seed, "answer", self.step, n)))
+                for task, n in rows[self.rank :: self.world_size]
+            ]
+        )
+
+    def _out_of_time(self) -> bool:
+        if self.config.seconds is None:
+            return False
+        from ray.train.collective import broadcast_from_rank_zero
+
+        return bool(broadcast_from_rank_zero(self.progress.seconds > self.config.seconds))
+
+    def _write_model(self, folder: Path) -> None:
+        """The weights as they are now, as a model folder."""
+        from rayloop.engines.models import save_model
+        from rayloop.engines.training.scorer import COMPUTE_DTYPES
+
+        dtype, tensors = COMPUTE_DTYPES[self.config.dtype], self.engine.export(START)
+        if self.rank == 0:
+            save_model(self.config.model.path, folder, {name: t.to(dtype) for name, t in tensors.items()})
+
+    def _checkpoint(self, report: dict[str, float]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.save(folder)  # every rank writes its part, and Ray Train puts them together
+            if self.rank == 0:
+                state = {
+                    "step": self.step, "seconds": self.progress.seconds, "cursor": self.cursor.state(),
+                    "config": _identity(self.config),
+                }  # fmt: skip
+                (Path(folder) / STATE).write_text(json.dumps(state))
+            ray.train.report({"step": self.step, **report}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    def _restored(self) -> tuple[int, float]:
+        """Steps and seconds that are behind this rank. Raises CheckpointError."""
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return 0, 0.0
+        with checkpoint.as_directory() as folder:
+            state = json.loads((Path(folder) / STATE).read_text())
+            if state["config"] != _identity(self.config):
+                raise CheckpointError(
+                    f"{folder} is of a stage with another configuration, which was interrupted. Run that one again, or "
+                    f"remove {self.output / RUN / CHECKPOINTS} to begin anew"
+                )
+            self.engine.load(folder)
+        self.cursor.restore(state["cursor"])
+        self._say(f"goes on after step {state['step']}")
+        return state["step"], state["seconds"]
+
+    def _quarantine(self, failure: DataFailure) -> None:
+        self._say(f"left out: {failure}")
+
+    def _say(self, line: str) -> None:
+        if self.rank == 0:
+            with (self.output / RUN / PROGRESS).open("a") as file:
+                file.write(line + "\n")
+
+
+def _identity(config: SftConfig) -> dict[str, Any]:
+    """What must not change between two parts of one stage."""
+    return config.model_dump(
+        mode="json", exclude={"workers", "placement", "max_failures", "start_timeout", "log_every"}
+    )

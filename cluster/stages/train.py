@@ -1,0 +1,236 @@
+"""The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end into an exit code."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.base import GROUPS
+from actors.lost import cause
+from cluster.driver import Driver
+from cluster.roles.pool import brief
+from cluster.roles.services import actor_name, bundles, total
+from cluster.roles.session import session
+from cluster.stages.evaluate import config_hash
+from rayloop.config.settings import dump
+from rayloop.core.failures import NotSaved, RayloopError
+from rayloop.run.checkpoint import Origin
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder, make_folder
+from rayloop.run.identity import check as check_fit
+from rayloop.run.identity import identity
+from rayloop.view.pictures import draw_or_tell
+from rayloop.view.progress import Progress
+from rayloop.view.words import describe, sampled
+
+POLL = 0.5
+"""Seconds between two looks at the driver."""
+CONCURRENCY = 10_000
+"""Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
+
+
+ANSWER = 30.0
+"""Seconds after which a driver that does not answer is reported."""
+
+
+class DriverLost(RayloopError):
+    """The driver actor died more often than ``recovery.driver_restarts`` allows."""
+
+
+def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
+    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
+
+    Returns 0; raises RayloopError (its exit code is the command's).
+    """
+    folder = RunFolder(config.output, config.name)
+    make_folder(folder.path, "output=FOLDER")
+    origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
+    with (
+        _while_idle(lambda: origin.stopped(folder.last_step())) as check,
+        folder.acquired(config.checkpoint.resume),
+        _shown(config, folder, address) as progress,
+    ):
+        hashes = _fitting(config, folder, origin)
+        with session(total(bundles(config)), address, temporary, folder.logs):
+            folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
+            folder.events.close()  # the driver goes on writing it
+            result = _run(config, folder, origin, hashes, progress, check)
+            draw_or_tell(folder, config.report.boxes, progress.note)
+            progress.close(result)
+    return 0
+
+
+def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:
+    """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
+    hashes = identity(config)
+    if (checkpoint := origin.find()) is None:
+        folder.write_config(dump(config))
+    else:
+        check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
+    return hashes
+
+
+@contextmanager
+def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterator[Progress]:
+    """The console of a run; it says where the run is kept before Ray starts, which takes a while."""
+    sampling = config.rollout.sampling
+    held_out = sampling.sampling(greedy=config.evaluation.greedy)
+    with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
+        progress.note(f"run folder {folder.path}")
+        progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")
+        yield progress
+
+
+def _software() -> dict[str, str]:
+    packages = {name: version(name) for name in ("torch", "transformers", "ray")}
+    return {"python": platform.python_version(), **packages}
+
+
+def _run(
+    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Callable[[], None]
+) -> dict[str, Any]:
+    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
+
+    ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save.
+    """
+    path = str(folder.path.resolve())
+    for restarts in range(config.recovery.driver_restarts + 1):
+        # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
+        made = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options)
+        driver = made.remote(config, path, origin.resume, hashes, origin.since)
+        until = _never
+        try:
+            with _stop_on_signal(driver, progress, config.preemption.grace) as until:
+                check()
+                return _follow(driver, progress, config.recovery.stall_timeout, until, origin)
+        except RayTaskError as error:
+            if isinstance(cause(error), RayloopError):
+                raise cause(error) from error
+            raise
+        except (RayActorError, GetTimeoutError) as error:
+            event = {"event": "driver_lost", "restarts": restarts, "why": brief(error)}
+            folder.events.append(event)
+            folder.events.close()  # the next driver goes on writing it
+            progress.note(describe(event))
+            if until() < math.inf:
+                raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
+        finally:
+            ray.kill(driver)
+    raise DriverLost(
+        f"the driver actor died {config.recovery.driver_restarts + 1} times; recovery.driver_restarts is spent"
+    )
+
+
+def _never() -> float:
+    return math.inf
+
+
+def _follow(
+    driver: Any, progress: Progress, silence: float, until: Callable[[], float], origin: Origin
+) -> dict[str, Any]:
+    """Show what the driver reports until it ends. Returns its result; raises what it raised.
+
+    Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
+    must have ended (``time.monotonic``) is over.
+    """
+    running, seen, heard = driver.main.remote(), 0, time.monotonic()
+    while True:
+        ended, _ = ray.wait([running], timeout=POLL)
+        patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
+        try:
+            updates, doing = ray.get(driver.updates.remote(seen), timeout=patience)
+            heard = time.monotonic()
+        except RayActorError:
+            updates, doing = [], ""  # ``running`` will tell
+        except GetTimeoutError:
+            updates, doing = [], "waiting for the driver"
+            if (silent := time.monotonic() - heard) > silence:
+                raise
+            progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
+        if not ended and time.monotonic() > until():
+            raise NotSaved(
+                "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
+                f"and a checkpoint; {origin.again()}"
+            )
+        seen += len(updates)
+        for kind, record in updates:
+            if kind == "step":
+                progress.step(record)
+            elif record["event"] != "failed":  # it is raised below, and then told in full
+                progress.note(describe(record))
+        progress.doing(doing)
+        if ended:
+            result: dict[str, Any] = ray.get(running)
+            return result
+
+
+@contextmanager
+def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
+
+    Gives a function that raises what ``stopped`` returns when a SIGTERM has come: an exception raised by a signal handler
+    (this one, or that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
+    """
+    seen, told = socket.socketpair()
+    with seen, told, _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+        seen.setblocking(False)
+        told.setblocking(False)
+        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+
+        def check() -> None:
+            with suppress(BlockingIOError):
+                if signal.SIGTERM in seen.recv(4096):
+                    raise stopped()
+
+        try:
+            yield check
+        except SystemExit as end:
+            if end.code == signal.SIGTERM:
+                check()
+            raise
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+@contextmanager
+def _stop_on_signal(driver: Any, progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
+    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
+
+    Gives a function that tells until when (``time.monotonic``) the driver must have ended: ``grace`` seconds after a signal.
+    """
+    until = math.inf
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal until
+        until = time.monotonic() + grace
+        progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
+        for again in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(again, lambda *_: sys.exit(1))
+        driver.stop.remote()
+
+    with _handling(stop, signal.SIGTERM, signal.SIGINT):
+        yield lambda: until
+
+
+@contextmanager
+def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,243 @@
+"""``python -m cluster try``: one row as the model sees it, two sampled answers, and what the reward says about each.
+
+No Ray cluster is started. What runs are the parts of a run, in this process: the reader, the renderer, the episode loop, and
+the classes of the rollout and the reward actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor, start_weights
+from cluster.loop.episode_runner import requests
+from rayloop.chat.rendering import Renderer
+from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
+from rayloop.core.threads import in_thread
+from rayloop.core.tracebacks import own_frames
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    Outcome,
+    PlayRequest,
+    Sampling,
+    Scored,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+)
+from rayloop.data.dataset import TRUTHS, Dataset
+from rayloop.data.validation import unusable_images
+from rayloop.engines.settings import GenerationSettings, TransformersEngineSettings, serves_its_own_weights
+from rayloop.envs.episode import play
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import jsonable
+from rayloop.transports.settings import ObjectStoreTransport
+from rayloop.view.words import visible
+
+ANSWERS = 2
+SHOWN_FAILURES = 3
+SHOWN = 500
+"""Characters of a ground truth."""
+Tell = Callable[[str], None]
+Made = TypeVar("Made")
+
+
+def try_row(config: RunConfig, row: int | None, tell: Tell = print) -> int:
+    """Play row ``row`` of ``data.train`` (counted from 1, as messages name rows; None: the first usable one) and ``tell`` about it.
+
+    Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
+    """
+    tell = _escaping(tell)
+    dataset, task = _chosen(config, row, tell)
+    tell(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
+    with tempfile.TemporaryDirectory(prefix="try-") as folder:
+        return asyncio.run(_Trial(config, folder, tell).run(task))
+
+
+def _escaping(tell: Tell) -> Tell:
+    """Rows and answers are whatever they are: none of them may steer the terminal."""
+    return lambda text: tell(visible(text))
+
+
+def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Task]:
+    failures: list[DataFailure] = []
+    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, failures.append)
+    for failure in failures[:SHOWN_FAILURES]:
+        tell(f"left out: {failure}")
+    if more := len(failures[SHOWN_FAILURES:]):
+        tell(f"left out: {more} more rows; `python -m cluster data validate CONFIG` names them")
+    if row is None:
+        return dataset, _first_intact(dataset, config.environment.episode.max_image_pixels, tell)
+    where = f"{config.data.train}:{row}"
+    found = next((task for task in dataset if dataset.where(task) == where), None)
+    if found is None:
+        why = next((failure.reason for failure in failures if failure.path == where), "there is no such row")
+        raise ConfigError(f"--row {row}: {where}: {why}")
+    return dataset, found
+
+
+def _first_intact(dataset: Dataset, max_image_pixels: int, tell: Tell) -> Task:
+    """The first task whose images can be shown; those before it are told. Raises ConfigError when there is none."""
+    first: DataFailure | None = None
+    for number, task in enumerate(dataset):
+        failure = next(unusable_images(task, dataset.where(task), max_image_pixels), None)
+        if failure is None:
+            return task
+        first = first or failure
+        if number < SHOWN_FAILURES:
+            tell(f"left out: {failure}")
+    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
+
+
+def local_engine(config: RunConfig) -> GenerationSettings:
+    """The configured engine; transformers in place of one that has processes of its own and starts in minutes."""
+    engine = config.rollout.engine
+    return TransformersEngineSettings(dtype=engine.dtype) if engine.kind in ("vllm", "sglang") else engine
+
+
+class _Trial:
+    """One task: its episodes, and what is told about them."""
+
+    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
+        self.config, self.folder, self.tell = config, folder, tell
+        self.episode = config.environment.episode
+        self.renderer = Renderer(config.model, self.episode.max_image_pixels)
+        self.seen: TokenPrompt | None = None
+        self.told: set[str] = set()
+
+    async def run(self, task: Task) -> int:
+        """Reward and environment are made before the model is loaded: they are what a newcomer wrote."""
+        reward = self.config.reward
+        self.reward = _made(reward.source.use, lambda: RewardActor(self.config.model, reward))
+        _made(self.episode.environment.use, self.episode.environment.build)
+        self.engine = await self._engine()
+        asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
+        played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
+        if self.seen is not None:
+            self._tell_prompt(self.seen)
+            self._tell_truth(task)
+        scored = [await self._answered(number, one, task) for number, one in enumerate(played, start=1)]
+        self.tell(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
+        return 0 if all(scored) else 1
+
+    async def _engine(self) -> RolloutActor:
+        """A rollout actor that serves the start model, in this process."""
+        settings, began = local_engine(self.config), time.monotonic()
+        actor = RolloutActor(self.config.model, settings, ObjectStoreTransport(), self.folder)
+        if not serves_its_own_weights(settings):
+            await actor.load(*await asyncio.to_thread(start_weights, self.config.model, settings.dtype))
+        instead = "" if settings is self.config.rollout.engine else f" (for {self.config.rollout.engine.kind})"
+        seconds = time.monotonic() - began
+        self.tell(f"model {self.config.model.path}, engine {settings.kind}{instead}, loaded in {seconds:.1f} s")
+        return actor
+
+    async def _play(self, request: PlayRequest) -> Trajectory:
+        async with asyncio.timeout(self.config.environment.episode_timeout):
+            environment = await in_thread(self.episode.environment.build, timeout=self.episode.reset_timeout)
+            request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
+            return await play(request, environment, self.renderer, self.episode, self._generate)
+
+    async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """What a rollout actor is asked; the first prompt is kept."""
+        self.seen = self.seen or prompt
+        async with asyncio.timeout(self.episode.request_timeout):
+            return await self.engine.generate(prompt, sampling)
+
+    def _tell_prompt(self, prompt: TokenPrompt) -> None:
+        size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
+        self.tell(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
+        self.tell(_indented(self.renderer.shown(prompt.token_ids)))
+        for number, image in enumerate((image.ref for image in prompt.images), start=1):
+            width, height = self.renderer.resized(image)
+            self.tell(
+                f"image {number}: {image.width}x{image.height} pixels, resized to {width}x{height}; "
+                f"grid (t, h, w) {image.grid}, {image.tokens} tokens"
+            )
+
+    def _tell_truth(self, task: Task) -> None:
+        if task.ground_truth is None:
+            self.tell(
+                "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
+                f"ChatRows takes the column that data.reader.with.truth names, else one of {', '.join(TRUTHS)}. Kept of the row "
+                "besides: " + (", ".join(task.extra) or "nothing")
+            )
+            return
+        text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
+        self.tell(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
+
+    async def _answered(self, number: int, played: Trajectory | BaseException, task: Task) -> bool:
+        """Tell about one answer, and have it scored. False when it has no reward."""
+        if isinstance(played, BaseException):
+            self.tell(f"\nanswer {number} could not be played")
+            self._tell_error(played)
+            return False
+        sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
+        limit = played.sampling.max_tokens
+        cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
+        by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
+        self.tell(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
+        for turn in played.turns[1:]:
+            role = f"{turn.role}: " if len(played.turns) > 2 else ""
+            self.tell(_indented(role + self.renderer.shown(turn.token_ids)))
+        with _silent("actors.reward"):
+            outcome = await self.reward.score(played, task, 0)
+        self.tell(_worded(outcome))
+        if outcome.trace:
+            self._tell_once(outcome.trace)
+        return isinstance(outcome, Scored) and not outcome.trace
+
+    def _tell_error(self, error: BaseException) -> None:
+        """The message of what was raised on purpose; the traceback of what a person's own code raised."""
+        own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
+        said = own is None or isinstance(own, RayloopError)
+        self._tell_once(f"{type(error).__name__}: {error}" if said else own_frames(own or error))
+
+    def _tell_once(self, text: str) -> None:
+        self.tell(_indented(text if text not in self.told else "the same"))
+        self.told.add(text)
+
+
+def _made(use: str, make: Callable[[], Made]) -> Made:
+    try:
+        return make()
+    except (RayloopError, ValidationError):
+        raise
+    except Exception as error:
+        raise WorkerStartFailed(f"{use} could not be made:\n{own_frames(error)}") from error
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Without what the logger ``name`` would print: it is told here in another way."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _worded(outcome: Outcome) -> str:
+    if not isinstance(outcome, Scored):
+        return f"no reward: {outcome.kind}: {outcome.reason}"
+    components = ", ".join(f"{name} {value:g}" for name, value in outcome.components.items())
+    flags = ", ".join(outcome.flags)
+    parts = (f"reward: {outcome.value:g}", components and f"components: {components}", flags and f"flags: {flags}")
+    return "; ".join(filter(None, parts))
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text.rstrip("\n"), "    ", lambda line: True)

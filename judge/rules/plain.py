@@ -1,0 +1,173 @@
+"""Texts without what never changes an answer: mark-up, lead-in, spelling of blanks and signs, final punctuation, harmless case.
+
+Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, and the case of short words, units,
+symbols and codes.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from judge.rules.numerals import NUMERALS
+
+CHARACTERS = str.maketrans(
+    {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+    | dict.fromkeys(map(ord, "‐‑‒–−﹣"), "-")
+    | dict.fromkeys(map(ord, "‘’‛′"), "'")
+    | dict.fromkeys(map(ord, "“”„‟″"), '"')
+    | {"º": "°", "µ": "μ"}
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+_COMMANDS = {
+    "times": "×", "cdot": "·", "pi": "π", "infty": "∞", "leq": "≤", "le": "≤", "geq": "≥", "ge": "≥", "neq": "≠", "ne": "≠",
+    "pm": "±", "left": "", "right": "", "emptyset": "∅", "varnothing": "∅", "circ": "°",
+}  # fmt: skip
+_COMMAND = re.compile(rf"\\({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])")
+_FRACTION = re.compile(r"(?<![\w)}\]])\\[dt]?frac\s*(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))(?![\w^(\[{\\])")
+_TIGHT = re.compile(r" ?([=<>≤≥≠+*/×÷·^|]) ?")
+_PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("'", "'"))
+_BOX = re.compile(r"\\boxed\s*\{")
+_LEAD = re.compile(
+    r"(?:(?:so|therefore|thus|hence)[, ]+)?(?:the )?(?:final |correct )?answer(?: is:?|:) ?(?=\S)", re.IGNORECASE
+)
+_ARTICLE = re.compile(
+    r"(?:(The|the)|([Aa]n?)) (?!(?:few|little|lot|bit|couple|or|and|is|half|third|quarter|fourth|fifth|tenth)\b)"
+    r"([^\W\d_]{2,}[^\W\d_',.\- ]*)"
+)
+_WORD = re.compile(r"[^\W\d_]+")
+_SMALL = {"no", "on", "up", "in", "at", "by", "to", "of", "is", "as", "or", "an", "my", "st", "mr", "dr", "de", "la", "el"}
+_SYMBOLS = re.compile(r"[\\^_=<>≤≥≠{}|~*+]")
+_ROUNDS = 8
+"""Layers of mark-up that are taken off; a text with more keeps the rest."""
+
+
+def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
+    """One spelling of a text. Never empty unless the text is blank. Linear in its length.
+
+    ``exact`` (formulas) keeps every ``!``, ``articles`` those at the beginning, which belong to a name.
+    """
+    text = " ".join(unicodedata.normalize("NFC", text).translate(CHARACTERS).split())
+    text = _SUPERSCRIPT.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
+    text = _without_latex(text) if "\\" in text else text
+    text = re.sub(r"\^(-?[0-9]+|[A-Za-z°])", r"^{\1}", text)
+    text = text.replace("^{°}", "°")
+    for _ in range(_ROUNDS):
+        before = text
+        text = _unwrapped(_LEAD.sub("", text, count=1) if _LEAD.match(text) else text)
+        text = _unpunctuated(text, exact)
+        if text == before:
+            break
+    text = _TIGHT.sub(r"\1", text).replace(" - ", "-")
+    text = re.sub(r"(?<=[(\[{]) | (?=[)\]}])", "", text)
+    found = None if articles else _ARTICLE.match(text)
+    if found and _drops_article(text, found):
+        text = text[found.start(3) :]
+    return text
+
+
+def same_text(first: str, second: str, *, strict: bool = False) -> bool:
+    """Whether two plain texts say the same letter by letter, or differ in harmless case.
+
+    Case is harmless in words of four letters and more, and in the first letter of those of three. Beside digits only
+    the first letter of a longer word; beside symbols never. ``strict`` (formulas): only the first letter, from three letters on.
+    """
+    if first == second:
+        return True
+    if first.lower() != second.lower() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
+        return False
+    pairs = list(zip(_WORD.findall(first), _WORD.findall(second), strict=False))
+    if "".join(a for a, _ in pairs) + "".join(b for _, b in pairs) != "".join(_WORD.findall(first) + _WORD.findall(second)):
+        return False
+    digits = any(c.isdigit() for c in first)
+    return all(a == b or _harmless(a, b, digits, strict) for a, b in pairs)
+
+
+def is_blank(text: str) -> bool:
+    """Nothing that could be seen: blanks, control characters and fillers. A private sign may be a logo."""
+    return not any(_is_shown(unicodedata.category(c)) and not _is_filler(c) for c in text)
+
+
+def says_nothing(text: str) -> bool:
+    """No letter, digit or symbol: ``:``, ``...``, ``#``. Signs such as ∞, →, + and brackets around nothing are an answer."""
+    text = text.strip().strip("#*`_'\"").strip()
+    if re.fullmatch(r"\{ *\}|\[ *\]|\( *\)", text):
+        return False
+    kinds = (unicodedata.category(c) for c in text if c not in "`^$" and not _is_filler(c))
+    return not any(kind[0] in "LNSC" and _is_shown(kind) for kind in kinds)
+
+
+def _is_shown(category: str) -> bool:
+    return category[0] != "Z" and category not in ("Cc", "Cf", "Cs")
+
+
+def _is_filler(character: str) -> bool:
+    """Letters and marks without a shape (Unicode's default-ignorable ones), and the empty Braille cell."""
+    code = ord(character)
+    return code in (0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800, 0x034F, 0x17B4, 0x17B5) or (
+        0x180B <= code <= 0x180F or 0xFE00 <= code <= 0xFE0F or 0xE0100 <= code <= 0xE01EF
+    )
+
+
+def _without_latex(text: str) -> str:
+    for _ in range(3):
+        text = _STYLED.sub(r"\1", text)
+    text = re.sub(r"\\[,;: ]", " ", text.replace(r"\!", "")).replace("{,}", ",")
+    text = _COMMAND.sub(lambda m: _COMMANDS[m.group(1)], text)
+    text = _FRACTION.sub(lambda m: f"{m.group(1) or m.group(3)}/{m.group(2) or m.group(4)}", text)
+    text = re.sub(r"\\([%$#&{}])", r"\1", text)
+    return " ".join(text.replace("^{°}", "°").replace("^°", "°").split())
+
+
+def _unwrapped(text: str) -> str:
+    """Without one layer of signs around all of it."""
+    for left, right in _PAIRS:
+        inner = text[len(left) : -len(right)]
+        whole = text.startswith(left) and text.endswith(right) and inner.strip()
+        if whole and len(text) > len(left) + len(right) and left not in inner and right not in inner:
+            return inner.strip()
+    if (found := _BOX.match(text)) and text.endswith("}") and text[found.end() : -1].strip():
+        depth = 1
+        for character in text[found.end() : -1]:
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            if depth == 0:
+                return text
+        return text[found.end() : -1].strip()
+    return text
+
+
+def _unpunctuated(text: str, exact: bool) -> str:
+    """Without one final mark; an ellipsis stays, and so does what may be a factorial."""
+    if len(text) > 1 and text[-1] in ".。;," and text[-2] not in ".。;,":
+        return text[:-1].rstrip() or text
+    if exact or not text.endswith("!") or re.search(r"[\\0-9]", text):
+        return text
+    spoken = re.fullmatch(r"(?:no|.*[^\W\d_]{3})!{1,3}", text, re.IGNORECASE) is not None
+    return text.rstrip("!") if spoken and _last_word(text) not in NUMERALS else text
+
+
+def _last_word(text: str) -> str:
+    return re.split(r"[\s-]", text.rstrip("!").lower())[-1]
+
+
+def _drops_article(text: str, found: re.Match[str]) -> bool:
+    """``the`` before any word but a number; ``a`` only before plain words, since a may be a letter or a variable."""
+    words = text[found.start(3) :].split()
+    if found.group(1):
+        return words[0].lower().partition("-")[0] not in NUMERALS
+    plain_words = all(re.fullmatch(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?", word) or word == "a" for word in words)
+    return plain_words and (found.group(2).islower() or words[0].islower())
+
+
+def _harmless(first: str, second: str, digits: bool, strict: bool) -> bool:
+    length = min(len(first), len(second))
+    if digits or strict:
+        return length >= (4 if digits else 3) and all(word.islower() or word.istitle() for word in (first, second))
+    if length <= 2:
+        return first.lower() in _SMALL and all(word.islower() or word.istitle() for word in (first, second))
+    words = (first, second)
+    if length < 6:
+        return all(word.islower() or word.istitle() or (length > 3 and word.isupper()) for word in words)
+    return any(word.islower() or word.istitle() or word.isupper() for word in words)

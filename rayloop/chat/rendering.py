@@ -1,0 +1,220 @@
+"""From chat messages to token ids and back, without transformers.
+
+What people, tools and web pages wrote is data: chat markup typed inside it stays plain text, and only the chat template
+itself can put special tokens into a sequence. Observations are rendered as suffixes; history is never rendered again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from rayloop.chat.template import load_chat_template, read_json
+from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
+from rayloop.config.model import ModelSettings
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
+from rayloop.data.images import ImageGeometry, image_ref, probe, tinted
+
+_VISION = re.compile(r"vision|image|video")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Lone surrogates, as in broken JSON, have no UTF-8 form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Expanded token ids and the images that their image tokens stand for, in order."""
+
+    token_ids: TokenIds
+    images: tuple[PromptImage, ...] = ()
+
+
+class Renderer:
+    """Renders for one model folder. Safe to use from many threads.
+
+    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled: vision tokens, and
+    ids without a text; ``image_token`` is the id of which every image has ``ImageRef.tokens``, None for a text-only model.
+
+    Raises ConfigError when a file is missing or the template cannot be extended turn by turn.
+    """
+
+    def __init__(self, model: ModelSettings, max_image_pixels: int) -> None:
+        folder = model_folder(model.path)
+        self._max_image_pixels = max_image_pixels
+        self._tint = model.position_tint
+        self._template = load_chat_template(folder)
+        self._tokenizer = load_tokenizer(folder)
+        self._plain = load_tokenizer(folder)
+        self._plain.encode_special_tokens = True
+        self._special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        self._markup = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
+        self._guard = f"\ufdd0{uuid.uuid4().hex}"
+        config = read_json(folder / "config.json")
+        self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
+        self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
+        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
+        self._history, self._closing = self._pieces(folder)
+        self.end_tokens = self._end_tokens(folder, config)
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None) unless tinted.
+
+        Raises DataFailure for an unusable image, and for messages that the chat template refuses.
+        """
+        images = [self._image(source, keep_file=True) for source in _images(messages)]
+        try:
+            text = self._template([self._chat(message) for message in messages], generation=True)
+        except jinja2.TemplateError as error:
+            raise DataFailure("messages", f"the chat template refuses them: {error}") from error
+        return self._rendered(self._encode_template(text), images)
+
+    def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
+        """What follows the turn ``sampled``: the closing tokens it lacks, the messages, the assistant's header.
+
+        Images always carry their bytes. Raises DataFailure for an unusable image, ConfigError when the template refuses
+        the messages or rewrites what came before them.
+        """
+        images = [self._image(source, keep_file=False) for source in _images(messages)]
+        try:
+            text = self._template([*_DUMMY, *map(self._chat, messages)], generation=True)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template refuses the observation: {error}") from error
+        if not text.startswith(self._history):
+            raise ConfigError("the chat template rewrites earlier turns when an observation follows: not supported")
+        ids = self._encode_template(self._closing + text[len(self._history) :])
+        return self._rendered(ids[1:] if sampled and sampled[-1] == ids[0] else ids, images)
+
+    def encode(self, text: str) -> TokenIds:
+        """The tokens of a text as data, without end token; chat markup in it stays plain text."""
+        whole = _SURROGATE.sub("\ufffd", text.replace(self._guard, ""))
+        return tuple(self._plain.encode(whole, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of ``token_ids``; special tokens are left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def shown(self, token_ids: TokenIds) -> str:
+        """For people: the text with its special tokens."""
+        return shown(self._tokenizer, token_ids)
+
+    def resized(self, image: ImageRef) -> tuple[int, int]:
+        """Width and height in pixels after the processor's resize. Raises ConfigError for a text-only model."""
+        if self._geometry is None:
+            raise ConfigError("the model takes text only")
+        _, rows, columns = image.grid
+        return columns * self._geometry.patch, rows * self._geometry.patch
+
+    def sampling(self, base: Sampling) -> Sampling:
+        """``base`` with this model's end tokens (unless it names some) and banned tokens."""
+        banned = tuple(sorted({*base.banned_tokens, *self.banned_tokens}))
+        return dataclasses.replace(base, end_tokens=base.end_tokens or self.end_tokens, banned_tokens=banned)
+
+    def _chat(self, message: Message) -> dict[str, Any]:
+        """The message as the template wants it. Neighbouring texts are joined before markup in them is disarmed."""
+        parts: list[str | ImageSource] = []
+        for part in message.parts:
+            if isinstance(part, str) and parts and isinstance(parts[-1], str):
+                parts[-1] += part
+            else:
+                parts.append(part)
+        disarmed = [self._disarm(part) if isinstance(part, str) else part for part in parts]
+        if all(isinstance(part, str) for part in disarmed):
+            return {"role": self._disarm(message.role), "content": "".join(map(str, disarmed))}
+        content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in disarmed]
+        return {"role": self._disarm(message.role), "content": content}
+
+    def _disarm(self, text: str) -> str:
+        """Break special tokens typed inside a text with the guard, which ``encode`` takes out again."""
+        return self._markup.sub(lambda found: self._guard.join([*found[0], ""]), text)
+
+    def _encode_template(self, text: str) -> list[int]:
+        """Token ids of rendered text: special tokens of the template as such, what lies between them as plain text."""
+        ids: list[int] = []
+        position = 0
+        for found in self._markup.finditer(text):
+            ids += self.encode(text[position : found.start()])
+            ids.append(self._special[found[0]])
+            position = found.end()
+        ids += self.encode(text[position:])
+        return ids
+
+    def _image(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
+        if self._geometry is None:
+            raise DataFailure(source.path or "image bytes", "the model takes text only, the messages have an image")
+        data, width, height = probe(source, self._max_image_pixels)
+        if self._tint:
+            data, keep_file = tinted(data, self._tint), False
+        path = source.path if keep_file and source.data is None else None
+        return PromptImage(image_ref(data, width, height, self._geometry, path), None if path else data)
+
+    def _rendered(self, ids: list[int], images: Sequence[PromptImage]) -> Rendered:
+        """Replace the one image token that the template wrote per image by as many as the image has."""
+        if self.image_token is None:
+            return Rendered(tuple(ids))
+        if (written := ids.count(self.image_token)) != len(images):
+            raise ConfigError(f"the chat template wrote {written} image tokens for {len(images)} images")
+        expanded: list[int] = []
+        remaining = iter(images)
+        for token in ids:
+            expanded += [token] * next(remaining).ref.tokens if token == self.image_token else [token]
+        return Rendered(tuple(expanded), tuple(images))
+
+    def _pieces(self, folder: Path) -> tuple[str, str]:
+        """A dummy conversation as the template writes it, and the part of it that closes the assistant's turn."""
+        try:
+            asked = self._template(_DUMMY[:1], generation=True)
+            answered = self._template(_DUMMY, generation=False)
+            continued = self._template([*_DUMMY, _DUMMY[0]], generation=True)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{folder}: the chat template fails on a plain conversation: {error}") from error
+        answer = asked + _DUMMY[1]["content"]
+        if not (answered.startswith(answer) and continued.startswith(answered)):
+            raise ConfigError(
+                f"{folder}: the chat template is not prefix-stable: it writes an answered question differently from "
+                "the question with the assistant's header, so what was sampled could not be continued"
+            )
+        if self._encode_template(continued) != self._tokenizer.encode(continued, add_special_tokens=False).ids:
+            raise ConfigError(f"{folder}: the tokenizer's special tokens change the text around them (lstrip, rstrip)")
+        closing = answered[len(answer) :]
+        if self._markup.match(closing) is None:
+            raise ConfigError(f"{folder}: the chat template ends a turn with {closing!r}, expected a special token")
+        return answered, closing
+
+    def _end_tokens(self, folder: Path, config: dict[str, Any]) -> TokenIds:
+        listed = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+        others = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        return tuple(dict.fromkeys([self._encode_template(self._closing)[0], *others]))
+
+    def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
+        """Every vision token: those that the configuration names, and special tokens that are called so."""
+        if self.image_token is None:
+            return set()
+        named = {i for key, i in config.items() if key.endswith("_token_id") and _VISION.search(key) and i is not None}
+        return named | {i for text, i in self._special.items() if _VISION.search(text)}
+
+    def _unwritable(self, config: dict[str, Any]) -> range:
+        """Ids that pad the embedding beyond the tokenizer: they decode to nothing, and would hide what follows them."""
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
+        return range(self._tokenizer.get_vocab_size(), size)
+
+
+_DUMMY: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+
+
+def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> ImageGeometry:
+    vision = config["vision_config"]
+    try:
+        return ImageGeometry(vision["patch_size"], vision["spatial_merge_size"], model.min_pixels, model.max_pixels)
+    except KeyError as error:
+        raise ConfigError(f"{folder}: vision_config has no {error}; only models like Qwen-VL are supported") from error
+
+
+def _images(messages: Sequence[Message]) -> list[ImageSource]:
+    return [part for message in messages for part in message.parts if isinstance(part, ImageSource)]

@@ -1,0 +1,47 @@
+"""The files of a model that text needs, local or from the Hub, and its tokenizer; without transformers, which imports torch."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.types import TokenIds
+
+
+def model_folder(path: str) -> Path:
+    """The local folder of a model; configuration and tokenizer of a Hub name are downloaded. Raises ConfigError."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.txt"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"model.path {path!r} is no folder here, and the Hub does not have it: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer.json. Raises ConfigError."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json; save it with a fast tokenizer")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def shown(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
+    """For people: the text with its special tokens; of a run of equal ones, as an image has, the first and how many there are."""
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    texts = []
+    for alike, run in groupby(token_ids, key=lambda token: token if token in special else None):
+        ids = list(run)
+        many = alike is not None and len(ids) > 1
+        text = tokenizer.decode(ids[:1] if many else ids, skip_special_tokens=False)
+        texts.append(f"{text}×{len(ids)}" if many else text)
+    return "".join(texts)

@@ -1,0 +1,27 @@
+"""Which model is trained. In core because prompt, engine and trainer must agree on it. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rayloop.config.settings import LocalPath, Settings
+
+
+class ModelSettings(Settings):
+    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
+
+    path: LocalPath
+    """A local folder, or a Hub name where the cluster can reach the Hub."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU."""
+    min_pixels: int = Field(784, gt=0)
+    """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer."""
+    max_pixels: int = Field(1_003_520, gt=0)
+    """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL."""
+    position_tint: float = Field(0.0, ge=0, lt=1)
+    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone.
+
+    A tiny model trained from scratch needs it to know where on the page a patch is; pretrained models do not.
+    """

@@ -1,0 +1,217 @@
+"""The reference of a settings class in markdown, made from its fields and docstrings.
+
+``python -m rayloop.config.pages rayloop.run.config:RunConfig`` prints docs/config.md, ``... components`` docs/components.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import sys
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rayloop.config.explain import item, kind_of, members, models, walk
+from rayloop.config.yaml_source import KeyPath, dotted
+
+HEADER = """# Configuration
+
+Made by `python -m rayloop.config.pages {target}`; do not edit. {count} keys.
+
+A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
+new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
+relative to the current directory, with `~` for the home folder. Where a component has a default, its `with` can be set
+without its `use`. Which values to choose: [settings.md](settings.md); what `use` can name:
+[components.md](components.md), [own_task.md](own_task.md).
+
+"""
+
+
+def page(target: str) -> str:
+    """docs/config.md for the settings class ``module:Class``."""
+    model = pkgutil.resolve_name(target)
+    return HEADER.format(target=target, count=count_fields(model)) + describe(model)
+
+
+COMPONENTS = {
+    ("Readers", "data.reader"): (
+        "rayloop.data.dataset:ChatRows",
+        "recipes.arc_vision.data:GroundingRows",
+        "recipes.digits.data:DigitRows",
+    ),
+    ("Rewards", "reward.source"): (
+        "judge.reward:JudgeReward",
+        "recipes.arc_vision.reward:ArcVisionReward",
+        "recipes.arc_vision.reward:IoUReward",
+        "recipes.digits.reward:SortReward",
+        "rayloop.rewards.environment_result:EnvironmentResult",
+    ),
+    ("Environments", "environment.episode.environment"): (
+        "rayloop.envs.single_turn:SingleTurn",
+        "rayloop.envs.tools:ImageTools",
+        "rayloop.envs.scripted:ScriptedTool",
+    ),
+    ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),
+    ("Boxes to draw", "report.boxes"): ("recipes.arc_vision.boxes:GroundingBoxes",),
+    ("Answers of the supervised stage", "answers"): (
+        "recipes.arc_vision.data:BoxAnswers",
+        "recipes.digits.data:SortedAnswers",
+    ),
+    ("Ways to find a judge", "reward.source.with.judge.discovery"): (
+        "judge.discovery:FileDiscovery",
+        "serve_apps.judge.address:RayDiscovery",
+    ),
+}
+"""Title, and the key that names such a component -> those that are shipped."""
+
+COMPONENTS_HEADER = """# Components that are shipped
+
+Made by `python -m rayloop.config.pages components`; do not edit. A component is named with `use` and set with `with`:
+
+    reward:
+      source: {use: "judge.reward:JudgeReward", with: {answer: whole}}
+
+One of your own, a class or often a plain function, is named in the same way: [own_task.md](own_task.md).
+
+"""
+
+
+def components_page() -> str:
+    """docs/components.md: what each shipped component is, and its settings."""
+    parts = []
+    for (title, key), uses in COMPONENTS.items():
+        parts.append(f"## {title} (`{key}`)\n")
+        for use in uses:
+            cls = pkgutil.resolve_name(use)
+            about = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+            parts += [f"### `{use}`\n", *([f"{about}\n"] if about else []), settings_of(cls.Settings)]
+    return COMPONENTS_HEADER + "\n".join(parts)
+
+
+def settings_of(model: type[BaseModel]) -> str:
+    """The tables of a component's settings: its own, then those of sections within."""
+    if not model.model_fields:
+        return "Nothing to set.\n"
+    lines: list[str] = []
+    for current, paths in _used_at(model).items():
+        if paths != [()]:
+            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}:", ""]
+        lines += [*_table(current), ""]
+    return "\n".join(lines)
+
+
+def describe(model: type[BaseModel]) -> str:
+    """One section per settings class below ``model``: keys, types, defaults and meanings, in the order of the file.
+
+    A class used at several places is described once, under all of its paths.
+    """
+    return "\n".join(_section(current, paths) for current, paths in _used_at(model).items())
+
+
+def count_fields(model: type[BaseModel]) -> int:
+    """Number of different keys a person can set: fields that are not sections themselves, each class counted once."""
+    return sum(not models(info.annotation) for current in _used_at(model) for info in current.model_fields.values())
+
+
+def _used_at(model: type[BaseModel]) -> dict[type[BaseModel], list[KeyPath]]:
+    used: dict[type[BaseModel], list[KeyPath]] = {}
+    for path, current in walk(model):
+        used.setdefault(current, []).append(path)
+    return used
+
+
+def _section(model: type[BaseModel], paths: list[KeyPath]) -> str:
+    names = ", ".join(f"`{dotted(path)}`" if path else "Top level" for path in paths)
+    kind = kind_of(model)
+    lines = [f"## {names}" + (f" with `kind: {kind}`" if kind else ""), ""]
+    if model.__doc__:
+        lines += [_linked(inspect.cleandoc(model.__doc__).replace("``", "`")), ""]
+    return "\n".join([*lines, *_table(model), ""])
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        meaning = _linked((info.description or "").replace("\n", " ").replace("``", "`"))
+        cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _linked(text: str) -> str:
+    """Sections are those of the page on the algorithm."""
+    return re.sub(r"(?<!\[)\b([Ss]ection \d+)", r"[\1](algorithm.md)", text)
+
+
+def _type(info: FieldInfo) -> str:
+    limits = [limit for part in info.metadata if (limit := _limit(part))]
+    optional = type(None) in get_args(info.annotation)
+    return ", ".join([" or ".join(_alternatives(info.annotation)) + (" or null" if optional else ""), *limits])
+
+
+def _limit(constraint: Any) -> str:
+    match constraint:
+        case annotated_types.Gt(gt=bound):
+            return f"> {bound}"
+        case annotated_types.Ge(ge=bound):
+            return f">= {bound}"
+        case annotated_types.Lt(lt=bound):
+            return f"< {bound}"
+        case annotated_types.Le(le=bound):
+            return f"<= {bound}"
+    return ""
+
+
+def _alternatives(annotation: Any) -> list[str]:
+    found = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            found += [f"`{value}`" for value in get_args(member)]
+        elif get_origin(member) is tuple and get_args(member)[-1] is not Ellipsis:
+            found.append(f"{len(get_args(member))} {_plain(get_args(member)[0])}s")
+        elif get_origin(member) in (tuple, list):
+            found.append("list of " + " or ".join(_alternatives(item(member))))
+        elif get_origin(member) is dict:
+            found.append("mapping")
+        else:
+            found.append(_plain(member))
+    return list(dict.fromkeys(found))
+
+
+def _plain(annotation: Any) -> str:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        kind = kind_of(annotation)
+        return f"kind `{kind}`" if kind else "section"
+    name = str(annotation.__name__)
+    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(name, name)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**required**"
+    value = info.get_default(call_default_factory=True)
+    return "" if models(info.annotation) and value is not None else f"`{_written(value)}`"
+
+
+def _written(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case BaseModel():
+            kind = kind_of(type(value))
+            return f"{{kind: {kind}}}" if kind else "{...}"
+        case tuple() | list():
+            return "[" + ", ".join(map(_written, value)) + "]"
+        case str():
+            return value.replace("\n", "\\n") or '""'
+    return str(value)
+
+
+if __name__ == "__main__":
+    print(components_page() if sys.argv[1] == "components" else page(sys.argv[1]), end="")

@@ -1,0 +1,282 @@
+"""Configuration: strict settings classes, components by dotted name and loading with errors that name file and line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from rayloop.config.explain import explain
+from rayloop.config.yaml_source import KeyPath, Source, dotted, read
+from rayloop.core.failures import ConfigError
+
+
+class Settings(BaseModel):
+    """Base of every settings class: unknown keys are errors, values are immutable, docstrings are the reference."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
+
+    _source: Source = PrivateAttr(default_factory=Source)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_default(cls, data: Any) -> Any:
+        """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
+        if not isinstance(data, Mapping):
+            return data
+        defaults = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)}
+        partial = {name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]}
+        return {**data, **{name: {**given, "use": defaults[name].use} for name, given in partial.items()}}
+
+
+def _local(text: str) -> str:
+    if re.search(r"\$(\w|{)", text):
+        raise ValueError(f"got {text!r}, but environment variables are not expanded here; write the path itself")
+    return os.path.expanduser(text)
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+"""A path in a configuration, with the home folder for ``~``; relative paths stay relative (see ``local_path``)."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a component must be where it is used: ``source: Annotated[Component, Role(...)]``.
+
+    ``methods``: what its class must have. ``function``: called with a plain function and its dotted name, raises ConfigError for
+    one that cannot serve; None where only classes can.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    function: Callable[[Callable[..., Any], str], Any] | None = None
+
+    def check(self, component: Component) -> None:
+        """Raises ConfigError when the component cannot play this role."""
+        found = component.resolve()
+        if isinstance(found, type):
+            missing = [name for name in self.methods if not callable(getattr(found, name, None))]
+            if missing:
+                raise ConfigError(f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}")
+        elif self.function is None:
+            raise ConfigError(f"use: {component.use!r} is a function; the {self.name} must be a class")
+        else:
+            self.function(component.build(), component.use)
+
+
+class Component(Settings):
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
+
+    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument. Where the
+    documentation says so, a plain function will do; ``with`` is then passed to it as keyword arguments. ``package.module`` may
+    also be a file: ``path/to/file.py:name``, relative to the current directory.
+    """
+
+    use: str
+    """Where it is: ``package.module:Name``, found in the current directory too."""
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+    """Its own settings (docs/components.md has those of the shipped ones)."""
+
+    def resolve(self) -> Callable[..., Any]:
+        """The class or function itself. Raises ConfigError when it does not exist or is neither."""
+        module, _, name = self.use.rpartition(":")
+        try:
+            found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+        except Exception as error:  # the module is a person's own code
+            what = f"{type(error).__name__}: {error}. {_remedy(module, error)}"
+            raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
+        if not callable(found):
+            raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
+        return found
+
+    def settings_class(self) -> type[BaseModel] | None:
+        """What validates ``with``: the nested Settings of a class, None for a function. Raises ConfigError."""
+        found = self.resolve()
+        if not isinstance(found, type):
+            return None
+        model = getattr(found, "Settings", None)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            return model
+        what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
+        called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
+        instance = f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
+        raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}")
+
+    def options(self) -> BaseModel | None:
+        """``with``, validated; None for a function. Raises ConfigError, pydantic.ValidationError."""
+        model = self.settings_class()
+        if model is not None:
+            return model.model_validate(self.with_)
+        try:
+            inspect.signature(self.resolve()).bind_partial(**self.with_)
+        except TypeError as error:
+            raise ConfigError(f"use: {self.use!r} does not take what stands in `with`: {error}") from error
+        return None
+
+    def build(self) -> Any:
+        """An instance made from the validated settings, or the function with its keyword arguments.
+
+        Raises ConfigError, pydantic.ValidationError.
+        """
+        found, options = self.resolve(), self.options()
+        if options is not None:
+            return found(options)
+        return functools.partial(found, **self.with_) if self.with_ else found
+
+
+SETTINGS_ADVICE = """Write in the class:
+      class Settings(rayloop.config.settings.Settings): pass  # its fields are the keys of `with`
+      def __init__(self, settings): ..."""
+
+
+def _remedy(module: str, error: Exception) -> str:
+    """What to do about a module that cannot be imported."""
+    first, here = module.partition(".")[0], Path.cwd()
+    if isinstance(error, ModuleNotFoundError) and error.name == first:
+        return f"Modules are looked for in the current directory, {here}, and among the installed packages"
+    known = [Path(path).resolve() for path in getattr(sys.modules.get(first), "__path__", ())]
+    if isinstance(error, ModuleNotFoundError) and known and (here / first).is_dir() and here / first not in known:
+        return f"{here / first} is hidden by the package {first} in {known[0]}; rename yours"
+    return "Expected package.module:Class"
+
+
+def _beside(use: str, source: Source) -> str:
+    """Where to run the command when the module lies beside the configuration, and is not looked for there; else ""."""
+    folder, first = Path(source.file).absolute().parent, use.partition(":")[0].partition(".")[0]
+    if folder == Path.cwd() or not any((folder / name).exists() for name in (first, f"{first}.py")):
+        return ""
+    return f". {first} lies beside the configuration: run the command in {folder}"
+
+
+def _from_file(path: str) -> ModuleType:
+    """The module in a Python file, under a name of its own, loaded once per process."""
+    file = local_path(path)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python module")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(path: Path, overrides: Sequence[str], model: type[S]) -> S:
+    """Read ``path`` (and what it ``extends``), apply ``key.sub=value`` overrides, validate as ``model``.
+
+    Raises ConfigError that lists every problem with file and line. Paths inside the configuration are left as written
+    (see ``local_path``). Components are checked by ``check_components``, since that imports them.
+    """
+    data, source = read(path, overrides)
+    try:
+        settings = model.model_validate(data)
+    except ValidationError as error:
+        raise _refused(explain(error, model, data, source), source) from error
+    settings._source = source
+    return settings
+
+
+def check_components(settings: Settings) -> None:
+    """Import every component of ``settings`` and validate its ``with``. Raises ConfigError that lists every problem."""
+    source = settings._source
+    problems = []
+    for path, component, role in _with_roles(settings):
+        try:
+            component.options()
+            if role is not None:
+                role.check(component)
+        except ConfigError as error:
+            absent = isinstance(error.__cause__, ModuleNotFoundError)
+            hint = _beside(component.use, source) if absent else ""
+            problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
+        except ValidationError as error:
+            problems += explain(error, component.settings_class() or Settings, component.with_, source, (*path, "with"))
+    if problems:
+        raise _refused(problems, source)
+
+
+def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Component]]:
+    """Every component of ``settings`` with its path, those inside a component's own settings included when valid."""
+    for path, component, _ in _with_roles(settings, prefix):
+        yield path, component
+
+
+def dump(settings: Settings, *, expand_components: bool = False) -> str:
+    """The configuration with every default written out, as YAML that loads to an equal object.
+
+    With ``expand_components`` the defaults of each component's own settings appear under its ``with`` as well, which
+    describes the same run. Raises ConfigError when a component cannot be loaded.
+    """
+    data = settings.model_dump(mode="json", by_alias=True)
+    if expand_components:
+        check_components(settings)
+        for path, component in components(settings):
+            place: Any = data
+            for key in path:
+                place = place[key]
+            if (options := component.options()) is not None:
+                place["with"] = options.model_dump(mode="json", by_alias=True)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+
+
+def local_path(text: str) -> Path:
+    """A path of the configuration as an absolute one. ``~`` is the home folder.
+
+    Relative paths are relative to the current directory of the process that reads the configuration, like every path
+    on a command line, and not to the YAML file: a preset that extends another from elsewhere keeps its meaning.
+    """
+    return Path(text).expanduser().absolute()
+
+
+Found = tuple[KeyPath, Component, Role | None]
+
+
+def _with_roles(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[Found]:
+    for name, info in type(settings).model_fields.items():
+        role = next((part for part in info.metadata if isinstance(part, Role)), None)
+        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name), role)
+
+
+def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Iterator[Found]:
+    if isinstance(value, Component):
+        yield path, value, role
+        try:
+            inner = value.options()
+        except (ConfigError, ValidationError):
+            return  # reported by check_components at the component itself
+        if inner is not None:
+            yield from _with_roles(inner, (*path, "with"))
+    elif isinstance(value, BaseModel):
+        yield from _with_roles(value, path)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _components_in(part, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _components_in(part, (*path, index))
+
+
+def _refused(problems: Sequence[str], source: Source) -> ConfigError:
+    many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+    origin = source.file or "the configuration"
+    return ConfigError(f"{origin} has {many}:\n" + "\n".join(f"  {problem}" for problem in problems))

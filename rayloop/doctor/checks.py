@@ -1,0 +1,190 @@
+"""``doctor``: what would go wrong on this machine, or with this configuration, each finding with its remedy.
+
+``python -m rayloop.doctor.checks`` prints docs/doctor.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import resource
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from safetensors import safe_open
+
+from rayloop.core.failures import ConfigError, DeadlineExceeded
+from rayloop.core.threads import in_thread
+from rayloop.doctor import isolation, machine, network, software
+from rayloop.doctor.finding import Finding
+from rayloop.launch.ray_variables import OBJECT_STORE
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import preflight
+
+HEADER = """# doctor
+
+Made by `python -m rayloop.doctor.checks`; do not edit.
+
+`python -m cluster doctor [CONFIG] [--address ...] [--port ...] [--json]` looks at this machine without starting anything. Each
+finding has a level: *error*, a run would fail; *warning*, it would be slow, exposed to others, or not what was tested; and a
+remedy, which is printed with what was found. With a CONFIG it also predicts checkpoints and memory. The exit code is 1 when
+there is an error, else 0 (2: the CONFIG itself is wrong).
+
+| check | what it looks at, and how serious it takes it |
+|---|---|"""
+DEADLINE = 5.0
+"""Seconds for one check; all run at once."""
+FLOAT = 4
+"""Bytes of a float32: master weights, gradients and both of AdamW's moments."""
+
+
+def checks(
+    config: RunConfig | None, address: str | None, token_file: Path | None, ports: list[int]
+) -> dict[str, partial[list[Finding]]]:
+    """Name -> check of this machine. ``config``: what a run of it needs; ``address``: the cluster that it would join."""
+    environment, shapes = dict(os.environ), parameter_shapes(config.model.path) if config else None
+    node = network.this_node()
+    joined = [network.place(address)[0]] if address and address not in ("auto", "local") else []
+    internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
+    alone = config is not None and address is None
+    kept = config.checkpoint.keep + 1 if config else 0
+    tested = software.fitting_set()
+    return {
+        "python": partial(software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()),
+        "packages": partial(software.packages, software.pins(tested), software.supported_packages(), file=tested),
+        "configuration": partial(configuration, config),
+        "shared memory": partial(machine.shared_memory, Path("/dev/shm"), OBJECT_STORE),
+        "memory": partial(machine.memory, tensor_bytes(config, shapes) if config and alone and shapes else 0),
+        "disk": partial(
+            machine.disk,
+            Path(config.output) / config.name if config else Path(),
+            checkpoint_bytes(config, shapes) if config and shapes else None,
+            kept,
+        ),
+        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), OBJECT_STORE),
+        "open files": partial(machine.open_files, *resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "cores": partial(machine.cores, len(os.sched_getaffinity(0)), environment),
+        "gpus": partial(
+            machine.gpus,
+            gpus_asked(config) if config and alone else 0.0,
+            software.installed_version("torch"),
+            environment,
+        ),
+        "ports": partial(network.ports, ports),
+        "proxies": partial(network.proxies, environment, internal),
+        "ray address": partial(network.ray_address, address),
+        "token": partial(network.token, environment, token_file, Path.home()),
+        "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
+        "sandbox": partial(isolation.sandbox),
+        "scheduler": partial(isolation.scheduler, environment),
+    }
+
+
+async def examine(
+    checks: Mapping[str, Callable[[], list[Finding]]], deadline: float = DEADLINE
+) -> dict[str, list[Finding]]:
+    """All checks at once. One that fails or takes longer than ``deadline`` seconds is an error of its own."""
+
+    async def one(check: Callable[[], list[Finding]]) -> list[Finding]:
+        try:
+            return await in_thread(check, timeout=deadline)
+        except DeadlineExceeded as error:
+            remedy = "look at what it looks at by hand: a network file system or a command hangs"
+            return [Finding("error", f"the check gave {error}", remedy)]
+        except Exception as error:
+            remedy = "see the message; without a reason in this machine it is a mistake in doctor"
+            return [Finding("error", f"the check failed: {type(error).__name__}: {error}", remedy)]
+
+    return dict(zip(checks, await asyncio.gather(*map(one, checks.values())), strict=True))
+
+
+def page() -> str:
+    """docs/doctor.md: what each check says about what it looks at."""
+    rows = [
+        f"| {name} | {' '.join((check.func.__doc__ or '').split(chr(10) * 2)[0].split()).replace('``', '`')} |"
+        for name, check in checks(None, None, None, []).items()
+    ]
+    return "\n".join([HEADER, *rows, ""])
+
+
+def text(found: Mapping[str, list[Finding]]) -> str:
+    """One line per finding, a second one with its remedy, and a summary."""
+    width, lines = max(map(len, found)), []
+    for name, findings in found.items():
+        for finding in findings:
+            lines.append(f"{finding.level:<8} {name:<{width}}  {finding.found}")
+            lines += [f"{'':<8} {'':<{width}}  -> {finding.remedy}"] if finding.remedy else []
+    levels = [finding.level for findings in found.values() for finding in findings]
+    return "\n".join([*lines, "", f"{levels.count('error')} errors, {levels.count('warning')} warnings"])
+
+
+def configuration(config: RunConfig | None) -> list[Finding]:
+    """The files and packages that CONFIG names are there: error."""
+    if config is None:
+        return [Finding("ok", "no CONFIG given")]
+    try:
+        preflight(config)
+    except ConfigError as error:
+        found, _, remedy = str(error).partition(". ")
+        return [Finding("error", found, remedy or "correct the file")]
+    return [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+
+
+def parameter_shapes(model: str) -> dict[str, list[int]] | None:
+    """Parameter -> shape, from the headers of a model folder's safetensors; None where there are none."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(file, "np") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes or None
+
+
+def trained(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
+    """Parameters that are trained, at most: all, all without the vision tower, or LoRA's two factors per target layer."""
+    engine = config.policy.engine
+    own = {name: shape for name, shape in shapes.items() if "visual." not in name}
+    if engine.lora is not None:
+        layers = shapes if engine.lora.vision else own
+        targets = [
+            shape for name, shape in layers.items() if name.split(".")[-2:-1] in [[t] for t in engine.lora.targets]
+        ]
+        return sum(engine.lora.rank * sum(shape) for shape in targets if len(shape) == 2)
+    return sum(map(math.prod, (own if engine.freeze_vision else shapes).values()))
+
+
+def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
+    """Bytes of one checkpoint: what is trained and its optimizer state, in float32."""
+    return FLOAT * trained(config, shapes) * (3 if config.policy.optimizer.kind == "adamw" else 1)
+
+
+def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
+    """Bytes of main memory for the tensors of all roles that are placed on CPUs: a lower bound, without activations."""
+    weights, needed = sum(map(math.prod, shapes.values())), 0
+    if not config.policy.placement.num_gpus:
+        # What is saved, the frozen weights, and the gradients, which are as large as what is trained.
+        needed += checkpoint_bytes(config, shapes) + FLOAT * weights
+    if not config.rollout.placement.num_gpus and config.rollout.engine.kind != "openai_http":
+        needed += config.rollout.actors * weights * (2 if config.rollout.engine.dtype == "bfloat16" else FLOAT)
+    if config.reference.kind == "actor" and not config.reference.placement.num_gpus:
+        needed += config.reference.actors * weights * FLOAT
+    return needed
+
+
+def gpus_asked(config: RunConfig) -> float:
+    """GPUs that all actors of a run reserve together."""
+    roles = [
+        (config.policy.ranks, config.policy.placement), (config.rollout.actors, config.rollout.placement),
+        (config.environment.actors, config.environment.placement), (config.reward.actors, config.reward.placement),
+    ]  # fmt: skip
+    if config.reference.kind == "actor":
+        roles.append((config.reference.actors, config.reference.placement))
+    return sum(actors * placement.num_gpus for actors, placement in roles)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,268 @@
+"""Decoding one batch of sequences with a transformers model: prefill each distinct prompt once, then token by token.
+
+Shapes: U distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
+from rayloop.engines.generation.sampler import Sampler, StopStrings, uniforms
+from rayloop.engines.models import POOLED_MODELS, TensorCache, Vision, positions
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes.
+
+    That is its features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    grids: Tensor
+    images: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence to decode. ``finish`` gets the turn as soon as it ends; ``abandoned`` tells that nobody waits."""
+
+    prompt: TokenPrompt
+    sampling: Sampling
+    finish: Callable[[TokenIds, tuple[float, ...], FinishReason], None]
+    fail: Callable[[Exception], None]
+    abandoned: Callable[[], bool]
+
+
+class Decoder:
+    """Decodes batches; not thread-safe."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vision: Vision | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._vision = vision
+        self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._features = TensorCache()
+
+    def forget(self) -> None:
+        """The weights changed: image features are computed anew."""
+        self._features.clear()
+
+    @torch.inference_mode()
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Decode ``rows`` as one batch and call ``finish`` (or ``fail``, for a broken prompt) of each."""
+        rows, prompts, index = self._prompts(rows)
+        if rows:
+            _Batch(self._model, self._tokenizer, self._vocabulary, rows).run(prompts, index)
+
+    def _prompts(self, rows: Sequence[Row]) -> tuple[list[Row], list[Prompt], list[int]]:
+        """The rows that can be decoded, the distinct prompts, and the prompt's index of each of these rows."""
+        good: list[Row] = []
+        index: list[int] = []
+        prompts: list[Prompt] = []
+        known: dict[tuple[TokenIds, tuple[str, ...]], int] = {}
+        for row in rows:
+            key = (row.prompt.token_ids, tuple(image.ref.sha256 for image in row.prompt.images))
+            if key not in known:
+                try:
+                    prompts.append(self._prompt(row.prompt))
+                except DataFailure as error:
+                    row.fail(error)
+                    continue
+                known[key] = len(prompts) - 1
+            good.append(row)
+            index.append(known[key])
+        return good, prompts, index
+
+    def _prompt(self, prompt: TokenPrompt) -> Prompt:
+        if not prompt.token_ids:
+            raise DataFailure("prompt", "it has no tokens")
+        if prompt.images and self._vision is None:
+            raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+        token_ids = torch.tensor(prompt.token_ids)
+        grids = torch.tensor([image.ref.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
+        position_ids = positions(self._model, token_ids, grids)
+        images = tuple(self._image(self._vision, image) for image in prompt.images) if self._vision else ()
+        return Prompt(token_ids, position_ids, grids, images)
+
+    def _image(self, vision: Vision, image: PromptImage) -> Tensor:
+        """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in the batch."""
+        if self._model.config.model_type not in POOLED_MODELS:
+            return vision.pixels(image.ref, image.data)
+        if (cached := self._features.get(image.ref.sha256)) is not None:
+            return cached
+        pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
+        grid = torch.tensor([image.ref.grid], device=self._model.device)
+        features: Tensor = self._model.get_image_features(pixels, grid, return_dict=True).pooler_output[0]
+        self._features.put(image.ref.sha256, features)
+        return features
+
+
+ROOM = 128
+"""Tokens by which a cache is longer than what is in it, when it is copied."""
+
+
+class _AppendedLayer(DynamicLayer):
+    """Keys and values [B, heads, T, d] lie in tensors with room for more; transformers' own layer copies all of them per token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._roomy: dict[str, Tensor] = {}
+            self.keys: Tensor
+            self.values: Tensor
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, past: Tensor, new: Tensor) -> Tensor:
+        """``past`` and ``new`` [B, heads, n, d] as one tensor, a view whose room the next call uses."""
+        if not past.numel():
+            return new
+        start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
+        whole = self._roomy.get(name)
+        if whole is None or whole.data_ptr() != past.data_ptr() or end > whole.shape[-2]:
+            whole = self._roomy[name] = past.new_empty(*past.shape[:2], end + ROOM, past.shape[-1])
+            whole[:, :, :start] = past
+        whole[:, :, start:end] = new
+        return whole[:, :, :end]
+
+
+class _Batch:
+    """The state of one batch. Finished sequences stay in it until half are finished; then it is compacted."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vocabulary: int, rows: Sequence[Row]) -> None:
+        self._model = model
+        self._device = model.device
+        self._rows = rows
+        samplings = [row.sampling for row in rows]
+        self._budget = np.array([sampling.max_tokens for sampling in samplings])
+        self._longest = int(self._budget.max())
+        draws = [uniforms(row.prompt.seed, len(row.prompt.token_ids), self._longest) for row in rows]
+        self._sampler = Sampler(samplings, np.stack(draws), vocabulary, self._device)
+        self._stop = StopStrings(tokenizer, samplings)
+        self._tokens: npt.NDArray[np.int64] = np.zeros((len(rows), self._longest), np.int64)
+        self._logprobs: npt.NDArray[np.float32] = np.zeros((len(rows), self._longest), np.float32)
+        self._members = np.arange(len(rows))
+        """Which row each sequence of the batch is [B]."""
+        self._live: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
+        """Which sequences of the batch are unfinished [B]."""
+
+    def run(self, prompts: Sequence[Prompt], index: Sequence[int]) -> None:
+        """Prefill ``prompts``, give sequence i the cache of prompt ``index[i]``, and decode until all are finished."""
+        logits = self._prefill(prompts)
+        select = torch.tensor(index, device=self._device)
+        logits = logits[select]
+        self._select(select)
+        for position in range(self._longest):
+            tokens, logprobs, ends = self._sampler.sample(logits, position)
+            self._tokens[self._members, position] = tokens.numpy(force=True)
+            self._logprobs[self._members, position] = logprobs.numpy(force=True)
+            self._finish(position + 1, ends.numpy(force=True))
+            if not self._live.any():
+                return
+            if 2 * self._live.sum() <= len(self._live):
+                tokens = self._compact(tokens)
+            logits = self._step(tokens)
+
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next positions."""
+        length = max(len(prompt.token_ids) for prompt in prompts)
+        token_ids = torch.zeros(len(prompts), length, dtype=torch.int64)
+        position_ids = torch.zeros(len(prompts[0].positions), len(prompts), length, dtype=torch.int64)
+        mask = torch.ones(len(prompts), length + self._longest, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            padding = length - len(prompt.token_ids)
+            token_ids[i, padding:] = prompt.token_ids
+            position_ids[:, i, padding:] = prompt.positions
+            mask[i, :padding] = False
+        self._mask = None if mask.all() else mask.to(self._device)
+        self._cache = DynamicCache(config=self._model.config)
+        self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
+        self._length = 0
+        self._positions = self._next_positions(position_ids).to(self._device)
+        return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
+
+    def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:
+        """The model's arguments for the padded prompts ``token_ids`` [U, P] and their images."""
+        images = [image for prompt in prompts for image in prompt.images]
+        if not images:
+            return {"input_ids": token_ids}
+        stacked = torch.cat(images).to(self._device, self._model.dtype)
+        if self._model.config.model_type not in POOLED_MODELS:
+            grids = torch.cat([prompt.grids for prompt in prompts]).to(self._device)
+            return {"input_ids": token_ids, "pixel_values": stacked, "image_grid_thw": grids}
+        embeddings = self._model.get_input_embeddings()(token_ids)
+        embeddings[token_ids == self._model.config.image_token_id] = stacked
+        return {"inputs_embeds": embeddings}
+
+    @staticmethod
+    def _next_positions(position_ids: Tensor) -> Tensor:
+        """[R, U, 1]: text continues its own count, the M-RoPE rows continue after their common maximum."""
+        following = position_ids.amax(-1, keepdim=True)
+        if len(position_ids) > 1:
+            following[1:] = following[1:].amax(0)
+        return following + 1
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        logits = self._forward(self._positions, input_ids=tokens[:, None])
+        self._positions = self._positions + 1
+        return logits
+
+    def _forward(self, position_ids: Tensor, **inputs: Tensor) -> Tensor:
+        """Logits [B, V] of the last of the new tokens, whose ``position_ids`` are [R, B, n]."""
+        self._length += position_ids.shape[-1]
+        output = self._model(
+            attention_mask=None if self._mask is None else self._mask[:, : self._length],
+            position_ids=position_ids if len(position_ids) > 1 else position_ids[0],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **inputs,
+        )
+        logits: Tensor = output.logits
+        return logits[:, -1]
+
+    def _finish(self, n: int, ends: np.ndarray) -> None:
+        """Report the sequences that ended with their ``n``-th token, and forget those that nobody waits for."""
+        live = np.flatnonzero(self._live)
+        stopped = self._stop.reached(self._members[live].tolist(), self._tokens, n)
+        for i, stop in zip(live.tolist(), stopped, strict=True):
+            member = int(self._members[i])
+            row = self._rows[member]
+            if ends[i]:
+                reason = FinishReason.END_TOKEN
+            elif stop:
+                reason = FinishReason.STOP_STRING
+            elif n == self._budget[member]:
+                reason = FinishReason.LENGTH
+            else:
+                self._live[i] = not row.abandoned()
+                continue
+            self._live[i] = False
+            row.finish(tuple(self._tokens[member, :n].tolist()), tuple(self._logprobs[member, :n].tolist()), reason)
+
+    def _compact(self, tokens: Tensor) -> Tensor:
+        """Drop the finished sequences; returns the others' ``tokens``."""
+        select = torch.from_numpy(np.flatnonzero(self._live)).to(self._device)
+        self._select(select)
+        self._sampler.select(select)
+        self._members, self._live = self._members[self._live], self._live[self._live]
+        return tokens[select]
+
+    def _select(self, select: Tensor) -> None:
+        self._cache.batch_select_indices(select)
+        self._positions = self._positions[:, select]
+        self._mask = None if self._mask is None else self._mask[select]

@@ -1,0 +1,251 @@
+"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training where the server allows it.
+
+Training needs the sampled token ids with their log-probs, and a server that loads what the trainer publishes: samples of a
+server whose weights never change are off-policy from the second step on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+from torch import Tensor
+
+from rayloop.chat.tokenizer import load_tokenizer, model_folder
+from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.models import save_model
+from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.transports.manifest import verify
+
+BUSY = frozenset({408, 409, 425, 429})
+"""Status codes after which the same request may succeed, like those from 500."""
+REFUSED = frozenset({400, 413, 422})
+"""Status codes that blame the request's content."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Never reached through a proxy."""
+IMAGE = "<|image_pad|>"
+
+
+class OpenAiHttpEngine:
+    """A ``GenerationEngine``. ``folder`` is where published weights are written for the server to load."""
+
+    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, folder: str | Path) -> None:
+        self._model, self._settings, self._folder = model, settings, Path(folder) / "server"
+        self._tokenizer = load_tokenizer(model_folder(model.path))
+        self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
+        if settings.interface == "chat" and (self._start is None or self._end is None):
+            raise ConfigError(
+                f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no <|im_start|>"
+            )
+        self._image = self._tokenizer.token_to_id(IMAGE)
+        self._version: Version | None = None
+        self._running = 0
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        url = httpx.URL(settings.base_url.rstrip("/"))
+        self._url, self._root = str(url), str(url.copy_with(path="/")).rstrip("/")
+        self._http = httpx.AsyncClient(
+            trust_env=url.host not in LOOPBACK,
+            timeout=settings.timeout,
+            headers=_key(settings.api_key_env),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn. Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost."""
+        await self._open.wait()
+        version = self._version if self._settings.update else Version(0, 0)
+        if version is None:
+            raise WorkerLost("the server has no published weights: the last load failed, or none has succeeded yet")
+        self._running += 1
+        self._idle.clear()
+        try:
+            ask = self._chat if self._settings.interface == "chat" else self._tokens
+            return await ask(prompt, sampling, version)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def leave(self, cohort: str) -> None: ...
+
+    async def pause(self) -> None:
+        self._open.clear()
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Write a model folder and have the server load it. Raises PublicationError, ConfigError before the first one.
+
+        ``tensors`` [name] are whole and on the CPU.
+        """
+        if not self._settings.update:
+            raise ConfigError(f"rollout.engine: {self._url} takes no weights (rollout.engine.update is empty)")
+        first, self._version = self._version is None, None
+        if first:
+            await self._check()
+        target = self._folder / f"weights-{manifest.version}"
+        await asyncio.to_thread(self._write, manifest, tensors, target)
+        for call in self._settings.update:
+            answer = await self._post(self._root + call.path, _filled(call.body, str(target.resolve())))
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise PublicationError(f"version {manifest.version}: {self._root}{call.path} answered {answer}")
+        self._version = manifest.version
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self._version, self._running, 0)
+
+    async def _check(self) -> None:
+        """A request of one token: raises ConfigError when the server's answers cannot be trained on."""
+        await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
+
+    def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], target: Path) -> None:
+        verify(manifest, tensors)
+        for old in self._folder.glob("weights-*"):
+            shutil.rmtree(old)
+        save_model(self._model.path, target, tensors)
+
+    async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
+        if prompt.images:
+            raise ConfigError(
+                "rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm"
+            )
+        answer = await self._post(
+            self._url + "/completions",
+            {
+                "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
+                "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+                "max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens, "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.end_tokens), "include_stop_str_in_output": True,
+                "logit_bias": {str(token): -100 for token in sampling.banned_tokens},
+                "logprobs": 1, "return_token_ids": True, "skip_special_tokens": False,
+            },
+        )  # fmt: skip
+        try:
+            [choice] = answer["choices"]
+            token_ids, logprobs = tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
+            if len(token_ids) != len(logprobs):
+                raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._url}/completions does not return token ids with their log-probs ({error!r}), which training needs. "
+                "vLLM's server does (return_token_ids); for evaluation use rollout.engine.interface: chat"
+            ) from error
+        reason = FinishReason.LENGTH
+        if choice["finish_reason"] != "length":
+            reason = FinishReason.STOP_STRING if isinstance(choice.get("stop_reason"), str) else FinishReason.END_TOKEN
+        return Completion(token_ids, logprobs, reason, version)
+
+    async def _chat(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
+        """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here: servers would cut them off."""
+        answer = await self._post(
+            self._url + "/chat/completions",
+            {
+                "model": self._settings.model, "messages": self.messages(prompt), "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature, "seed": prompt.seed,
+            },
+        )  # fmt: skip
+        try:
+            choice = answer["choices"][0]
+            text, reason = choice["message"]["content"] or "", FinishReason.END_TOKEN
+        except (KeyError, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"{self._url}/chat/completions answered {str(answer)[:200]}, which has no message"
+            ) from error
+        if choice["finish_reason"] == "length":
+            reason = FinishReason.LENGTH
+        if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
+            text, reason = text[: min(ends)], FinishReason.STOP_STRING
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if reason is FinishReason.END_TOKEN and self._end is not None:
+            ids.append(self._end)
+        if len(ids) > sampling.max_tokens:
+            ids, reason = ids[: sampling.max_tokens], FinishReason.LENGTH
+        return Completion(tuple(ids), (math.nan,) * len(ids), reason, version)
+
+    def messages(self, prompt: TokenPrompt) -> list[dict[str, Any]]:
+        """The conversation that the prompt's ChatML tokens spell, without the header of the turn to sample."""
+        images = iter(prompt.images)
+        found = []
+        for starts, tokens in groupby(prompt.token_ids, lambda token: token == self._start):
+            if starts:
+                continue
+            parts: list[dict[str, Any]] = []
+            for is_image, run in groupby(tokens, lambda token: token == self._image):
+                left = len(ids := list(run))
+                while is_image and left > 0:  # images without a text between them
+                    left -= (image := next(images)).ref.tokens
+                    parts.append({"type": "image_url", "image_url": {"url": _data_url(image)}})
+                if not is_image:
+                    ids = ids[: ids.index(self._end)] if self._end in ids else ids
+                    parts.append({"type": "text", "text": self._tokenizer.decode(ids, skip_special_tokens=True)})
+            role, _, parts[0]["text"] = parts[0]["text"].partition("\n")
+            found.append({"role": role, "content": [p for p in parts if p.get("text") != ""]})
+        return [message for message in found if message["content"]]
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer. Raises WorkerLost when the attempts are spent, DataFailure or ConfigError when refused."""
+        for attempt in range(self._settings.retries + 1):
+            if attempt:
+                await asyncio.sleep(2 ** (attempt - 1))
+            try:
+                response = await self._http.post(url, json=body)
+            except httpx.HTTPError as error:
+                failure = f"{url}: {type(error).__name__}: {error}"
+                continue
+            failure = f"{url}: HTTP {response.status_code}: {response.text[:200]}"
+            if response.is_success:
+                return _parsed(response)
+            if response.status_code in REFUSED:
+                raise DataFailure(url, failure)
+            if response.status_code not in BUSY and response.status_code < 500:
+                raise ConfigError(f"rollout.engine: {failure}")
+        raise WorkerLost(f"the server failed {self._settings.retries + 1} times, last: {failure}")
+
+
+def _key(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if variable not in os.environ:
+        raise ConfigError(f"rollout.engine.api_key_env: {variable} is not set where the rollout actor runs")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
+
+
+def _parsed(response: httpx.Response) -> Any:
+    """The body as JSON; None when it is empty, as the answers of some calls are."""
+    try:
+        return response.json() if response.content else None
+    except json.JSONDecodeError:
+        return response.text
+
+
+def _filled(value: Any, folder: str) -> Any:
+    """``value`` with the folder's path in its texts."""
+    if isinstance(value, str):
+        return value.replace("{folder}", folder)
+    if isinstance(value, Mapping):
+        return {key: _filled(part, folder) for key, part in value.items()}
+    return [_filled(part, folder) for part in value] if isinstance(value, list) else value
+
+
+def _data_url(image: PromptImage) -> str:
+    data = image.data if image.data is not None else Path(image.ref.path or "").read_bytes()
+    with Image.open(io.BytesIO(data)) as opened:
+        kind = Image.MIME[opened.format or "PNG"]
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

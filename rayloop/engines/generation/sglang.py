@@ -1,0 +1,148 @@
+"""Generation with SGLang, in the processes that ``sglang.Engine`` starts beside the rollout actor. Written for 0.5.23; not yet run.
+
+Only coroutines of its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.settings import ModelSettings, SglangEngineSettings
+from rayloop.transports.collective import buckets
+from rayloop.transports.manifest import verify
+
+TESTED = "0.5.23"
+"""The release whose Python files the tests compare with what is passed here."""
+
+
+class SglangEngine:
+    """A ``GenerationEngine``: running turns are prefilled again under new weights. Raises ConfigError for another release."""
+
+    def __init__(self, model: ModelSettings, settings: SglangEngineSettings) -> None:
+        import sglang
+
+        if sglang.__version__ != TESTED:
+            raise ConfigError(f"sglang {sglang.__version__} is installed, {TESTED} is wanted (constraints-sglang.txt)")
+        self._settings, self._running, self._open = settings, 0, asyncio.Event()
+        self._version: Version | None = None
+        self._open.set()
+        self._image = AutoConfig.from_pretrained(model.path).to_dict().get("image_token_id")
+        self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn; its version is that of its first token. Raises WorkerLost, DataFailure."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        await self._open.wait()
+        if (version := self._version) is None:
+            raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
+        images = [image.data if image.data is not None else f"file://{image.ref.path}" for image in prompt.images]
+        request = GenerateReqInput(
+            rid=uuid.uuid4().hex, input_ids=collapsed(prompt, self._image), image_data=images or None,
+            sampling_params=parameters(prompt, sampling), return_logprob=True,
+        )  # fmt: skip
+        try:
+            self._running += 1
+            answer = await anext(self._manager.generate_request(request, None))
+        except asyncio.CancelledError:
+            self._manager.abort_request(request.rid)
+            raise
+        except ValueError as error:
+            raise DataFailure("prompt", f"SGLang refuses it: {error}") from error
+        finally:
+            self._running -= 1
+        return completion(answer["meta_info"], version)
+
+    async def leave(self, cohort: str) -> None: ...
+
+    async def pause(self) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._open.clear()
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    async def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._open.set()
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises PublicationError."""
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        self._version = None
+        verify(manifest, tensors)
+        _check(manifest, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        for bucket in buckets(manifest, self._settings.bucket_bytes):
+            on_gpu = [(name, tensors[name].cuda()) for name in bucket.offsets]  # kept until the next bucket replaces it
+            parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
+            request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
+            _check(manifest, await self._manager.update_weights_from_tensor(request))
+        _check(manifest, await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+        flushed = await self._manager.flush_cache()
+        _check(manifest, (flushed.success, "its caches could not be emptied"))
+        self._version = manifest.version
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self._version, self._running, 0)
+
+
+def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str, Any]:
+    """Keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
+    pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
+    defaults = {"model_path": model.path, "dtype": settings.dtype, "mm_process_config": {"image": pixels}}
+    return {**defaults, "sampling_defaults": "openai", **settings.extra}  # not those of generation_config.json
+
+
+def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
+    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature."""
+    return {
+        "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "min_new_tokens": sampling.min_tokens,
+        "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "sampling_seed": prompt.seed,
+        "logit_bias": {str(token): -1e9 for token in sampling.banned_tokens}, "skip_special_tokens": False,
+    }  # fmt: skip
+
+
+def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
+    """The prompt's tokens with one image token per image, which SGLang expands again."""
+    ids, images = list[int](), iter(prompt.images)
+    for token, run in groupby(prompt.token_ids):
+        left = len(tokens := list(run))
+        while token == image_token and left > 0:
+            left -= next(images).ref.tokens
+            ids.append(token)
+        ids += [] if token == image_token else tokens
+    return ids
+
+
+def completion(meta: Mapping[str, Any], version: Version) -> Completion:
+    """From the ``meta_info`` of an answer. Raises WorkerLost when the turn was aborted."""
+    finish = meta["finish_reason"]
+    if finish["type"] not in ("stop", "length"):
+        raise WorkerLost(f"SGLang ended a turn with {finish}")
+    reason = FinishReason.LENGTH if finish["type"] == "length" else FinishReason.END_TOKEN
+    if isinstance(finish.get("matched"), str):
+        reason = FinishReason.STOP_STRING
+    logprobs, token_ids, _ = zip(*meta["output_token_logprobs"], strict=True)
+    return Completion(token_ids, logprobs, reason, version)
+
+
+def _check(manifest: Manifest, answer: tuple[bool, str]) -> None:
+    if not answer[0]:
+        raise PublicationError(f"version {manifest.version}: SGLang did not take the weights: {answer[1]}")

@@ -1,0 +1,211 @@
+"""Generation with Hugging Face transformers: queues requests, decodes them in batches, one batch at a time.
+
+The event loop chooses batches; a single worker thread touches the model. A batch that has started admits nobody, and
+each of its turns is delivered as soon as it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayloop.chat.tokenizer import load_tokenizer, model_folder
+from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
+from rayloop.engines.generation.decoding import Decoder, Row
+from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.transports.manifest import DTYPES, verify
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    prompt: TokenPrompt
+    sampling: Sampling
+    answer: asyncio.Future[Completion]
+    arrival: float
+    """On the event loop's clock, in seconds."""
+
+
+class TransformersEngine:
+    """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
+
+    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings) -> None:
+        self._settings = settings
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
+        self._parameters = hf_state(self._model)
+        self._decoder = Decoder(self._model, load_tokenizer(model_folder(model.path)), load_vision(model, self._model.config))
+        threads = settings.threads or torch.get_num_threads()
+        self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(threads,))
+        self._version: Version | None = None
+        self._paused = False
+        self._waiting: list[_Request] = []
+        self._running: list[_Request] = []
+        self._left: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._service: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn. Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used."""
+        loop = asyncio.get_running_loop()
+        if self._service is None or self._service.done():
+            self._service = loop.create_task(self._serve())
+        request = _Request(prompt, sampling, loop.create_future(), loop.time())
+        self._waiting.append(request)
+        self._changed.set()
+        return await request.answer
+
+    async def leave(self, cohort: str) -> None:
+        self._left[cohort] += 1
+        self._changed.set()
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._changed.set()
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Verify, then copy into the model in place (a tied head follows its embedding). Raises PublicationError.
+
+        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
+        """
+        self._version = None
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._copy, manifest, tensors)
+        self._left.clear()  # a restored run plays its groups again under their old names
+        self._version = manifest.version
+
+    def health(self) -> EngineHealth:
+        running = sum(not request.answer.done() for request in self._running)
+        return EngineHealth(self._version, running, len(self._waiting))
+
+    def close(self) -> None:
+        """Stop serving; requests that still wait are cancelled. The running batch ends in its own time."""
+        if self._service is not None:
+            self._service.cancel()
+        for request in self._waiting + self._running:
+            request.answer.cancel()
+        self._worker.shutdown(wait=False)
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch, due = self._choose(loop.time())
+            version = self._version
+            if not batch or version is None:
+                await self._wait(due)
+                continue
+            self._waiting = [request for request in self._waiting if request not in batch]
+            self._running = batch
+            self._idle.clear()
+            try:
+                await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
+            except Exception as error:  # whatever broke, the callers hear of it, and the next batch is tried
+                for request in batch:
+                    _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
+            finally:
+                self._running = []
+                self._idle.set()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _choose(self, now: float) -> tuple[list[_Request], float | None]:
+        """The next batch, or an empty one and the seconds until a waiting period ends."""
+        self._waiting = [request for request in self._waiting if not request.answer.done()]
+        if self._paused or not self._waiting:
+            return [], None
+        if self._version is None:
+            for request in self._waiting:
+                _fail(request, WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet"))
+            return [], None
+        deadlines: list[float] = []
+        for cohort, members in self._cohorts().items():
+            deadlines.append(members[0].arrival + self._settings.cohort_wait)
+            missing = self._missing(cohort, members)
+            if missing <= 0:
+                return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
+            if now >= deadlines[-1]:
+                self._give_up(cohort, members, missing)
+                return [], 0.0
+        if free := [request for request in self._waiting if request.prompt.cohort is None]:
+            deadlines.append(free[-1].arrival + self._settings.batch_wait)
+            if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
+                return free[: self._settings.max_batch], None
+        return [], max(0.0, min(deadlines) - now)
+
+    def _missing(self, cohort: str, members: list[_Request]) -> int:
+        size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
+        return size - self._left[cohort] - len(members)
+
+    def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
+        """A batch without them would give other bits than the same run did or will do, and nobody would know."""
+        waited = f"{missing} of group {cohort} did not come within {self._settings.cohort_wait:g} s"
+        why = f"rollout.deterministic: {waited}. Raise rollout.engine.cohort_wait, or give the machine less to do"
+        for request in members:
+            _fail(request, InfrastructureFailure(why))
+
+    def _cohorts(self) -> dict[str, list[_Request]]:
+        cohorts: dict[str, list[_Request]] = {}
+        for request in self._waiting:
+            if request.prompt.cohort is not None:
+                cohorts.setdefault(request.prompt.cohort.key, []).append(request)
+        return cohorts
+
+    def _decode(self, batch: list[_Request], version: Version, loop: asyncio.AbstractEventLoop) -> None:
+        """In the worker thread."""
+        self._decoder.decode([_row(request, version, loop) for request in batch])
+
+    def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """In the worker thread, hence never while a batch is decoded."""
+        verify(manifest, tensors)
+        parameters = self._parameters
+        missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+        shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
+        if missing or unknown or shapes:
+            raise PublicationError(
+                f"version {manifest.version} is of another model than the engine's: "
+                f"missing {sorted(missing)}, unknown {sorted(unknown)}, other shapes {sorted(shapes)}"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+        self._decoder.forget()
+
+
+def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> Row:
+    def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason) -> None:
+        loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version))
+
+    def fail(error: Exception) -> None:
+        loop.call_soon_threadsafe(_fail, request, error)
+
+    return Row(request.prompt, request.sampling, finish, fail, request.answer.done)
+
+
+def _answer(request: _Request, completion: Completion) -> None:
+    if not request.answer.done():
+        request.answer.set_result(completion)
+
+
+def _fail(request: _Request, error: Exception, cause: Exception | None = None) -> None:
+    if not request.answer.done():
+        error.__cause__ = cause
+        request.answer.set_exception(error)

@@ -1,0 +1,278 @@
+"""Generation with vLLM: its ``AsyncLLM`` in the rollout actor, its engine and workers in processes below the actor.
+
+The same code runs on GPUs and on CPU. What happens inside of the workers is in vllm_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig
+
+from rayloop.core.failures import DataFailure, InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.seeds import derive
+from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.data.images import decode
+from rayloop.engines.generation.vllm_process import Load, alive, answered, common_arguments, prepare, stat_loggers
+from rayloop.engines.generation.vllm_worker import write
+from rayloop.engines.models import TensorCache, has_vision, read_image
+from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+
+RETRIES = (0.05, 0.5, 2.0)
+"""Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
+
+
+class VllmEngine:
+    """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
+
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str, name: str | None = None) -> None:
+        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
+
+        With a ``name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it.
+        """
+        prepare(settings, folder)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+        self._settings = settings
+        self._vision = has_vision(config)
+        if self._vision:
+            self._image_token: int = config.image_token_id
+            self._patch: int = config.vision_config.patch_size
+        self._load = Load()
+        arguments = {"served_model_name": name} | _arguments(model, settings, self._vision)
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, name))
+        self._limit: int = self._llm.model_config.max_model_len
+        self._version: Version | None = None
+        self._failed_loads = 0
+        self._serial = itertools.count()
+        self._running = 0
+        self._entering: dict[str, asyncio.Event] = {}
+        """Requests that vLLM prepares and its scheduler does not have yet, by their ids."""
+        self._llm.add_request = self._announced(self._llm.add_request)
+        self._images = TensorCache()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn; its version is the one under which it was begun. A cancelled call ends the request.
+
+        Raises WorkerLost without loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the
+        request up again and again, OverLongPrompt, and DataFailure for a prompt that cannot be used.
+        """
+        completion = await self._completed(prompt, sampling)
+        for pause in RETRIES:
+            if completion is None:
+                await asyncio.sleep(pause)
+                completion = await self._completed(prompt, sampling)
+        if completion is not None:
+            return completion
+        raise InfrastructureFailure(f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error")
+
+    async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
+        """The turn; None when vLLM gave the request up: it had forgotten an image, and asks to be sent it again."""
+        while not self._open.is_set():  # it may have been closed again before this call runs
+            await self._open.wait()
+        if (version := self._version) is None:
+            raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
+        if len(prompt.token_ids) >= self._limit:
+            raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
+        given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
+        # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
+        number, failed = str(next(self._serial)), self._failed_loads
+        entered = self._entering[number] = asyncio.Event()
+        self._running += 1
+        try:
+            output = await answered(self._llm, self._sample(given, parameters, number))
+        finally:
+            self._running -= 1
+            self._entering.pop(number, None)
+            entered.set()
+        if self._failed_loads != failed:
+            raise WorkerLost("a load failed while the request was running")
+        if output.finish_reason == "error":
+            return None
+        return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
+
+    async def _sample(self, prompt: Any, parameters: Any, number: str) -> Any:
+        async for answer in self._llm.generate(prompt, parameters, number):
+            output = answer.outputs[0]
+        return output
+
+    def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """vLLM's ``add_request``, which tells when the scheduler has the request."""
+
+        async def announced(number: str, *arguments: Any, **options: Any) -> Any:
+            try:
+                return await add_request(number, *arguments, **options)
+            finally:
+                if entered := self._entering.pop(number, None):
+                    entered.set()
+
+        return announced
+
+    async def leave(self, cohort: str) -> None:
+        """vLLM batches by itself: there are no cohorts to wait for."""
+
+    async def pause(self) -> None:
+        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well.
+
+        Those that vLLM is still preparing are let in first: they carry the salt and the version of the present weights.
+        """
+        self._open.clear()
+        clear = self._settings.inflight == "recompute"
+        try:
+            for entered in list(self._entering.values()):
+                await entered.wait()
+            await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear))
+        except BaseException:
+            self._open.set()  # whoever waits learns what is wrong, instead of waiting for a resume that never comes
+            raise
+
+    async def resume(self) -> None:
+        await answered(self._llm, self._llm.resume_generation())
+        self._open.set()
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Hand the tensors to the workers, which verify them. Raises PublicationError.
+
+        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
+        """
+        self._version = None  # an answer that arrives meanwhile was sampled before it
+        try:
+            await self._take(manifest, tensors)
+        except BaseException:
+            self._failed_loads += 1
+            raise
+        self._version = manifest.version
+
+    async def _take(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        with _memory() as (file, path):
+            await answered(self._llm, self._llm.collective_rpc("forget_names"))
+            await asyncio.to_thread(write, file, manifest, tensors)
+            arguments = (path, pickle.dumps(manifest))
+            faults = await answered(self._llm, self._llm.collective_rpc("take_published", args=arguments))
+            await answered(self._llm, self._llm.reset_encoder_cache())
+        if fault := next(filter(None, faults), None):
+            raise PublicationError(fault)
+
+    def health(self) -> EngineHealth:
+        """Raises WorkerLost when vLLM's processes are gone."""
+        alive(self._llm)
+        if not self._running:  # then vLLM says nothing new
+            return EngineHealth(self._version, 0, 0, 0.0)
+        waiting = min(self._load.waiting, self._running)
+        return EngineHealth(self._version, self._running - waiting, waiting, self._load.cache)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown(timeout=0)
+
+    def _prompt(self, prompt: TokenPrompt, version: Version) -> dict[str, Any]:
+        """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
+        given: dict[str, Any] = {"prompt_token_ids": self._collapsed(prompt)}
+        if self._settings.inflight == "keep_kv":
+            given["cache_salt"] = str(version)
+        if prompt.images:
+            given["multi_modal_data"] = {"image": [self._image(image) for image in prompt.images]}
+            given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}
+        return given
+
+    def _collapsed(self, prompt: TokenPrompt) -> list[int]:
+        if not prompt.token_ids:
+            raise DataFailure("prompt", "it has no tokens")
+        if not self._vision:
+            if prompt.images:
+                raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+            return list(prompt.token_ids)
+        ids = np.array(prompt.token_ids)
+        where = np.flatnonzero(ids == self._image_token)
+        counts = [image.ref.tokens for image in prompt.images]
+        if len(where) != sum(counts):
+            raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
+        first = np.cumsum([0, *counts])[:-1]
+        return np.delete(ids, np.delete(where, first)).tolist()
+
+    def _image(self, image: PromptImage) -> Image.Image:
+        """The picture in the size in which the model sees it: nothing is left for vLLM to resize."""
+        ref = image.ref
+        if (pixels := self._images.get(ref.sha256)) is None:
+            size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
+            picture = decode(read_image(ref, image.data)).resize(size, Image.Resampling.BICUBIC)
+            pixels = torch.from_numpy(np.array(picture))
+            self._images.put(ref.sha256, pixels)
+        return Image.fromarray(pixels.numpy())
+
+
+def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
+    arguments = common_arguments(model.path, settings) | {
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
+    }
+    if vision:
+        arguments["mm_processor_kwargs"] = {
+            "size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
+        }
+        arguments["limit_mm_per_prompt"] = {"video": 0}
+    return arguments | settings.extra
+
+
+def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
+    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed.
+
+    During ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        min_tokens=min(sampling.min_tokens, sampling.max_tokens) if sampling.end_tokens or sampling.stop else 0,
+        seed=derive(prompt.seed, len(prompt.token_ids)),
+        logit_bias=dict.fromkeys(sampling.banned_tokens, -np.inf) or None,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        stop_token_ids=list(sampling.end_tokens),
+        ignore_eos=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _finish(output: Any) -> FinishReason:
+    """Raises WorkerLost for a request that vLLM gave up."""
+    match output.finish_reason, output.stop_reason:
+        case "length", _:
+            return FinishReason.LENGTH
+        case "stop", str():
+            return FinishReason.STOP_STRING
+        case "stop", _:
+            return FinishReason.END_TOKEN
+    raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
+
+
+@contextmanager
+def _memory() -> Iterator[tuple[int, str]]:
+    """A file in memory that vanishes with the block, and its path for other processes of this user on this machine."""
+    file = os.memfd_create("weights")
+    try:
+        yield file, f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)

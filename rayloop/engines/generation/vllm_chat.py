@@ -1,0 +1,160 @@
+"""Chat completions by vLLM in this process, with the weights of the model's folder: the engine of a judge.
+
+Requests and answers have OpenAI's form. Text only. Prefixes that prompts share are computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rayloop.core.failures import WorkerLost
+from rayloop.engines.generation.vllm_process import alive, answered, common_arguments, prepare
+from rayloop.engines.settings import VllmEngineSettings
+
+
+class RequestRefused(ValueError):
+    """A request that the model cannot answer: too long, an unknown option, a schema that cannot be followed."""
+
+
+class TooLong(RequestRefused):
+    """The prompt leaves no room for an answer."""
+
+
+class VllmChat:
+    """Loads the model when it is made, which takes minutes for a large one."""
+
+    def __init__(self, model: str, settings: VllmEngineSettings, folder: str, revision: str | None = None) -> None:
+        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
+
+        ``revision``: of weights, tokenizer and chat template of a model of the Hub.
+        """
+        prepare(settings, folder)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._name = model
+        self._tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model, settings, revision)))
+        self._limit: int = self._llm.model_config.max_model_len
+        self._serial = itertools.count()
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a chat request. Raises RequestRefused, and WorkerLost when vLLM's processes are gone."""
+        ids = await asyncio.to_thread(self._tokens, body["messages"])
+        if len(ids) >= self._limit:
+            raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
+        try:
+            output = await answered(self._llm, self._sample(ids, _parameters(body, self._limit - len(ids))))
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        if output.finish_reason not in ("stop", "length"):
+            raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
+        return self._answer(ids, output)
+
+    async def _sample(self, ids: Sequence[int], parameters: Any) -> Any:
+        async for answer in self._llm.generate({"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"):
+            output = answer.outputs[0]
+        return output
+
+    def alive(self) -> None:
+        """Raises WorkerLost when vLLM's processes are gone."""
+        alive(self._llm)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown(timeout=0)
+
+    def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        plain = [{"role": message["role"], "content": _text(message["content"])} for message in messages]
+        ids: Any = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    def _answer(self, ids: Sequence[int], output: Any) -> dict[str, Any]:
+        tokens = len(output.token_ids)
+        usage = {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": output.text},
+            "finish_reason": output.finish_reason,
+            "logprobs": {"content": _logprobs(output)} if output.logprobs else None,
+        }
+        return {
+            "id": "chat",
+            "object": "chat.completion",
+            "created": 0,
+            "model": self._name,
+            "choices": [choice],
+            "usage": usage,
+        }
+
+
+def _text(content: Any) -> str:
+    """Raises RequestRefused for anything but text."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise RequestRefused("this model reads text only")
+    return "\n".join(part["text"] for part in content)
+
+
+def _arguments(model: str, settings: VllmEngineSettings, revision: str | None) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``."""
+    return {
+        **common_arguments(model, settings),
+        # Blanks between the tokens of a JSON object would be spent from a verdict's max_tokens.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "revision": revision,
+        "tokenizer_revision": revision,
+        **settings.extra,
+    }
+
+
+def _parameters(body: Mapping[str, Any], room: int) -> Any:
+    """vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt. Raises ValueError."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    form: Mapping[str, Any] = body.get("response_format") or {"type": "text"}
+    match form.get("type"):
+        case "text":
+            structure = None
+        case "json_object":
+            structure = StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            structure = StructuredOutputsParams(json=_schema(form))
+        case other:
+            raise RequestRefused(f"response_format: {other!r} is none of text, json_object, json_schema")
+    return SamplingParams(
+        temperature=body.get("temperature", 1.0),
+        top_p=body.get("top_p", 1.0),
+        seed=body.get("seed"),
+        stop=body.get("stop"),
+        max_tokens=min(body.get("max_tokens", room), room),
+        logprobs=body.get("top_logprobs", 0) if body.get("logprobs") else None,
+        structured_outputs=structure,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a ``response_format``. Raises RequestRefused."""
+    match form:
+        case {"json_schema": {"schema": dict(schema)}}:
+            return schema
+    raise RequestRefused("response_format: json_schema needs {json_schema: {schema: {...}}}")
+
+
+def _logprobs(output: Any) -> list[dict[str, Any]]:
+    """OpenAI's ``logprobs.content``: each token of the answer with its alternatives."""
+    found = []
+    for token, options in zip(output.token_ids, output.logprobs, strict=True):
+        top = [{"token": option.decoded_token or "", "logprob": option.logprob} for option in options.values()]
+        found.append(
+            {"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top}
+        )
+    return found

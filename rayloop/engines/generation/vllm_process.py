@@ -1,0 +1,126 @@
+"""What every use of vLLM needs: its environment, the arguments of any engine, and calls that notice when its processes die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from rayloop.core.failures import ConfigError, WorkerLost
+from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker
+from rayloop.engines.settings import VllmEngineSettings
+
+TESTED = SpecifierSet(">=0.28,<0.33")
+"""Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
+same calls and arguments by its source, and has not been run."""
+LIVENESS = 1.0
+"""Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
+
+
+def prepare(settings: VllmEngineSettings, folder: str) -> None:
+    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``.
+
+    Raises ConfigError when vLLM is missing or of an untested version.
+    """
+    if settings.enforce_eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ |= {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        OWNER: str(os.getpid()),
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import __version__ as found
+    except ImportError as error:
+        raise ConfigError(f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
+    if found not in TESTED:
+        raise ConfigError(f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install rayloop[gpu]")
+
+
+def versions() -> dict[str, str]:
+    """Of vLLM, under whatever name it was installed, and of what holds its replies to a schema."""
+    from vllm import __version__ as found
+
+    told = {"vllm": found}
+    with suppress(PackageNotFoundError):
+        told["xgrammar"] = version("xgrammar")
+    return told
+
+
+def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs``, before ``settings.extra``."""
+    # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
+    # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
+    several = settings.tensor_parallel * settings.extra.get("pipeline_parallel_size", 1) > 1
+    return {
+        "model": model,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "mp" if several else "uni",
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "max_num_seqs": settings.max_sequences,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
+        "disable_log_stats": True,
+    }
+
+
+async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
+    """What a call to vLLM returns. Raises WorkerLost when vLLM fails or dies, which may leave its own calls unanswered."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=LIVENESS))[0]:
+            alive(llm)
+        return task.result()
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # a bare one comes from vLLM's engine process
+            raise
+        raise WorkerLost(f"vLLM failed: {error}") from error
+    finally:
+        task.cancel()
+
+
+class Load:
+    """What vLLM's scheduler said after its last step. One of vLLM's ``stat_loggers``, by its methods."""
+
+    def __init__(self) -> None:
+        self.waiting, self.cache = 0, 0.0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
+        if scheduler_stats is not None:
+            self.waiting, self.cache = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None: ...
+    def log(self) -> None: ...
+    def record_sleep_state(self, *state: Any) -> None: ...
+
+
+def stat_loggers(load: Load, name: str | None) -> list[Any]:
+    """``load``, and with a name all of vLLM's own metrics through Ray's, where the label ``model_name`` is that name."""
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [lambda config, index: load, *([RayPrometheusStatLogger] if name else [])]
+
+
+def alive(llm: Any) -> None:
+    """Raises WorkerLost when vLLM's processes are gone."""
+    if llm.errored:
+        raise WorkerLost("vLLM's engine process has died")

@@ -1,0 +1,150 @@
+"""The part of rayloop that runs inside of vLLM's workers: taking over published weights, and ending with the rollout actor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import re
+import select
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from rayloop.core.failures import PublicationError
+from rayloop.core.protocols import Manifest
+from rayloop.transports.manifest import DTYPES, name_faults, raw, verify
+
+OWNER = "RAYLOOP_ENGINE_OWNER"
+"""Environment variable with the process that all of vLLM's processes end with."""
+SHARED = re.compile(r"/dev/shm/psm_[^ /]+$", re.MULTILINE)
+"""Shared memory of Python's multiprocessing, in /proc/self/maps."""
+ALIGNMENT = 64
+"""Bytes. Tensors begin at multiples of it within the memory that they travel through."""
+
+
+class VllmWorker:
+    """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine runs them."""
+
+    model_runner: Any
+
+    def forget_names(self) -> None:
+        """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
+        for path in SHARED.findall(Path("/proc/self/maps").read_text()):
+            Path(path).unlink(missing_ok=True)
+
+    def take_published(self, path: str, packed: bytes) -> str:
+        """Verify and load the tensors that ``write`` left in the file. Returns what was wrong, or nothing.
+
+        After a fault that is found by verifying, the old weights are still there.
+        """
+        manifest: Manifest = pickle.loads(packed)
+        try:
+            with open(path, "rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensors = dict(_read(memory, manifest))
+            verify(manifest, tensors)
+            self._load(manifest, tensors)
+        except PublicationError as error:
+            return str(error)
+        return ""
+
+    def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Through vLLM's own reload, which refuses what it does not know, and only logs what it misses."""
+        model: Any = self.model_runner.get_model()
+        wanted, known = {name for name, _ in model.named_parameters()}, set()
+        load = model.load_weights
+
+        def noting(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+            known.update(load(weights))
+            return known
+
+        try:
+            _complain(manifest, _incomplete(model.packed_modules_mapping, tensors))
+            model.load_weights = noting
+            self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
+        except (KeyError, ValueError) as error:
+            _complain(manifest, [str(error)])
+        finally:
+            vars(model).pop("load_weights", None)
+        _complain(manifest, [f"{name} is missing" for name in sorted(wanted - known)])
+        _refresh_tied_head(model)
+
+
+def _complain(manifest: Manifest, faults: Sequence[str]) -> None:
+    if faults:
+        raise PublicationError(f"version {manifest.version} is of another model than the engine's: {', '.join(faults)}")
+
+
+def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
+    """What is missing of parameters that vLLM merges into one (``packed``): it would fill the gap with arbitrary memory."""
+    names = set(names)
+    wanted = {
+        name.replace(f".{part}.", f".{sibling}.")
+        for name in names
+        for parts in packed.values()
+        for part in parts
+        if f".{part}." in name
+        for sibling in parts
+    }
+    return [f"{name} is missing" for name in sorted(wanted - names)]
+
+
+def _refresh_tied_head(model: nn.Module) -> None:
+    """On CPU vLLM multiplies with repacked copies of weights, and its reload (0.32) leaves a tied head's copy as it was."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def write(file: int, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors into an open file in the order of the manifest. Raises PublicationError when names are not its."""
+    if faults := name_faults(manifest, tensors):
+        raise PublicationError(f"version {manifest.version}: {'; '.join(faults)}")
+    for name, start in _layout(manifest):
+        os.pwrite(file, raw(tensors[name]), start)
+
+
+def _layout(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """Where each tensor begins, in bytes."""
+    start = 0
+    for name, record in manifest.tensors.items():
+        yield name, start
+        start += -(-record.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _read(memory: mmap.mmap, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    for name, start in _layout(manifest):
+        record = manifest.tensors[name]
+        dtype = DTYPES[record.dtype]
+        flat = torch.frombuffer(memory, dtype=dtype, count=record.nbytes // dtype.itemsize, offset=start)
+        yield name, flat.view(record.shape)
+
+
+def end_with(owner: int) -> None:
+    """Kill this process and those between it and its ancestor ``owner`` as soon as that one is gone."""
+    between = [psutil.Process(), *psutil.Process().parents()]
+    pids = [process.pid for process in between]
+    if owner not in pids:
+        os.kill(os.getpid(), signal.SIGKILL)
+    file = os.pidfd_open(owner)
+
+    def watch() -> None:
+        select.select([file], [], [])
+        for process in reversed(between[: pids.index(owner)]):
+            process.kill()  # psutil notices when the number belongs to another process by now
+
+    threading.Thread(target=watch, name="end with the rollout actor", daemon=True).start()
+
+
+if OWNER in os.environ and int(os.environ[OWNER]) != os.getpid():
+    end_with(int(os.environ[OWNER]))

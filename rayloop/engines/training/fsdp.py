@@ -1,0 +1,307 @@
+"""One rank of the trainer: GRPO updates with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
+
+The result of an update does not depend on world size, micro-batches, packing or the order of ranks: every token's
+weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md, section 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayloop.core.failures import CheckpointError, ConfigError
+from rayloop.core.protocols import TrainItem
+from rayloop.core.seeds import derive
+from rayloop.core.types import Trajectory, Version
+from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training import state
+from rayloop.engines.training.collator import Collator
+from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
+from rayloop.engines.training.optimizer import Optimizer, Step
+from rayloop.engines.training.scorer import COMPUTE_DTYPES, Scorer, score
+from rayloop.engines.training.sharding import add_noise, gather, join, local, on_all_ranks, shard, total
+from rayloop.grpo.batch import Batch, Sample
+from rayloop.grpo.loss import Denominator, policy_loss, token_weights
+from rayloop.grpo.metrics import LossMetrics
+from rayloop.grpo.settings import LossSettings
+
+logger = logging.getLogger(__name__)
+
+PERTURBATION = 0.5
+"""Noise of the publication self-test, relative to each tensor's root mean square: far above any rounding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer update did, before reduction over the ranks: ``loss`` is this rank's part of the sum."""
+
+    loss: float
+    metrics: LossMetrics
+    step: Step
+    tokens: int
+    sequences: int
+
+
+class FsdpEngine:
+    """Implements ``rayloop.core.protocols.TrainingEngine``; all methods but ``parameter_groups`` are collective.
+
+    ``init_method`` is torch.distributed's, or the store at which the ranks meet; None: the default process group exists already.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        settings: FsdpSettings,
+        optimizer: OptimizerSettings,
+        loss: LossSettings,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str | dist.Store | None,
+        seed: int,
+    ) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._settings, self._loss_settings = settings, loss
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(seed)  # new adapters start equal on all ranks
+        self._model = load_model(model, dtype=torch.float32)
+        self._names = checkpoint_names(self._model)
+        self._collator = Collator(self._model, model, settings, self._device)
+        self._choose_trainable()
+        mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
+        self._scorer = shard(Scorer(self._model, settings.logprob_chunk), settings, mesh)
+        self._parameters = dict(self._model.named_parameters())
+        trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._optimizer = Optimizer(trainable, optimizer)
+        self._unperturbed: dict[str, Tensor] = {}
+        torch.manual_seed(derive(seed, "trainer", rank))
+        counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
+        logger.info("training %d of %d parameters", *counts)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
+        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty.
+
+        Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an unusable image on
+        any rank, and Diverged when too many updates in a row had to be skipped.
+        """
+        began = time.perf_counter()
+        counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
+        if counts[0] != -counts[1]:
+            raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
+        samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
+        if len(mini_batches) > 1:
+            samples = self._with_old_logprobs(mini_batches, samples)
+        updates = [self._update(share) for share in samples]
+        return self._report(updates, time.perf_counter() - began)
+
+    def _with_old_logprobs(
+        self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[Sample]]
+    ) -> list[list[Sample]]:
+        """The samples with the log-probs before the first update; a trajectory of several epochs is scored once."""
+        distinct = {
+            id(item.trajectory): sample
+            for items, share in zip(mini_batches, samples, strict=True)
+            for item, sample in zip(items, share, strict=True)
+        }
+        old = dict(zip(distinct, self._score(list(distinct.values())), strict=True))
+        return [
+            [dataclasses.replace(s, old=old[id(item.trajectory)]) for item, s in zip(items, share, strict=True)]
+            for items, share in zip(mini_batches, samples, strict=True)
+        ]
+
+    def _update(self, samples: Sequence[Sample]) -> Update:
+        tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
+        denominator = Denominator(*map(int, total([tokens, sequences], self._device)))
+        loss, metrics = 0.0, LossMetrics.zero(self._device)
+        self._scorer.train()
+        for group in self._equal_number(self._collator.plan(self._contributing(samples))):
+            part, part_metrics = self._loss(self._collator.batch(group), denominator)
+            # The loss is a sum over the ranks, but FSDP averages their gradients.
+            (part * self._world_size).backward()
+            loss, metrics = loss + part.item(), metrics.merge(part_metrics)
+        return Update(loss, metrics, self._optimizer.step(), tokens, sequences)
+
+    def _contributing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass."""
+        every = self._loss_settings.kl_coef > 0 or self._loss_settings.entropy_coef > 0
+        return [s for s in samples if every or s.advantage != 0]
+
+    def _equal_number(self, plan: list[list[Sample]]) -> list[list[Sample]]:
+        """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
+        (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
+        return plan + [[] for _ in range(int(most) - len(plan))]
+
+    def _loss(self, batch: Batch, denominator: Denominator) -> tuple[Tensor, LossMetrics]:
+        """This micro-batch's part of the loss, and its metrics."""
+        current, entropy = self._scorer(batch, entropy=True)
+        result = policy_loss(
+            current,
+            current.detach() if batch.old is None else batch.old,
+            batch.behaviour,
+            batch.advantage,
+            self._loss_settings,
+            reference=batch.reference,
+            entropy=entropy,
+            on_policy=batch.on_policy,
+            lag=batch.lag,
+        )
+        return (token_weights(batch.segment, self._loss_settings, denominator) * result.loss).sum(), result.metrics
+
+    def _report(self, updates: Sequence[Update], seconds: float) -> dict[str, float]:
+        """Metrics of the step over all ranks, means over its applied updates; a skipped update is only counted."""
+        applied = [update for update in updates if update.step.applied]
+        metrics = LossMetrics.zero(self._device)
+        for update in applied:
+            metrics = metrics.merge(update.metrics)
+        dist.all_reduce(metrics.sums)
+        dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
+        loss, tokens, sequences = total(
+            [sum(u.loss for u in applied), sum(u.tokens for u in updates), sum(u.sequences for u in updates)],
+            self._device,
+        )
+        report = {
+            "actor/updates": float(len(applied)),
+            "actor/skipped_updates": float(len(updates) - len(applied)),
+            "actor/tokens": tokens,
+            "actor/sequences": sequences,
+            "actor/tokens_per_second": tokens / seconds,
+        }
+        if applied:
+            report |= {
+                "actor/loss": loss / len(applied),
+                "actor/grad_norm": sum(u.step.grad_norm for u in applied) / len(applied),
+                "actor/lr": applied[-1].step.lr,
+            }
+        return report | {f"actor/{name}": value for name, value in metrics.finalize().items()}
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        """One array [sampled_tokens] per trajectory of this rank, under the current weights.
+
+        ``reference``: with the adapter off; ConfigError without LoRA. ``swap_images``: with every image replaced.
+        """
+        if reference and self._settings.lora is None:
+            raise ConfigError(
+                "reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning"
+            )
+        samples = on_all_ranks(
+            lambda: [self._collator.sample(TrainItem(t, 0.0), swap_images=swap_images) for t in trajectories]
+        )
+        with adapters_off(self._model) if reference else contextlib.nullcontext():
+            return [logprobs.numpy() for logprobs in self._score(samples)]
+
+    def _score(self, samples: Sequence[Sample]) -> list[Tensor]:
+        self._scorer.eval()
+        scores = score(self._scorer, self._collator, samples, self._equal_number(self._collator.plan(samples)))
+        self._scorer.reshard()  # the root stays gathered after a forward pass, and would miss changed weights
+        return scores
+
+    def export(self, version: Version) -> dict[str, Tensor]:
+        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere.
+
+        Adapters are merged in float32 into copies. ``version`` is only what the weights will be called.
+        """
+        dtype = COMPUTE_DTYPES[self._settings.dtype]
+        logger.info("gathering the weights of version %s", version)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if is_adapter(name):
+                continue
+            full = self._merged(base_name(name), gather(parameter.detach()))
+            if self._rank == 0:
+                tensors[self._names[base_name(name)]] = full.to("cpu", dtype, copy=True)
+        return tensors
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        down, up = (self._parameters.get(adapter) for adapter in adapter_names(name))
+        if self._settings.lora is None or down is None or up is None:
+            return weight
+        return merged(weight, gather(down.detach()), gather(up.detach()), self._settings.lora)
+
+    def parameter_groups(self) -> list[str]:
+        """The parts of the model that ``perturb`` knows: embedding, head (if untied), language, vision, merger."""
+        return list(model_groups(self._names.values()))
+
+    def perturb(self, group: str) -> None:
+        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit.
+
+        Raises ValueError for an unknown group, and when the last perturbation has not been undone.
+        """
+        groups = model_groups(self._names.values())
+        if group not in groups or self._unperturbed:
+            raise ValueError(
+                f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between"
+            )
+        chosen = set(groups[group])
+        for name, parameter in self._parameters.items():
+            if not is_adapter(name) and self._names[base_name(name)] in chosen:
+                generator = torch.Generator().manual_seed(derive(self._seed, "perturb", name, self._rank))
+                self._unperturbed[name] = add_noise(parameter, PERTURBATION, generator, self._device)
+
+    @torch.no_grad()
+    def restore_parameters(self) -> None:
+        """Undo ``perturb``."""
+        for name, before in self._unperturbed.items():
+            local(self._parameters[name]).copy_(before)
+        self._unperturbed = {}
+
+    def save(self, folder: str) -> None:
+        """Write what has been trained, the optimizer, its position in the schedule and the random states.
+
+        Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError, also between ``perturb`` and
+        ``restore_parameters``: such weights are nobody's.
+        """
+        if self._unperturbed:
+            raise CheckpointError(f"{folder}: the weights are perturbed by the publication's self-test; restore them first")
+        state.save(folder, self._state(), self._rank)
+
+    def load(self, folder: str) -> None:
+        """Continue from a ``save`` exactly, also with another number of ranks. Raises CheckpointError."""
+        self.restore_parameters()  # what is frozen is not loaded
+        own = self._state()
+        state.load(folder, own, self._rank)
+        self._optimizer.updates = int(own["updates"].item())
+
+    def _state(self) -> dict[str, Any]:
+        trained = {name: p.detach() for name, p in self._parameters.items() if p.requires_grad}
+        return {
+            "parameters": trained,
+            "optimizer": self._optimizer.state(),
+            "updates": torch.tensor(self._optimizer.updates),
+        }
+
+    def _choose_trainable(self) -> None:
+        """Apply freezing, adapters and gradient checkpointing to the model as loaded. Raises ConfigError."""
+        lora, frozen = self._settings.lora, self._settings.freeze_vision
+        if frozen and not has_vision(self._model.config):
+            raise ConfigError("policy.engine.freeze_vision: the model has no vision tower to freeze")
+        if frozen and lora is not None and lora.vision:
+            raise ConfigError("policy.engine: freeze_vision and lora.vision contradict each other")
+        self._model.requires_grad_(True)
+        if lora is not None:
+            add_adapters(self._model, lora, self._names)
+        elif frozen:
+            groups = model_groups(self._names.values())
+            tower = {*groups["vision"], *groups["merger"]}
+            for name, parameter in self._model.named_parameters():
+                parameter.requires_grad_(self._names[name] not in tower)
+        if self._settings.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,105 @@
+"""The optimizer of a sharded model: learning-rate schedule, clipping, and skipping of updates that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from rayloop.core.failures import Diverged
+from rayloop.engines.settings import OptimizerSettings
+from rayloop.engines.training.sharding import local
+
+
+def learning_rate(settings: OptimizerSettings, update: int) -> float:
+    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to its minimum.
+
+    wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay.
+    """
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    if settings.schedule == "constant" or settings.total_updates is None:
+        return settings.lr
+    if settings.schedule == "wsd":
+        remaining = max(0, settings.total_updates - update) / (settings.total_updates * settings.decay_fraction)
+        height = min(1.0, remaining)
+    else:
+        length = max(1, settings.total_updates - settings.warmup_steps)
+        height = (1 + math.cos(math.pi * min(1.0, (update - settings.warmup_steps) / length))) / 2
+    return settings.lr * (settings.min_lr_fraction + (1 - settings.min_lr_fraction) * height)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not finite."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Optimizer:
+    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group) from their gradients."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
+        self._parameters = dict(parameters)
+        self._settings = settings
+        self._optimizer = _make(list(parameters.values()), settings)
+        self.updates = 0
+        self._skipped = 0
+
+    def step(self) -> Step:
+        """One update; gradients are gone afterwards. Raises Diverged when too many in a row were not finite."""
+        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        norm = _global_norm(gradients)
+        lr = learning_rate(self._settings, self.updates)
+        applied = math.isfinite(norm)
+        if applied:
+            if norm > self._settings.grad_clip:
+                torch._foreach_mul_(gradients, self._settings.grad_clip / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.updates += 1
+        self._skipped = 0 if applied else self._skipped + 1
+        self._optimizer.zero_grad()
+        if self._skipped > self._settings.max_skipped:
+            raise Diverged(
+                f"the gradient was not finite in {self._skipped} updates in a row (after {self.updates} good ones). "
+                f"Lower optimizer.lr or inspect the last batch; optimizer.max_skipped is {self._settings.max_skipped}"
+            )
+        return Step(norm, lr, applied)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a load."""
+        return {
+            name: dict(self._optimizer.state[p]) for name, p in self._parameters.items() if self._optimizer.state[p]
+        }
+
+
+def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    if settings.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    adamw = torch.optim.AdamW(
+        parameters,
+        lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True,
+    )  # fmt: skip
+    for parameter in parameters:  # as AdamW itself does at its first step, but there before it, for save and load
+        adamw.state[parameter] = {
+            "step": torch.tensor(0.0, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return adamw
+
+
+def _global_norm(shards: list[Tensor]) -> float:
+    """L2 norm over the shards of all ranks; NaN and infinity pass through. Collective."""
+    square = get_total_norm(shards).double().square() if shards else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(square)
+    return math.sqrt(square.item())

@@ -1,0 +1,126 @@
+"""Log-probs of sampled tokens under a Hugging Face model: the one definition that old, current and reference share.
+
+The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import Trajectory
+from rayloop.engines.attention import use_packed_sdpa
+from rayloop.engines.models import load_model
+from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings
+from rayloop.engines.training.collator import Collator
+from rayloop.grpo.batch import Batch, Sample
+
+COMPUTE_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Scores(NamedTuple):  # a tuple, because FSDP finds the tensors of an output through pytrees
+    logprobs: Tensor  # [N] float32
+    entropy: Tensor | None  # [N] float32, in nats, of the masked distribution
+
+
+class Scorer(nn.Module):
+    """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time."""
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        super().__init__()
+        use_packed_sdpa(model)
+        self.model = model
+        self.chunk = chunk
+
+    def forward(self, batch: Batch, *, entropy: bool = False) -> Scores:
+        """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn from."""
+        hidden = self.hidden(batch)[batch.predict]
+        # An empty batch still makes one (empty) chunk: its log-probs stay connected to the graph.
+        starts = range(0, max(1, len(hidden)), self.chunk)
+        # Each chunk is recomputed in the backward pass: [N, vocabulary] is never held.
+        chunks = [
+            checkpoint(self._chunk, hidden, batch, slice(i, i + self.chunk), entropy, use_reentrant=False)
+            for i in starts
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return Scores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states [T, H]."""
+        # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
+        # Text models take [1, T] ids; Qwen2.5-VL cuts row 0 of [4, 1, T] off to find where a sample begins.
+        positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
+        output = self.model.model(position_ids=positions, attention_mask=None, use_cache=False, **self._inputs(batch))
+        return output.last_hidden_state[0]
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """The row's tokens and images; an image that several samples have is encoded once."""
+        if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
+            return {"input_ids": batch.token_ids}
+        if len(batch.image_index) == len(batch.image_grid):
+            return {
+                "input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid
+            }  # fmt: skip
+        encoded = self.model.get_image_features(batch.pixel_values, batch.image_grid, return_dict=True).pooler_output
+        embeddings = self.model.get_input_embeddings()(batch.token_ids)
+        images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
+        places = (batch.token_ids == self.model.config.image_token_id)[..., None]
+        return {"inputs_embeds": embeddings.masked_scatter(places, images)}
+
+    def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits = self.model.get_output_embeddings()(hidden[part]).float()
+        logp = masked_logprobs(
+            logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens
+        )
+        chosen = logp.gather(1, batch.targets[part, None])[:, 0]
+        return chosen, -(logp.exp() * logp).sum(1) if entropy else None
+
+
+def masked_logprobs(
+    logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor
+) -> Tensor:
+    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
+    vocabulary = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    never, early = vocabulary.index_fill(0, banned_tokens, True), vocabulary.index_fill(0, end_tokens, True)
+    # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
+    lowest = torch.finfo(logits.dtype).min
+    masked = (logits / temperature[:, None]).masked_fill(never | (ban_end[:, None] & early), lowest)
+    return masked.log_softmax(-1)
+
+
+@torch.no_grad()
+def score(
+    scorer: nn.Module, collator: Collator, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]]
+) -> list[Tensor]:
+    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once; its empty micro-batches run too."""
+    scored: dict[int, Tensor] = {}
+    for group in plan:
+        logprobs = scorer(collator.batch(group)).logprobs.cpu()
+        parts = logprobs.split([len(sample.predict) for sample in group]) if group else ()
+        scored |= {id(sample): part for sample, part in zip(group, parts, strict=True)}
+    return [scored[id(sample)] for sample in samples]
+
+
+class FrozenScorer:
+    """The model as loaded, without gradients, whole on one device: what the reference actor runs."""
+
+    def __init__(self, model: ModelSettings, settings: FsdpSettings) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = load_model(model, dtype=COMPUTE_DTYPES[settings.dtype])
+        self._collator = Collator(loaded, model, settings, device)
+        self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+        """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
+        samples = [self._collator.sample(TrainItem(trajectory, 0.0)) for trajectory in trajectories]
+        scores = score(self._scorer, self._collator, samples, self._collator.plan(samples))
+        return [logprobs.numpy() for logprobs in scores]

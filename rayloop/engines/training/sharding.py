@@ -1,0 +1,112 @@
+"""How a model is spread over the ranks: process group, FSDP2 units, gathering and noise on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rayloop.core.failures import RayloopError, WorkerStartFailed
+from rayloop.engines.settings import FsdpSettings
+from rayloop.engines.training.scorer import COMPUTE_DTYPES, Scorer
+
+T = TypeVar("T")
+
+
+def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
+    """The store at (host, port) through which ranks find each other. ``first`` opens it, port 0 on any port that is free.
+
+    It stays open from then on: nobody else can take the port before the ranks meet. Raises WorkerStartFailed.
+    """
+    host, port = address
+    try:
+        return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        what = "opened" if first else "reached"
+        raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
+
+
+def join(
+    device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float
+) -> DeviceMesh:
+    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met."""
+    if init_method is not None:
+        where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            **where,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    return init_device_mesh(device_type, (world_size,))
+
+
+def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModule:
+    """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root.
+
+    Parameters stay float32; they are cast to ``settings.dtype`` when gathered, and gradients are reduced in float32.
+    What goes into a block is not cast: the vision tower computes its rotary embedding in float32, as reference and engine do.
+    """
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(COMPUTE_DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # The root is the Scorer, not the model: its forward pass is what gathers the head.
+    return fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor (sharing its memory), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; may share memory with the shard. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total(
+    values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """The values reduced over all ranks, as float64. Collective."""
+    reduced = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    return reduced.tolist()
+
+
+def on_all_ranks(build: Callable[[], T]) -> T:
+    """``build()``; what it raises on one rank is raised on all of them, which would otherwise wait for that one.
+
+    Collective. Passes on RayloopError and ValueError.
+    """
+    failure: Exception | None = None
+    try:
+        result = build()
+    except (RayloopError, ValueError) as error:
+        failure = error
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for found in failures:
+        if found is not None:
+            raise found
+    return result
+
+
+@torch.no_grad()
+def add_noise(parameter: nn.Parameter, scale: float, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Add noise of ``scale`` times the parameter's root mean square; returns the shard as it was. Collective."""
+    shard = local(parameter)
+    before = shard.clone()
+    square, count = total([shard.double().square().sum().item(), shard.numel()], device)
+    noise = torch.randn(shard.shape, generator=generator).to(shard)
+    shard.add_(noise, alpha=scale * (square / max(1.0, count)) ** 0.5)
+    return before

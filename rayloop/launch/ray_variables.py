@@ -1,0 +1,118 @@
+"""What Ray is told through environment variables. Ray reads them when it is imported, so they come before that."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.files import new_secret
+
+PREFIX, LOCK = "rayloop-", "lock"
+"""A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
+OBJECT_STORE = 512 * 2**20
+"""Bytes of shared memory of a private cluster."""
+SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
+STOP_WAIT = 600
+"""Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
+
+
+def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
+    """The variables of every Ray process that we start. ``token`` is the path of the token; None: no authentication.
+
+    Without a token everybody who reaches the ports could run code in the cluster. The path is handed over, never the token.
+    What the processes of a killed worker started is ended by the raylet (subreaper), but not on a node that ``runs_jobs``:
+    there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
+    """
+    authentication = (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
+    )
+    return authentication | {
+        SUBREAPER: "false" if runs_jobs else "true",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),
+    }
+
+
+def without_proxy(*hosts: str) -> dict[str, str]:
+    """``NO_PROXY`` and ``no_proxy`` with these hosts and this machine in them: a proxy never sees our own traffic."""
+    known = os.environ.get("NO_PROXY", "") + "," + os.environ.get("no_proxy", "")
+    names = dict.fromkeys(name for name in (*known.split(","), "localhost", "127.0.0.1", "::1", *hosts) if name)
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
+
+
+@contextmanager
+def private_cluster(insecure: bool = False) -> Iterator[str]:
+    """For a cluster of this process's own. Yields a temporary folder for the cluster's files; the token lies in it."""
+    with temporary_folder() as folder:
+        token = None if insecure else new_secret(folder / "token", "the cluster's token")
+        with _set(node_settings(token) | without_proxy()):
+            yield str(folder)
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """For Ray's files on this machine, removed with the block. Those that killed processes left in TMPDIR are removed too."""
+    sweep()
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder,
+        open(Path(folder) / LOCK, "w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(folder)
+
+
+@contextmanager
+def joined_cluster(address: str, token: Path | None, insecure: bool = False) -> Iterator[None]:
+    """For a cluster that somebody else started, which decides about authentication.
+
+    ``token`` is the file with its token; without one, what the environment says counts (``RAY_AUTH_MODE``,
+    ``RAY_AUTH_TOKEN_PATH``; a job has both from its cluster). Raises ConfigError when there is no such file.
+    """
+    if token is not None and not token.is_file():
+        raise ConfigError(f"--token-file: {token} is no file. It is on the head, where the cluster was started")
+    host = urlsplit(address if "//" in address else f"//{address}").hostname
+    authentication = {}
+    if insecure:
+        authentication = {"RAY_AUTH_MODE": "disabled"}
+    elif token is not None:
+        authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
+    with _set({"RAY_USAGE_STATS_ENABLED": "0", **authentication, **without_proxy(*([host] if host else []))}):
+        yield
+
+
+@contextmanager
+def _set(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def in_job() -> bool:
+    """Whether this process is the entrypoint of a Ray job."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def sweep() -> None:
+    """Remove the temporary folders of private clusters whose process was killed: nothing could do it then."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            with open(lock, "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue  # its process lives, or it is another user's

@@ -1,0 +1,126 @@
+"""A cluster of Slurm jobs from the scripts in deploy/slurm: what a site asks for, and the jobs that follow from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rayloop.config.settings import Settings
+from rayloop.launch.node import ROOT
+from rayloop.launch.rendezvous import Head, Rendezvous
+from rayloop.launch.slurm_job import Queued, active
+
+SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
+SITE = SCRIPTS / "site.yaml"
+CANCEL = 120.0
+"""Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does."""
+
+
+class JobSettings(Settings):
+    """What one kind of job asks Slurm for. None: the site's default."""
+
+    partition: str | None = None
+    time: str = "1-00:00:00"
+    """The limit, as sbatch has it: days-hours:minutes:seconds."""
+    cpus: int = Field(4, ge=1)
+    mem: str | None = None
+    gres: str | None = None
+    """For example gpu:8."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, for example --constraint=a100."""
+
+    def options(self) -> list[str]:
+        asked = {"partition": self.partition, "time": self.time, "cpus-per-task": self.cpus, "mem": self.mem, "gres": self.gres}
+        return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(self.sbatch)
+
+
+class NodeSettings(JobSettings):
+    node: tuple[str, ...] = ()
+    """Further options of ``python -m cluster node``, for example --resource=rollout=1."""
+
+
+class WorkerSettings(NodeSettings):
+    count: int = Field(1, ge=1)
+    """Nodes."""
+
+
+class SiteSettings(Settings):
+    """A cluster on one site: ``deploy/slurm/site.yaml``."""
+
+    cluster: str = Field("rayloop", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """The name by which its nodes find each other."""
+    rendezvous: str = ROOT
+    """A folder that all nodes see."""
+    logs: str = "runs/slurm"
+    """Folder of the jobs' outputs."""
+    sbatch: tuple[str, ...] = ()
+    """Options of every job, for example --account=vision."""
+    head: NodeSettings = NodeSettings()
+    worker: WorkerSettings = WorkerSettings()
+    train: JobSettings = JobSettings()
+
+    @property
+    def place(self) -> Rendezvous:
+        return Rendezvous(Path(self.rendezvous), self.cluster)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of sbatch. ``after_head``: not before the head's job has begun."""
+
+    role: str
+    options: tuple[str, ...]
+    arguments: tuple[str, ...]
+    after_head: bool = True
+
+    def command(self, head: str) -> list[str]:
+        dependency = [f"--dependency=after:{head}"] if self.after_head else []
+        return ["sbatch", "--parsable", *dependency, *self.options, *self.arguments]
+
+
+def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job]:
+    """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
+    export = f"ALL,RAYLOOP_RENDEZVOUS={Path(site.rendezvous).expanduser().absolute()},RAYLOOP_PYTHON={sys.executable}"
+
+    def job(role: str, script: str, asked: list[str], arguments: list[str], after_head: bool = True) -> Job:
+        name = f"{site.cluster}-{role}"
+        output = Path(site.logs).absolute() / f"{name}-%{'A_%a' if role == 'worker' else 'j'}.out"
+        common = [f"--job-name={name}", f"--output={output}", f"--export={export}", *site.sbatch]
+        return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments), after_head)
+
+    if together:
+        export += f",RAYLOOP_HEAD_OPTIONS={' '.join(site.head.node)},RAYLOOP_WORKER_OPTIONS={' '.join(site.worker.node)}"
+        parts = [*site.head.options(), ":", *site.sbatch, *site.worker.options(), f"--nodes={site.worker.count}"]
+        return [job("cluster", "cluster.sbatch", parts, training, after_head=False)]
+    array = [*site.worker.options(), f"--array=1-{site.worker.count}"]
+    jobs = [
+        job("head", "ray_head.sbatch", site.head.options(), list(site.head.node), after_head=False),
+        job("worker", "ray_worker.sbatch", array, list(site.worker.node)),
+    ]
+    return jobs + ([job("train", "train.sbatch", site.train.options(), training)] if training else [])
+
+
+def nodes(head: Head) -> list[dict[str, Any]]:
+    """The nodes that the head's dashboard lists. Raises OSError when it does not answer."""
+    request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
+    if head.token is not None:
+        request.add_header("Authorization", f"Bearer {Path(head.token).read_text()}")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=30) as answer:
+        listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
+    return listed
+
+
+def still_active(numbers: list[str], seconds: float) -> list[Queued]:
+    """Wait for the end of jobs; returns those that have not ended within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (jobs := active(numbers)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return jobs

@@ -1,0 +1,205 @@
+"""Does the policy look at the image? Evaluation with wrong images, and against the best answer without any.
+
+A policy that learns where answers usually are scores well without seeing. It looks only if the right image scores higher
+than another image of the same kind, than an image of another kind, and than the blind prior, each by more than chance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rayloop.core.seeds import derive
+from rayloop.core.types import ImageSource, Scored, Task
+from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval
+
+RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
+"""Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
+CONTROLS = (BLIND, SAME, OTHER)
+WORDS = {
+    BLIND: "the best answer without an image",
+    SAME: "another image of the same source",
+    OTHER: "an image of another source",
+}
+
+
+class BlindPrior(Protocol):
+    """The best answers that need no image, scored as the policy's would be."""
+
+    def fit(self, tasks: Iterable[Task]) -> None: ...
+
+    def score(self, task: Task) -> Scored: ...
+
+
+def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
+    """Each task with the images of another task of the same source, or of another source; its question stays.
+
+    Tasks without images, and tasks for which there is no such other with other images, are left out.
+    """
+    order = [task for task in tasks if _images(task)]
+    random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
+    result = []
+    for position, task in enumerate(order):
+        others = (*order[position + 1 :], *order[:position])
+        fits = (o for o in others if (o.source == task.source) == same and _images(o) != _images(task))
+        if (other := next(fits, None)) is not None:
+            result.append(_with_images(task, _images(other)))
+    return result
+
+
+def _images(task: Task) -> list[ImageSource]:
+    return [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+
+
+def _with_images(task: Task, images: list[ImageSource]) -> Task:
+    """The task with its k-th image replaced by the k-th of ``images``, which are repeated when there are fewer."""
+    remaining = iter(images * len(_images(task)))
+    return replace(
+        task,
+        messages=tuple(
+            replace(m, parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts))
+            for m in task.messages
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm."""
+
+    arm: str
+    task: str
+    source: str
+    sample: int = 0
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    unscored: str | None = None
+    text: str = ""
+    truth: Any = None
+    images: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.arm, self.task, self.sample
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The reward and its components; empty without a reward."""
+        return {} if self.reward is None else {"reward": self.reward, **self.components}
+
+
+Table = dict[str, dict[str, Interval]]
+"""Arm (or source) -> score -> mean, lower and upper bound."""
+
+
+def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
+    """Score -> task -> mean over the task's answers, in the order of the tasks' ids: a resampling then is the same whatever the
+    order in which answers came. Answers without a reward are left out."""
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for item in sorted(items, key=lambda item: item.key):
+        for name, value in item.scores.items():
+            values[name][item.task].append(value)
+    return {name: {task: sum(v) / len(v) for task, v in by.items()} for name, by in values.items()}
+
+
+def means(items: Iterable[Item]) -> dict[str, Interval]:
+    """Score -> mean over tasks with its 95 % interval."""
+    return {name: interval(list(by_task.values())) for name, by_task in scores(items).items()}
+
+
+def by_arm(items: Sequence[Item]) -> Table:
+    arms = list(dict.fromkeys(item.arm for item in items))
+    return {arm: means(item for item in items if item.arm == arm) for arm in arms}
+
+
+def by_source(items: Sequence[Item]) -> Table:
+    """The right image's scores by source."""
+    right = [item for item in items if item.arm == RIGHT]
+    return {s: means(i for i in right if i.source == s) for s in sorted({item.source for item in right})}
+
+
+def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
+    """Score -> mean difference over the tasks that both have, with its paired 95 % interval."""
+    new, old = scores(after), scores(before)
+    result = {}
+    for name in new.keys() & old.keys():
+        common = sorted(new[name].keys() & old[name].keys())
+        if common:
+            result[name] = paired_interval([new[name][t] for t in common], [old[name][t] for t in common])
+    return result
+
+
+def against_controls(items: Sequence[Item]) -> Table:
+    """Control arm -> score -> right image minus that arm."""
+    arms = {arm: [item for item in items if item.arm == arm] for arm in (RIGHT, *CONTROLS)}
+    differences = {arm: gains(arms[RIGHT], arms[arm]) for arm in CONTROLS}
+    return {arm: by for arm, by in differences.items() if by}
+
+
+def looks(differences: Table) -> bool:
+    """Whether the reward with the right image is above that of every control, each interval excluding 0.
+
+    A control of too few items for an interval (``bootstrap.LEAST``) shows nothing.
+    """
+    return {SAME, OTHER} <= differences.keys() and all(map(_above, differences.values()))
+
+
+def _above(difference: Mapping[str, Interval]) -> bool:
+    low = difference["reward"][1]
+    return low is not None and low > 0
+
+
+def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
+    """Means with their intervals by arm and by source, ``differences`` (right image minus control), whether it ``looks``."""
+    differences = against_controls(items)
+    return {
+        "items": sum(item.arm == RIGHT for item in items),
+        "arms": by_arm(items),
+        "sources": by_source(items),
+        "differences": differences,
+        "looks": looks(differences) if differences else None,
+        "unscored": unscored,
+    }
+
+
+def table(summary: dict[str, Any]) -> list[str]:
+    """The summary as lines of text."""
+    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)"]
+    lines += _rows("", summary["arms"])
+    if len(summary["sources"]) > 1:
+        lines += ["by source, right image:", *_rows("  ", summary["sources"])]
+    if differences := summary["differences"]:
+        lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
+    if summary["unscored"]:
+        lines.append(f"{summary['unscored']} answers have no score (events.jsonl says why); run again to play them")
+    return lines
+
+
+def verdict(differences: Table) -> str:
+    """One sentence on whether the policy looks."""
+    if looks(differences):
+        above = ", ".join(WORDS[arm] for arm in differences)
+        return f"The policy looks: the right image scores above {above}; no interval holds 0."
+    few = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is None]
+    if few:
+        return f"Too few items to say whether the policy looks: fewer than {LEAST} for {', '.join(few)}."
+    failing = [WORDS[arm] for arm, by in differences.items() if not _above(by)]
+    if not failing:
+        return "Not all controls could be played."
+    return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
+
+
+def _rows(indent: str, rows: Table) -> list[str]:
+    width = max((len(name) for name in rows), default=0)
+    return [
+        f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(found)}" for score, found in by.items())
+        for name, by in rows.items()
+    ]
+
+
+def _shown(found: Interval) -> str:
+    mean, low, high = found
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"

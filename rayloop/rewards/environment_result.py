@@ -1,0 +1,22 @@
+"""The reward of environments that judge by themselves."""
+
+from __future__ import annotations
+
+from rayloop.config.settings import Settings as _Settings
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+
+
+class EnvironmentResult:
+    """What the environment's ``evaluate`` returned. An episode without such a result has no reward."""
+
+    class Settings(_Settings):
+        """Nothing to set."""
+
+    def __init__(self, settings: EnvironmentResult.Settings) -> None:
+        del settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        if trajectory.env_result is None:
+            return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None, so there is no result to take")
+        return Scored(trajectory.env_result)

@@ -1,0 +1,42 @@
+"""Settings of the actors that own some. Light: no torch, no ray."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rayloop.config.settings import Component, Role, Settings
+from rayloop.rewards.functions import as_source
+
+REWARD = Role("reward", ("score",), as_source)
+
+
+class RewardSettings(Settings):
+    """Which reward source scores episodes, and what happens when it misbehaves."""
+
+    source: Annotated[Component, REWARD]
+    """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
+    scoring threads of a reward actor."""
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                "one reward, not a list, is expected: {use: module:name}. Several functions and their weights are combined in one "
+                'function of a few lines: docs/rewards.md, "Several rewards in one"'
+            )
+        return value
+
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for scoring one trajectory; beyond it the trajectory is unscored. A judge that is down is waited for within them:
+    raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
+    on_error: Literal["exclude", "fail"] = "exclude"
+    """A grader that raises, or hangs, twice on the same trajectory: leave it out as ``grader_error`` or ``timeout``; or ``fail``:
+    give it ``failing_value``, flagged ``grader_error`` or ``grader_timeout``. ``fail`` is for graders that only the policy's text
+    can break; with it a mistake in the grader is trained as the policy's."""
+    failing_value: float = Field(0.0, allow_inf_nan=False)
+    """The reward of a trajectory whose grader failed under ``on_error: fail``, and of one that ended as ``tool_deadline``."""
+    hung_threads: int = Field(8, ge=1)
+    """Calls of the grader that may hang in one reward actor. With so many it is replaced, since a thread cannot be ended; that
+    counts against no budget. Lower it when hung calls hold much memory or spin."""

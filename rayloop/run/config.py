@@ -1,0 +1,391 @@
+"""The configuration of a run: assembled from the settings classes that each part owns, and checked across parts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rayloop.config.settings import Component, LocalPath, Role, Settings, check_components, load
+from rayloop.core.types import Sampling
+from rayloop.engines.settings import (
+    FsdpSettings,
+    GenerationSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TransformersEngineSettings,
+    VllmEngineSettings,
+)
+from rayloop.envs.settings import EpisodeSettings
+from rayloop.grpo.alarms import AlarmSettings
+from rayloop.grpo.settings import (
+    AdvantageSettings,
+    FilteringSettings,
+    LossSettings,
+    ReplaySettings,
+    StalenessSettings,
+    UpdateSettings,
+)
+from rayloop.rewards.settings import RewardSettings
+from rayloop.run.loggers import LoggersSettings
+from rayloop.transports.settings import CollectiveTransport, CudaIpcTransport, ObjectStoreTransport, TransportSettings
+
+
+class DataSettings(Settings):
+    train: LocalPath
+    """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
+    eval: LocalPath | None = None
+    """Held-out rows for ``evaluation``."""
+    reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
+    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
+    shuffle: bool = True
+    """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
+    strict: bool = False
+    """Stop at the first bad row or image instead of quarantining it."""
+
+
+class SamplingSettings(Settings):
+    temperature: float = Field(1.0, gt=0)
+    """The policy's temperature, for sampling and for every log-prob of the trainer alike."""
+    max_tokens: int = Field(64, gt=0)
+    """Sampled tokens per turn."""
+    min_tokens: int = Field(0, ge=0)
+    """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
+    stop: tuple[str, ...] = ()
+    """A turn ends when its text contains one of these; the text stays in the turn and is trained."""
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
+
+
+class Placement(Settings):
+    """What one actor of a role reserves in the Ray cluster."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is unset."""
+    num_gpus: float = Field(0.0, ge=0)
+    """GPUs that are this actor's own. A fraction shares one GPU with other roles."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources, for example to pin environments to nodes that have a browser."""
+
+
+class RolloutSettings(Settings):
+    actors: int = Field(1, ge=1)
+    """Engines. Raise it to generate on more GPUs or nodes; each holds the whole model."""
+    engine: GenerationSettings = TransformersEngineSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    placement: Placement = Placement()
+    deterministic: bool = False
+    """Each group is decoded as its own batch and committed in issue order: a resumed run equals an uninterrupted one
+    bit for bit. For tests and for hunting differences: decoding group by group is slower."""
+
+
+class EnvironmentSettings(Settings):
+    actors: int = Field(1, ge=1)
+    """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
+    episode: EpisodeSettings = EpisodeSettings()
+    placement: Placement = Placement(num_cpus=0.5)
+    attempts: int = Field(3, ge=1)
+    """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
+    group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
+    task_failures: int = Field(2, ge=1)
+    """A task is quarantined when its environment failed in this many groups with no good group between, each time on two different
+    actors while others went well. Raise it when failures come in waves that have nothing to do with the task."""
+    actor_failures: int = Field(3, ge=2)
+    """An actor on which episodes of this many different tasks fail one after another is replaced, when others go well. Raise it
+    when many tasks are broken."""
+    episode_timeout: float = Field(3600.0, gt=0)
+    """Seconds for a whole episode; beyond it the environment actor is replaced."""
+
+
+class RewardPool(RewardSettings):
+    actors: int = Field(1, ge=1)
+    """Processes that score, many trajectories at once each. Raise it for graders that compute much."""
+    placement: Placement = Placement(num_cpus=0.5)
+    attempts: int = Field(3, ge=1)
+    """How often scoring is tried when the reward actor dies."""
+
+
+class ReferenceSettings(Settings):
+    kind: Literal["none", "actor", "adapter_off"] = "none"
+    """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
+    actors: int = Field(1, ge=1)
+    """With ``kind: actor``: raise it when annotation holds up the steps."""
+    placement: Placement = Placement()
+    attempts: int = Field(3, ge=1)
+    """How often the log-probs of a group are asked for when the actor dies."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for the log-probs of one group's trajectories. Raise it for long trajectories on slow devices."""
+
+
+class PolicySettings(Settings):
+    ranks: int = Field(1, ge=1)
+    """FSDP world size: one actor per rank."""
+    engine: FsdpSettings = FsdpSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    loss: LossSettings = LossSettings()
+    update: UpdateSettings = UpdateSettings()
+    placement: Placement = Placement()
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds in which all ranks must have loaded the model. Raise it for large models on slow storage."""
+    step_timeout: float = Field(3600.0, gt=0)
+    """Seconds for one call of the trainer (a step, a checkpoint, an export)."""
+
+
+class AlgorithmSettings(Settings):
+    group_size: int = Field(8, ge=1)
+    """Trajectories per task that share a baseline."""
+    groups_per_step: int = Field(8, ge=1)
+    """The target of a step is groups_per_step * group_size trajectories."""
+    advantage: AdvantageSettings = AdvantageSettings()
+    filtering: FilteringSettings = FilteringSettings()
+    replay: ReplaySettings = ReplaySettings()
+    staleness: StalenessSettings = StalenessSettings()
+
+    @property
+    def target(self) -> int:
+        return self.group_size * self.groups_per_step
+
+    @property
+    def carry_over(self) -> bool:
+        """Whether groups that did not fit into a step compete for the next one."""
+        asynchronous = self.staleness.max_staleness > 0
+        return asynchronous if self.filtering.carry_over is None else self.filtering.carry_over
+
+
+class PublishSettings(Settings):
+    transport: TransportSettings = ObjectStoreTransport()
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
+    self_test: bool = True
+    """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's."""
+    parity: Literal["stop", "warn"] = "stop"
+    """What to do when rollout and trainer log-probs disagree at step 0."""
+    tolerance: float | None = Field(None, gt=0)
+    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16."""
+    probes: int = Field(4, ge=1)
+    """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``)."""
+
+
+class CheckpointSettings(Settings):
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state."""
+    resume: LocalPath = "auto"
+    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
+    folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
+    max_failures: int = Field(3, ge=0)
+    """Failed saves in a row (a full disk) before the run stops."""
+
+
+class EvaluationSettings(Settings):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
+    limit: int | None = Field(None, gt=0)
+    """Rows evaluated; None: all."""
+    greedy: bool = True
+    """The likeliest answer instead of a sampled one: less noise, but not the policy that training rewards show."""
+    controls: bool = False
+    """Before the first and after the last step, also play wrong images: does the policy look?"""
+    blind: Component | None = None
+    """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
+    example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
+
+
+class ReportSettings(Settings):
+    boxes: Component | None = None
+    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
+    example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
+
+
+class RecoverySettings(Settings):
+    replacements: int = Field(20, ge=0)
+    """Actors that may be replaced per role before the run stops."""
+    policy_restarts: int = Field(3, ge=0)
+    """Times the policy group may be rebuilt from the last checkpoint."""
+    driver_restarts: int = Field(2, ge=0)
+    """Times a driver that died is started anew from the last checkpoint."""
+    health_every: float = Field(5.0, gt=0)
+    """Seconds between health checks of idle actors."""
+    health_timeout: float = Field(30.0, gt=0)
+    """Seconds an actor may leave a health check unanswered before it is replaced."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds for placing and starting an actor."""
+    stall_report: float = Field(30.0, gt=0)
+    """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks."""
+    stall_timeout: float = Field(3600.0, gt=0)
+    """The same before the run stops. Above the longest single call, which is a step of the trainer or an episode."""
+
+
+class PreemptionSettings(Settings):
+    grace: float = Field(120.0, gt=0)
+    """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
+    the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise ValueError(f"got {text!r}, expected letters, digits, '.', '_' and '-', beginning with a letter or digit")
+    return text
+
+
+class RunConfig(Settings):
+    """One run. ``python -m cluster train CONFIG --print-config`` shows it expanded."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    """The run's folder below ``output``: letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or digit."""
+    output: LocalPath = "runs"
+    """Folder of all runs. Set it to a file system that all nodes see when there are several."""
+    seed: int = 0
+    """Everything random follows from it: order of the tasks, sampling, updates. Change it to repeat an experiment independently."""
+    steps: int = Field(gt=0)
+    """Steps to do in all, those of an earlier attempt included: raise it to go on with a run that is done."""
+    model: ModelSettings
+    data: DataSettings
+    environment: EnvironmentSettings = EnvironmentSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardPool
+    reference: ReferenceSettings = ReferenceSettings()
+    policy: PolicySettings = PolicySettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    publish: PublishSettings = PublishSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    report: ReportSettings = ReportSettings()
+    alarms: AlarmSettings = AlarmSettings()
+    recovery: RecoverySettings = RecoverySettings()
+    preemption: PreemptionSettings = PreemptionSettings()
+    loggers: LoggersSettings = ()
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard}, {kind: wandb,
+    project: mine}]``. One that fails is dropped with an event; the run goes on."""
+    keep_rollouts: int = Field(4, ge=0)
+    """Groups per step written to ``rollouts/`` with texts and images; 0: none."""
+
+    @model_validator(mode="after")
+    def _across_parts(self) -> RunConfig:
+        for problem in (*_problems(self), *_engine_problems(self), *_transport_problems(self)):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def engine(self) -> GenerationSettings:
+        """``rollout.engine``; vLLM has room for an episode unless told otherwise, or refuses the model at the start.
+
+        With a lower limit of the model's, turns would be cut and episodes excluded that ought to end as over_length.
+        """
+        engine = self.rollout.engine
+        if isinstance(engine, VllmEngineSettings) and engine.max_model_len is None:
+            return engine.model_copy(update={"max_model_len": self.environment.episode.max_tokens})
+        return engine
+
+    @property
+    def tolerance(self) -> float:
+        """Mean |log-prob difference| that counts as parity."""
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        return self.publish.tolerance or (0.05 if bf16 else 1e-3)
+
+    @property
+    def drift(self) -> float:
+        """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
+
+
+def read(path: Path, overrides: list[str]) -> RunConfig:
+    """The checked configuration. Raises ConfigError with file and line."""
+    config = load(path, overrides, RunConfig)
+    check_components(config)
+    return config
+
+
+def wasteful(c: RunConfig) -> str:
+    """What an asynchronous run loses that throws left-over groups away while it waits for late ones; else ""."""
+    a = c.algorithm
+    if a.staleness.max_staleness == 0 or a.carry_over or a.staleness.when_late == "drop":
+        return ""
+    return (
+        f"filtering.carry_over: false with max_staleness: {a.staleness.max_staleness} throws away what ends while a step waits for "
+        "late groups, which is nearly half of all, and the short ones of it. Leave carry_over out, or set staleness.when_late: drop"
+    )
+
+
+def _problems(c: RunConfig) -> Any:
+    a, stale = c.algorithm, c.algorithm.staleness.max_staleness
+    if a.group_size == 1 and a.advantage.singleton == "error":
+        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.singleton: raw"
+    if a.advantage.min_group > a.group_size:
+        yield f"advantage.min_group ({a.advantage.min_group}) is larger than group_size ({a.group_size}): no group could be trained"
+    if a.filtering.carry_over and stale == 0:
+        yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
+    if c.rollout.deterministic and stale > 0:
+        yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
+    if c.policy.update.mini_batches > a.groups_per_step:
+        yield (
+            f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
+            f"and a step has only {a.groups_per_step} groups"
+        )
+    if (c.policy.loss.kl_coef > 0) != (c.reference.kind != "none"):
+        yield (
+            f"policy.loss.kl_coef is {c.policy.loss.kl_coef} and reference.kind is {c.reference.kind}: "
+            "a KL term needs a reference (actor or adapter_off), and a reference without a KL term is wasted"
+        )
+    if c.reference.kind == "adapter_off" and c.policy.engine.lora is None:
+        yield "reference.kind: adapter_off needs policy.engine.lora"
+    if c.evaluation.every and not c.data.eval:
+        yield "evaluation.every is set, but data.eval names no rows"
+    episode, room = c.environment.episode, c.rollout.sampling.max_tokens
+    if episode.max_prompt_tokens + room > episode.max_tokens:
+        yield (
+            f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
+            f"{episode.max_prompt_tokens + room} tokens, above episode.max_tokens ({episode.max_tokens})"
+        )
+    per = a.filtering.groups_per_generation or a.groups_per_step
+    if per * a.filtering.max_generation_batches * a.group_size < a.target * a.filtering.min_fraction:
+        yield (
+            f"{a.filtering.max_generation_batches} generation batches of {per} groups make "
+            f"{per * a.filtering.max_generation_batches * a.group_size} trajectories at most; "
+            f"min_fraction asks for {a.target * a.filtering.min_fraction:.0f} of {a.target}"
+        )
+
+
+def _engine_problems(c: RunConfig) -> Any:
+    """What an engine that batches and places its sequences itself cannot do."""
+    engine, gpus = c.rollout.engine, c.rollout.placement.num_gpus
+    if c.rollout.deterministic and engine.kind != "transformers":
+        yield f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {engine.kind} does not"
+    if isinstance(engine, VllmEngineSettings):
+        room = c.environment.episode.max_tokens
+        if engine.max_model_len is not None and engine.max_model_len < room:
+            yield f"rollout.engine.max_model_len ({engine.max_model_len}) is below environment.episode.max_tokens ({room})"
+        if gpus and gpus != engine.tensor_parallel and max(gpus, engine.tensor_parallel) > 1:
+            yield (
+                f"rollout.engine.tensor_parallel is {engine.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: "
+                "one engine runs on as many GPUs as its actor has"
+            )
+
+
+def _transport_problems(c: RunConfig) -> Any:
+    """Where the policy and the engines are placed decides which ways weights can take between them."""
+    transport, policy, rollout = c.publish.transport, c.policy.placement.num_gpus, c.rollout.placement.num_gpus
+    gpus = f"policy.placement.num_gpus is {policy:g} and rollout.placement.num_gpus is {rollout:g}"
+    if isinstance(transport, CollectiveTransport):
+        if transport.timeout >= c.publish.timeout:
+            yield (
+                f"publish.transport.timeout ({transport.timeout:g} s) must be less than publish.timeout ({c.publish.timeout:g} s), "
+                "so that a broadcast that fails can be made up for"
+            )
+        if transport.backend == "nccl" and min(policy, rollout) < 1:
+            yield (
+                f"publish.transport.backend: nccl sends between GPUs that are not shared, and {gpus}. Give each at least one, "
+                "or use backend: gloo; on one shared GPU kind: cuda_ipc"
+            )
+    together = c.policy.ranks * policy + c.rollout.actors * rollout
+    if isinstance(transport, CudaIpcTransport) and (min(policy, rollout) <= 0 or together > 1):
+        yield (
+            f"publish.transport.kind: cuda_ipc needs the policy and all rollout actors on one GPU, and {gpus}, for "
+            f"{c.policy.ranks} ranks and {c.rollout.actors} rollout actors. Give them fractions of one GPU, or use kind: "
+            "object_store, filesystem or collective"
+        )

@@ -1,0 +1,250 @@
+"""The run folder: where one run keeps everything, and the only place that knows its layout (docs/run_folder.md).
+
+The process that starts the run acquires the folder; the driver, which may live on another node, writes into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import ConfigError, RunNameInUse
+from rayloop.core.types import Group, ImageRef, Member, Scored, TokenIds, Trajectory, Unscored
+from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
+from rayloop.run.lock import RunLock
+
+
+class RunFolder:
+    """``<root>/<name>/``. ``metrics``, ``events`` and ``quarantine`` are append-only record files."""
+
+    def __init__(self, root: str | Path, name: str) -> None:
+        self.path = Path(root) / name
+        self.config = self.path / "config.yaml"
+        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        self.events = JsonLines(self.path / "events.jsonl")
+        self.quarantine = JsonLines(self.path / "quarantine.jsonl")
+        self.rollouts = RolloutDump(self.path / "rollouts")
+        self.evaluations = RolloutDump(self.path / "evaluations")
+        self.checkpoints = self.path / "checkpoints"
+        self.weights = self.path / "weights"
+        self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
+        self.lock = RunLock(self.path / "run.lock")
+
+    @classmethod
+    def at(cls, path: str | Path) -> RunFolder:
+        """The run folder at ``path``, for the processes that were given one."""
+        return cls(Path(path).parent, Path(path).name)
+
+    @contextmanager
+    def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
+        """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder.
+
+        Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when
+        it cannot be made.
+        """
+        make_folder(self.path, "output=FOLDER")
+        try:
+            self.lock.acquire()
+            if resume == "never" and self.used:
+                raise RunNameInUse(
+                    f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "
+                    "with checkpoint.resume=auto; to start afresh, choose another name=... or remove the folder."
+                )
+            for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
+                folder.mkdir(exist_ok=True)
+            yield self
+        finally:  # a signal may have ended acquire itself
+            self.close()
+            self.lock.release()
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has begun here."""
+        return self.config.exists() or self.metrics.path.exists()
+
+    def last_step(self) -> int:
+        """The last step on record; 0 when there is none."""
+        return max((int(record["step"]) for record in self.metrics if "step" in record), default=0)
+
+    def write_config(self, text: str) -> None:
+        """Keep the expanded configuration; the one of an earlier attempt stays beside it when it differs."""
+        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+            self.config.rename(_aside(self.config))
+        self.config.write_text(text, encoding="utf-8")
+
+    def truncate_after(self, step: int) -> int:
+        """After a restore: move what was recorded of later steps aside, so that no step is on record twice.
+
+        Metrics go to ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved.
+        """
+        moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
+        self.rollouts.set_aside_after(step)
+        self.evaluations.set_aside_after(step)
+        return moved
+
+    def close(self) -> None:
+        """Close the record files; a later append opens them again."""
+        for records in (self.metrics, self.events, self.quarantine):
+            records.close()
+
+
+def make_folder(path: Path, choice: str) -> None:
+    """Make the folder unless it is there. Raises ConfigError, which names ``choice``, when it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTurn:
+    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``."""
+
+    role: str
+    text: str
+    sampled: bool
+    images: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One line of a rollout file. ``group`` is the issue number, ``versions`` the first and last that sampled.
+
+    ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``fate`` is ``kept`` or
+    why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
+    ``truth`` is the task's ground truth. ``length`` counts all tokens (expanded), ``sampled_tokens`` the policy's.
+    """
+
+    group: int
+    sample: int
+    attempt: int
+    task: str
+    source: str
+    prompt: str
+    images: tuple[Mapping[str, Any], ...]
+    turns: tuple[RolloutTurn, ...]
+    end_reason: str
+    reward: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    unscored: str | None = None
+    advantage: float | None = None
+    fate: str = "kept"
+    replayed: bool = False
+    versions: tuple[str, str] = ("", "")
+    truth: Any = None
+    length: int = 0
+    sampled_tokens: int = 0
+
+
+class RolloutDump:
+    """``step_000012.jsonl`` with the images of all steps beside it, each stored once by its hash."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.images = path / "images"
+
+    def file(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}.jsonl"
+
+    def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
+        """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
+        self.keep(images)
+        rows = ({"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)} for record in records)
+        _write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode())
+
+    def keep(self, images: Mapping[str, bytes]) -> None:
+        """Store images that are not there yet."""
+        self.images.mkdir(parents=True, exist_ok=True)
+        for sha256, data in images.items():
+            target = self.images / image_file(sha256, data)
+            if not target.exists():
+                _write_whole(target, data)
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the files of later steps to ``step_N.jsonl.attempt-K``."""
+        for file in self.path.glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.rename(_aside(file))
+
+
+def rollout_record(
+    group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
+) -> RolloutRecord:
+    """The record of one trajectory, whose first turn is the prompt. Of token ids ``plain`` makes the text that the reward is given
+    (for sampled turns), ``shown`` the text with its markup (for all others)."""
+    prompt, *turns = trajectory.turns
+    outcome, summary = member.outcome, member.summary
+    scored = outcome if isinstance(outcome, Scored) else None
+    return RolloutRecord(
+        group=group.issue,
+        sample=summary.id.sample,
+        attempt=trajectory.attempt,
+        task=trajectory.task_id,
+        source=summary.source,
+        prompt=shown(prompt.token_ids),
+        images=_entries(prompt.images, trajectory),
+        turns=tuple(
+            RolloutTurn(t.role, (plain if t.sampled else shown)(t.token_ids), t.sampled, _entries(t.images, trajectory))
+            for t in turns
+        ),
+        end_reason=str(trajectory.end_reason),
+        reward=scored.value if scored else None,
+        components=scored.components if scored else {},
+        flags=scored.flags if scored else (),
+        unscored=": ".join(filter(None, (outcome.kind, outcome.reason))) if isinstance(outcome, Unscored) else None,
+        advantage=member.advantage,
+        fate="kept" if member.fate is None else ": ".join(filter(None, (member.fate.state, member.fate.reason))),
+        replayed=member.replayed,
+        versions=(str(summary.first_version), str(summary.last_version)),
+        truth=jsonable(group.task.ground_truth),
+        length=summary.length,
+        sampled_tokens=summary.sampled_tokens,
+    )
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` when JSON can hold it, else its description."""
+    try:
+        encode({"value": value})
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def image_file(sha256: str, data: bytes) -> str:
+    """The name of an image below ``rollouts/images``: its hash, and the suffix of its encoding (PNG, JPEG, WebP)."""
+    suffix = "png" if data.startswith(b"\x89PNG") else "webp" if data[8:12] == b"WEBP" else "jpg"
+    return f"{sha256}.{suffix}"
+
+
+def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
+    def where(image: ImageRef) -> dict[str, str]:
+        data = trajectory.image_bytes.get(image.sha256)
+        return {"path": image.path or ""} if data is None else {"file": f"images/{image_file(image.sha256, data)}"}
+
+    return tuple({"sha256": i.sha256, "width": i.width, "height": i.height, **where(i)} for i in images)
+
+
+def _aside(path: Path) -> Path:
+    """``path`` with the first free suffix ``.attempt-K``."""
+    attempt = 1
+    while (aside := path.with_name(f"{path.name}.attempt-{attempt}")).exists():
+        attempt += 1
+    return aside
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)

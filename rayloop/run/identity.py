@@ -1,0 +1,122 @@
+"""Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray.
+
+A checkpoint's marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes
+of the model's files, the whole configuration and the best held-out reward so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rayloop.chat.tokenizer import model_folder
+from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import hashed
+from rayloop.data.dataset import Dataset
+from rayloop.run.checkpoint import Checkpoint
+from rayloop.run.config import RunConfig
+
+SCHEMA = 1
+"""Of a checkpoint: what its marker carries, and what its files hold. Another one is refused, none is migrated."""
+
+FILES = {
+    "architecture": ("config.json",),
+    "tokenizer": ("tokenizer.json",),
+    "chat template": ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"),
+    "image processor": ("preprocessor_config.json",),
+}
+"""Of the model folder ``model.path``, by what they decide."""
+FIXED = (
+    "model.min_pixels", "model.max_pixels", "model.position_tint", "policy.engine.freeze_vision", "policy.engine.lora.",
+    "policy.optimizer.kind", "seed", "data.shuffle",
+)  # fmt: skip
+"""Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
+FREE = ("policy.engine.lora.dropout",)
+"""Of these, the ones that may."""
+UNTOLD = ("checkpoint.resume",)
+"""Keys that say how to start, not what the run is."""
+
+
+class ResumeRefused(ConfigError):
+    """The checkpoint was written by another run than the configuration describes. Nothing was touched."""
+
+
+def identity(config: RunConfig) -> dict[str, str]:
+    """Hashes of what the configuration only points to: the model's files by what they decide, its weights, the training rows."""
+    folder = model_folder(config.model.path)
+    hashes = {name: hashed([folder / file for file in files]) for name, files in FILES.items()}
+    weights = sorted(folder.glob("*.safetensors"))
+    hashes["weights"] = hashed(weights) if weights else config.model.path
+    return {**hashes, "data.train": hashed([Path(config.data.train)])}
+
+
+def about(
+    config: RunConfig, hashes: Mapping[str, str], tasks: int, best: Mapping[str, float] | None
+) -> dict[str, Any]:
+    """What a checkpoint says of its run: its ``hashes`` (``identity``), the ``tasks`` of its data, its best held-out reward."""
+    return {
+        "schema": SCHEMA,
+        "identity": dict(hashes),
+        "tasks": tasks,
+        "best": best,
+        "config": config.model_dump(mode="json", by_alias=True),
+    }
+
+
+def check(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> None:
+    """Raises ResumeRefused, in one sentence, unless ``config`` can continue from the checkpoint."""
+    why = _misfit(checkpoint.about, config, hashes)
+    if why is not None:
+        raise ResumeRefused(f"{checkpoint.folder} cannot be continued: {why}, or start afresh with another name=...")
+
+
+def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+    """Every value that differs from the checkpoint's, which fits: key -> (then, now). None where it does not exist."""
+    then, now = _flat(checkpoint.about["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNTOLD]
+    found = {key: (then.get(key), now.get(key)) for key in keys}
+    rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
+    return found if rows[0] == rows[1] else {**found, "content of data.train": rows}
+
+
+def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:
+    """Why, and what to do about it. ``then``: what the checkpoint says of its run."""
+    if then.get("schema") != SCHEMA:
+        return (
+            f"its schema is {then.get('schema', 'older than 1')} and this version of rayloop reads {SCHEMA}. Finish the run with "
+            "the version that began it"
+        )
+    for name, before in then["identity"].items():
+        if name != "data.train" and hashes[name] != before:
+            other = "differ from those" if name == "weights" else "differs from that"
+            return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
+    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key) and _fixed(key):
+            return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
+    if (tasks := _tasks(config)) != then["tasks"]:  # also of the same file: another reader may leave out other rows
+        return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
+    return None
+
+
+def _fixed(key: str) -> bool:
+    chosen = any(key == fixed or (fixed[-1] == "." and f"{key}.".startswith(fixed)) for fixed in FIXED)
+    return chosen and key not in FREE
+
+
+def _tasks(config: RunConfig) -> int:
+    return len(Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; everything else is a value."""
+    return dict(_items(value, prefix))
+
+
+def _items(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _items(part, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value

@@ -1,0 +1,64 @@
+"""Settings of where a run's metrics go besides metrics.jsonl (cluster/loop/loggers.py opens them)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from rayloop.config.settings import Settings
+from rayloop.core.failures import ConfigError
+
+
+class Patience(Settings):
+    timeout: float = Field(60.0, gt=0)
+    """Seconds that one call of the logger may take, and that the end of a run waits for it, before it is dropped."""
+
+
+class PrometheusSettings(Patience):
+    """Always on: the metrics of the newest step at the metrics port of the driver's node."""
+
+    kind: Literal["prometheus"] = "prometheus"
+
+
+class TensorBoardSettings(Patience):
+    """Event files in the run folder, below ``tensorboard/``. Needs the extra ``tensorboard``."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+
+
+class WandbSettings(Patience):
+    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str
+    """The project in W&B's interface."""
+    entity: str | None = None
+    """User or team; None: the default one of the account."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: write files only, for a later ``wandb sync``. online needs ``WANDB_API_KEY`` or a login where the driver runs."""
+
+
+def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
+    kinds = [logger.kind for logger in chosen]
+    if again := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+        raise ValueError(f"kind {', '.join(again)} is there more than once: a run has one such log")
+    return chosen
+
+
+LoggerSettings: TypeAlias = TensorBoardSettings | WandbSettings
+AnySettings: TypeAlias = PrometheusSettings | LoggerSettings
+LoggersSettings = Annotated[tuple[Annotated[LoggerSettings, Field(discriminator="kind")], ...], AfterValidator(_once)]
+
+
+def installed(chosen: Iterable[LoggerSettings]) -> None:
+    """Raises ConfigError for a logger whose package is missing here: kind, package and extra have one name."""
+    for index, logger in enumerate(chosen):
+        spec = importlib.util.find_spec(logger.kind)
+        if spec is None or spec.origin is None:  # a folder of that name in the current directory has no origin
+            raise ConfigError(
+                f"loggers.{index}: kind {logger.kind} needs the package {logger.kind}, which is not installed. "
+                f'Install it with: pip install -e ".[{logger.kind}]" -c constraints.txt'
+            )

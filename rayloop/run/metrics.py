@@ -1,0 +1,171 @@
+"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
+
+``python -m rayloop.run.metrics`` prints docs/metrics.md. Producers write plain strings; ``validate`` finds names that
+are missing here. ``<...>`` in a name stands for any text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``unit`` "1" is a plain number or a fraction."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def prometheus(self) -> str:
+        """The name for Prometheus: ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and ``source`` a label."""
+        return re.sub(r"[^A-Za-z0-9]+", "_", "rayloop/" + _PART.sub("", self.name)).strip("_")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(_PART.findall(self.name))
+
+
+_PART = re.compile(r"<(\w+)>")
+
+METRICS = tuple(
+    Metric(*row)
+    for row in (
+        ("step", "1", "Optimizer steps finished; the first is 1."),
+        # What the policy earned, over the trajectories that were finished for the step, before any filter
+        ("reward/mean", "reward", "Mean reward of the scored trajectories finished for the step, before any filter."),
+        ("reward/std", "reward", "Standard deviation of the same rewards."),
+        ("reward/min", "reward", "Smallest of the same rewards."),
+        ("reward/max", "reward", "Largest of the same rewards."),
+        ("reward/<source>/mean", "reward", "The mean by data source."),
+        ("reward/component/<name>/mean", "reward", "Mean of one component of the reward."),
+        ("flag/<name>", "fraction", "Share of scored trajectories that carry this flag."),
+        # Held-out tasks
+        ("val/reward/mean", "reward", "Mean reward on the held-out tasks."),
+        ("val/<source>/reward/mean", "reward", "The same by data source."),
+        ("val/<component>/mean", "reward", "Mean of one component of the reward on the held-out tasks."),
+        ("val/control/<arm>/<component>/mean", "reward", "The same with wrong images, or the best answers without one."),
+        ("val/best", "reward", "Highest mean reward on the held-out tasks so far; kept in the checkpoint."),
+        ("val/best_step", "steps", "The step it belongs to."),
+        ("val/scored", "trajectories", "Held-out tasks that got a reward."),
+        ("val/unscored", "trajectories", "Held-out tasks without a reward; they are left out of the means."),
+        # The trainer
+        ("actor/loss", "1", "The loss (policy gradient, KL, entropy) as aggregated, mean over the step's updates."),
+        ("actor/kl", "nats/token", "Mean k3 estimate of KL(current, reference), without its coefficient."),
+        ("actor/entropy", "nats/token", "Mean entropy of the policy's distribution (masked, at its temperature)."),
+        ("actor/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
+        ("actor/lr", "1", "Learning rate of the last update."),
+        ("actor/updates", "updates", "Optimizer updates done in the step."),
+        ("actor/skipped_updates", "updates", "Updates skipped because the gradient was not finite."),
+        ("actor/tokens", "tokens", "Sampled tokens trained on, once per epoch."),
+        ("actor/sequences", "trajectories", "Trajectories trained on, once per epoch."),
+        ("actor/tokens_per_second", "tokens/s", "The trainer's speed while it trains, over all ranks."),
+        ("actor/ratio_max", "1", "Largest probability ratio of the clipped loss."),
+        ("actor/clip_low", "fraction", "Tokens whose ratio was clipped from below."),
+        ("actor/clip_high", "fraction", "Tokens whose ratio was clipped from above."),
+        ("actor/clip_dual", "fraction", "Tokens bounded by the dual clip."),
+        ("actor/capped", "fraction", "Tokens whose correction weight reached its cap."),
+        ("actor/effective_sample_size", "fraction", "(sum w)^2 / (n sum w^2) of uncapped weights; 1 is on-policy."),
+        ("actor/old_behaviour_mean", "nats", "Mean |log-prob| difference of trainer and sampling engine."),
+        ("actor/old_behaviour_max", "nats", "Largest such difference."),
+        ("actor/old_behaviour_k3", "nats/token", "k3 estimate of KL between sampling engine and trainer."),
+        ("actor/old_behaviour_mean/lag_<lag>", "nats", "The mean difference by version lag (3: or more); alarms look at lag_0."),
+        ("actor/old_behaviour_k3/lag_<lag>", "nats/token", "The same by version lag (3: or more)."),
+        # Generation
+        ("rollout/groups", "groups", "Groups finished for the step."),
+        ("rollout/trajectories", "trajectories", "Trajectories finished for the step."),
+        ("rollout/trained", "trajectories", "Trajectories the step trained on."),
+        ("rollout/trained_share", "fraction", "The same as a share of the target groups_per_step * group_size."),
+        ("rollout/trained_length_ratio", "1", "Mean sampled tokens, trained over played, of about 16 steps; 1: no bias by length."),
+        ("rollout/acceptance", "fraction", "Running share of trajectories that survive the filters."),
+        ("rollout/replayed", "groups", "Trained groups with a stored success in them (ARPO)."),
+        ("rollout/reissued", "attempts", "Episodes played again because infrastructure failed, since the run began."),
+        ("rollout/cache", "fraction", "Use of the fullest engine's cache of keys and values, when last asked (vLLM)."),
+        ("rollout/waiting", "requests", "Requests that wait for room in the engines, when last asked (vLLM)."),
+        ("rollout/in_flight_limit", "episodes", "Episodes that may play at once; absent while nothing limits them."),
+        ("rollout/tokens", "tokens", "Sampled tokens of the finished trajectories."),
+        ("rollout/turns/mean", "turns", "Sampled turns per trajectory."),
+        ("rollout/seconds/mean", "s", "Wall time of an episode."),
+        ("rollout/seconds/max", "s", "The slowest episode."),
+        ("response_length/mean", "tokens", "Sampled tokens per trajectory."),
+        ("response_length/max", "tokens", "Sampled tokens of the longest answer."),
+        ("response_length/clip_ratio", "fraction", "Share of finished trajectories with a turn that a limit of tokens cut."),
+        ("prompt_length/mean", "tokens", "Tokens per trajectory that were not sampled: prompt, observations, images."),
+        ("end_reason/<reason>", "fraction", "Share of finished trajectories that ended for this reason."),
+        # Why trajectories were not trained (of those finished for the step)
+        ("filtered/<reason>", "trajectories", "Removed by this filter."),
+        ("excluded/<reason>", "trajectories", "Without a usable reward, for this reason."),
+        ("stale/<source>", "trajectories", "Since the last step: begun too many versions ago, by data source."),
+        ("surplus/<source>", "trajectories", "Since the last step: beyond the target of the step, by data source."),
+        ("cancelled/<reason>", "trajectories", "Given up while in flight."),
+        ("ledger/<state>", "trajectories", "Totals since the run began, by state and reason (`filtered[all_wrong]`)."),
+        # Time
+        ("timing_s/step", "s", "The whole step: the sum of its parts."),
+        ("timing_s/gen", "s", "Waiting for the step's groups."),
+        ("timing_s/update_actor", "s", "The trainer's step, fetching included."),
+        ("timing_s/update_weights", "s", "Publication of the weights to all engines."),
+        ("timing_s/parity", "s", "Comparing fresh episodes, in steps that look for drift by themselves (docs/algorithm.md, 10)."),
+        ("timing_s/testing", "s", "Evaluation on held-out tasks."),
+        ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
+        ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),
+        ("perf/trajectories_per_second", "trajectories/s", "Finished trajectories per second of the step."),
+    )
+)
+
+HEADER = """# Metrics
+
+Made by `python -m rayloop.run.metrics` from the table in `rayloop/run/metrics.py`; do not edit. One record per
+step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
+
+While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name
+of the last column, to which Ray adds `ray_`: `ray_rayloop_reward_mean{run="quickstart"}`. The label `run` is the run's name;
+a part `<...>` is a label too, and empty where a metric of the same name does not have it. A ready-made list of ports is in
+Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out.
+
+| name | unit | meaning | Prometheus |
+|---|---|---|---|
+"""
+
+
+def validate(names: Iterable[str]) -> tuple[str, ...]:
+    """The names that are not in the table, in order."""
+    return tuple(name for name in names if not any(pattern.fullmatch(name) for pattern in _patterns().values()))
+
+
+def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
+    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks.
+
+    Of several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row.
+    """
+    fits = [(row, found.groupdict()) for row, pattern in _patterns().items() if (found := pattern.fullmatch(name))]
+    row, labels = max(fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {}))
+    return row, {label: labels.get(label, "") for label in _labels(row.prometheus)}
+
+
+def reference() -> str:
+    """docs/metrics.md."""
+    return HEADER + "".join(
+        f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} | `{m.prometheus}{_braces(m.labels)}` |\n"
+        for m in METRICS
+    )
+
+
+def _braces(labels: tuple[str, ...]) -> str:
+    return f"{{{', '.join(labels)}}}" if labels else ""
+
+
+def _labels(prometheus_name: str) -> tuple[str, ...]:
+    return tuple(sorted({label for m in METRICS if m.prometheus == prometheus_name for label in m.labels}))
+
+
+@cache
+def _patterns() -> dict[Metric, re.Pattern[str]]:
+    return {m: re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(m.name))) for m in METRICS}
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,69 @@
+"""What can be known to fail before anything is started: files, folders and packages that the configuration names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rayloop.chat.rendering import Renderer
+from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_weights
+from rayloop.launch.ray_variables import in_job
+from rayloop.run.checkpoint import complete
+from rayloop.run.config import RunConfig
+from rayloop.run.loggers import installed
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def preflight(config: RunConfig, *, trains: bool = True) -> None:
+    """Raises ConfigError that names the key, what is not there, and what to do. An evaluation does not train."""
+    if in_job():
+        lasting(config)
+    model = config.model.path
+    if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
+        raise ConfigError(
+            f"model.path: {model} is no folder. Make a model with `python -m cluster sft`, or name a folder in Hugging Face "
+            "layout or a model of the Hub (owner/name)"
+        )
+    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(
+                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a JSONL or parquet file of rows; the recipe's "
+                f"README says how to get one. Set it with {key}=FILE"
+            )
+    installed(config.loggers)
+    if trains:
+        trainable(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and complete(Path(resume)) is None:
+        what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
+        raise ConfigError(
+            f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
+        )
+    if Path(model).is_dir():
+        Renderer(config.model, config.environment.episode.max_image_pixels)  # raises for tokenizer and chat template
+
+
+def trainable(config: RunConfig) -> None:
+    """Raises ConfigError when the engine's answers could not be trained on."""
+    engine = config.rollout.engine
+    if isinstance(engine, OpenAiHttpEngineSettings) and engine.interface == "chat":
+        raise ConfigError(
+            "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
+            "tokens with a server that returns them, another engine, or `python -m cluster eval`"
+        )
+    if serves_its_own_weights(engine):
+        raise ConfigError(
+            "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
+            "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
+        )
+
+
+def lasting(config: RunConfig) -> None:
+    """A job's working directory is deleted after it: raises ConfigError when the run folder would be in there."""
+    if not Path(config.output).is_absolute():
+        raise ConfigError(
+            f"output: {config.output} is relative, and a Ray job's working directory is deleted when it ends. Name a folder "
+            "that all nodes see: output=/shared/runs"
+        )

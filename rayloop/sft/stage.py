@@ -1,0 +1,170 @@
+"""Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
+
+The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1, so an answer is a trajectory whose
+sampled turn is the answer, and the trainer needs no second code path. The model folder that it writes is what
+``model.path`` of a run takes. Here is what the stage consists of; cluster/stages/sft.py runs it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any, Protocol
+
+from pydantic import Field, model_validator
+
+from rayloop.chat.rendering import Renderer
+from rayloop.config.settings import Component, LocalPath, Settings
+from rayloop.core.protocols import TrainItem
+from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.data.dataset import Dataset
+from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.run.config import DataSettings, Placement
+
+START = Version(0, 0)
+
+
+class Answers(Protocol):
+    """Gives the text that the policy should have written. ``rng`` is for answers that are drawn.
+
+    ``tokens``: texts that a tiny model made for this recipe has as single tokens.
+    """
+
+    tokens: tuple[str, ...]
+
+    def answer(self, task: Task, rng: random.Random) -> str: ...
+
+
+class TinySettings(Settings):
+    """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer learns the rows' texts."""
+
+    vision: bool = True
+    """Off makes a text-only model."""
+    sizes: dict[str, int | float | bool] = {}
+    """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters."""
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. From random weights, the
+    background's own colour as mean lets what stands out reach the language model; otherwise the constant drowns it."""
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """As ``image_mean``: what its processor divides by."""
+
+
+class SftConfig(Settings):
+    """``python -m cluster sft CONFIG``."""
+
+    output: LocalPath
+    """Folder of the trained model, in Hugging Face layout."""
+    seed: int = 0
+    """Order of the rows, and random weights of a new tiny model."""
+    steps: int = Field(gt=0)
+    """Optimizer updates in all."""
+    seconds: float | None = Field(None, gt=0)
+    """Stop after this long, if that comes before ``steps``."""
+    save_every: int | None = Field(None, gt=0)
+    """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
+    dtype: Dtype = "float32"
+    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights."""
+    batch_size: int = Field(32, gt=0)
+    """Rows per optimizer update, spread over the workers."""
+    workers: int = Field(1, ge=1)
+    """FSDP world size: one Ray Train worker per rank. The result does not depend on it."""
+    placement: Placement = Placement()
+    """What one worker reserves."""
+    checkpoint_every: int = Field(100, gt=0)
+    """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again."""
+    max_failures: int = Field(3, ge=0)
+    """How often the workers are started again after one died."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds in which the cluster must have room for the workers."""
+    model: ModelSettings
+    data: DataSettings
+    answers: Component
+    tiny: TinySettings | None = None
+    engine: FsdpSettings = FsdpSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
+    """``total_updates`` of a schedule is ``steps`` unless given."""
+    max_image_pixels: int = Field(50_000_000, gt=0)
+    """A larger image is refused before it is decoded."""
+    log_every: int = Field(25, gt=0)
+    """Steps between two lines."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_ends_with_the_stage(cls, values: Any) -> Any:
+        match values:
+            case {"steps": steps, "optimizer": {"schedule": str(), **optimizer}} if "total_updates" not in optimizer:
+                return {**values, "optimizer": {**values["optimizer"], "total_updates": steps}}
+        return values
+
+
+class Examples:
+    """Rows as trajectories whose only sampled turn is the answer."""
+
+    def __init__(self, config: SftConfig) -> None:
+        self.renderer = Renderer(config.model, config.max_image_pixels)
+        self.answers: Answers = config.answers.build()
+        self.sampling = self.renderer.sampling(Sampling())
+
+    def item(self, task: Task, rng: random.Random) -> TrainItem:
+        """Raises DataFailure for an unusable image."""
+        prompt = self.renderer.prompt(task.messages)
+        answer = (*self.renderer.encode(self.answers.answer(task, rng)), self.renderer.end_tokens[0])
+        turns = (
+            Turn("prompt", prompt.token_ids, tuple(image.ref for image in prompt.images)),
+            Turn("assistant", answer, logprobs=(0.0,) * len(answer), version=START),
+        )
+        images = {image.ref.sha256: image.data for image in prompt.images if image.data is not None}
+        trajectory = Trajectory(
+            TrajectoryId(0, 0), 0, task.id, 0, turns, self.sampling, EndReason.DONE, image_bytes=images
+        )
+        return TrainItem(trajectory, advantage=1.0)
+
+
+def make_tiny(config: SftConfig) -> None:
+    """Make the model of ``config.tiny`` unless it is there. Raises ConfigError, DataFailure."""
+    if config.tiny is None or Path(config.model.path).exists():
+        return
+    from rayloop.engines.tiny_vlm import write_tiny_vlm
+
+    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None)
+    answers: Answers = config.answers.build()
+    rng = random.Random(config.seed)
+    texts = [part for task in dataset for message in task.messages for part in message.parts if isinstance(part, str)]
+    texts += [answers.answer(task, rng) for task in dataset]
+    write_tiny_vlm(
+        config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=answers.tokens,
+        image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
+    )  # fmt: skip
+
+
+class Progress:
+    """What the lines of progress say: means over the steps since the line before, of which ``rows`` counts the rows.
+
+    ``spent``: seconds before this part of the stage.
+    """
+
+    def __init__(self, spent: float = 0.0) -> None:
+        self._last = time.monotonic()
+        self._began = self._last - spent
+        self.rows, self._reports = 0, list[dict[str, float]]()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, report: dict[str, float], rows: int) -> None:
+        self._reports.append(report)
+        self.rows += rows
+
+    def line(self, step: int) -> str:
+        """The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
+        now = time.monotonic()
+        loss = mean(report["actor/old_behaviour_mean"] for report in self._reports)
+        report, rate = self._reports[-1], self.rows / (now - self._last)
+        self._last, self.rows, self._reports = now, 0, []
+        return (
+            f"step {step}  {now - self._began:.0f} s  {rate:.0f} rows/s  loss {loss:.4f}  "
+            f"grad norm {report['actor/grad_norm']:.2f}  lr {report['actor/lr']:.1e}"
+        )

@@ -1,0 +1,131 @@
+"""What a run draws at its end: ``curves.png``, and ``boxes.png`` with held-out answers before and after."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayloop.config.settings import Component
+from rayloop.core.protocols import Box, BoxReader
+from rayloop.data.images import decode
+from rayloop.measure.controls import RIGHT
+from rayloop.run.folder import RunFolder
+from rayloop.run.jsonl import JsonLines
+from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series, step_files
+from rayloop.view.words import sampled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAGES, COLUMNS = 10, 5
+STYLES = {"true": ("#12874a", "-"), "before": ("#8a4fb0", ":"), "after": ("#d4480c", "--")}
+
+
+def draw_or_tell(folder: RunFolder, boxes: Component | None, tell: Callable[[str], None]) -> None:
+    """Draw at the end of a run, which is done and saved: what goes wrong here is told, and fails nothing."""
+    try:
+        for file in draw(folder, boxes.build() if boxes else None):
+            tell(f"wrote {file}")
+    except Exception as error:
+        tell(f"the pictures could not be drawn: {type(error).__name__}: {error}")
+
+
+def draw(folder: RunFolder, reader: BoxReader | None) -> list[Path]:
+    """Draw what the run has on record into its folder, and return the files: boxes need a reader and two evaluations."""
+    drawings = {"curves.png": curves(folder), "boxes.png": boxes(folder, reader) if reader else None}
+    written = []
+    for name, figure in drawings.items():
+        if figure is not None:
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=120)
+            (folder.path / name).write_bytes(file.getvalue())
+            written.append(folder.path / name)
+    return written
+
+
+def curves(folder: RunFolder) -> Figure:
+    """Training and held-out reward over the steps."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    config, evaluations = configuration(folder), by_step(folder.events, "evaluated")
+    sampling = (config.get("rollout") or {}).get("sampling") or {}
+    drawn, greedy = sampling.get("temperature", 1.0), (config.get("evaluation") or {}).get("greedy", True)
+    lines = {
+        f"training ({sampled(drawn)})": series(folder.metrics).get("reward/mean", []),
+        f"held-out ({sampled(0.0 if greedy else drawn)})": series(evaluations.values()).get("val/reward/mean", []),
+    }
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (label, points), style in zip(lines.items(), ("-", "o-"), strict=True):
+        if points:
+            steps, values = zip(*((s, float("nan") if v is None else v) for s, v in points), strict=True)
+            axes.plot(steps, values, style, label=label)
+    axes.set(title=folder.path.name, xlabel="step", ylabel="mean reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    return figure
+
+
+def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
+    """Held-out images, evenly spread over the tasks, with the true box and those of the first and the last evaluation.
+
+    None when fewer than two evaluations are on record, or no task of theirs has an image and a box.
+    """
+    from matplotlib.figure import Figure
+
+    files = list(step_files(folder.evaluations.path).items())
+    if len(files) < 2:
+        return None
+    (first, before), (last, after) = ((step, _answers(file)) for step, file in (files[0], files[-1]))
+    common = (after[task] for task in sorted(before.keys() & after.keys()))
+    chosen = evenly([r for r in common if r["images"] and r["truth"] is not None and reader.true(r["truth"])], PAGES)
+    if not chosen:
+        return None
+    rows = -(-len(chosen) // COLUMNS)
+    figure = Figure(figsize=(12, 3.4 * rows), layout="constrained")
+    grid: list[Any] = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, record in zip(grid, chosen, strict=False):
+        _page(axes, folder.evaluations.path, before[record["task"]], record, reader)
+    handles = [_rectangle((0, 0, 1, 1), 1, 1, kind) for kind in STYLES]
+    labels = ["true", f"before (step {first})", f"after (step {last})"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _answers(file: Path) -> dict[str, Record]:
+    """Task -> its answer with the right image."""
+    return {record["task"]: record for record in JsonLines(file) if record["arm"] == RIGHT and not record["sample"]}
+
+
+def _page(axes: Axes, folder: Path, before: Record, after: Record, reader: BoxReader) -> None:
+    picture = decode(image_path(after["images"][0], folder).read_bytes())
+    axes.imshow(picture)
+    found = {
+        "true": reader.true(after["truth"]),
+        "before": reader.answered(before["text"]),
+        "after": reader.answered(after["text"]),
+    }
+    for kind, several in found.items():
+        for box in several:
+            axes.add_patch(_rectangle(box, picture.width, picture.height, kind))
+    axes.set_title(f"{after['task']}\n{_reward(before)} → {_reward(after)}", fontsize=8)
+
+
+def _rectangle(box: Box, width: float, height: float, kind: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    (x1, y1, x2, y2), (color, style) = box, STYLES[kind]
+    corner, sides = (x1 * width, y1 * height), ((x2 - x1) * width, (y2 - y1) * height)
+    return Rectangle(corner, *sides, fill=False, edgecolor=color, linestyle=style, linewidth=2)
+
+
+def _reward(record: Record) -> str:
+    return "no score" if record["reward"] is None else f"{record['reward']:.2f}"

@@ -1,0 +1,143 @@
+"""What a person is told about each event of a run, in plain words. The run folder has all of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+from unicodedata import category
+
+from rayloop.config.explain import short
+from rayloop.measure.controls import table
+from rayloop.run.folder import RolloutRecord
+
+Record = Mapping[str, Any]
+
+
+def describe(record: Record) -> str:
+    """One line for an event, a table for controls, tracebacks whole; scores by data source are left to the run folder.
+
+    An event without words of its own is shown with its fields.
+    """
+    tell = _WORDS.get(record["event"], _fields)
+    when = f"[{record['step']}] " if "step" in record else ""
+    trace = f"\n{record['traceback']}" if "traceback" in record else ""
+    return f"{when}{tell(record)}{trace}"
+
+
+def span(seconds: float) -> str:
+    """A duration that a person waits for: ``45 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def visible(text: str) -> str:
+    """The text with what would steer a terminal (all control characters but tabs and line breaks) written out, as ``\\x1b``."""
+    return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
+
+
+def number(value: Any) -> str:
+    """A figure in three digits; the first line of anything else."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value).partition("\n")[0]
+
+
+def sampled(temperature: float) -> str:
+    """How answers were drawn."""
+    return "greedy" if temperature == 0 else f"T={temperature:g}"
+
+
+def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[str]:
+    """For each record a sentence with the last answer and what the reward said of it; then where the rest is, if it is kept."""
+    for r in records:
+        answer = next((turn.text for turn in reversed(r.turns) if turn.sampled), "")
+        reward = f"no reward ({r.unscored})" if r.reward is None else f"reward {number(r.reward)}"
+        flags = f" ({', '.join(r.flags)})" if r.flags else ""
+        yield f"For example task {r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
+    if records and kept:
+        yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m cluster report` shows."
+
+
+def _fields(record: Record) -> str:
+    hidden = ("event", "step", "traceback")
+    return f"{record['event']}: " + ", ".join(f"{key} {number(v)}" for key, v in record.items() if key not in hidden)
+
+
+def _starting(record: Record) -> str:
+    actors: Mapping[str, int] = record["actors"]
+    return f"starting {sum(actors.values())} actors: " + ", ".join(f"{count} {role}" for role, count in actors.items())
+
+
+def _begin(record: Record) -> str:
+    if record["restored"] is None:
+        return "training begins with the start model"
+    moved = record["superseded_records"]
+    parts = [f"training continues from {record['restored']}"]
+    if best := record.get("best"):
+        parts.append(f"the best held-out reward so far is {number(best['reward'])}, of step {best['step']}")
+    if moved:
+        parts.append(f"records of {moved} later steps are moved aside")
+    return "; ".join(parts)
+
+
+def _changed(record: Record) -> str:
+    values = ", ".join(f"{key} {then} -> {now}" for key, (then, now) in record["values"].items())
+    return f"changed since step {record['step']}: {values}"
+
+
+def _parity(record: Record) -> str:
+    agree = "yes" if record["mean"] <= record["tolerance"] else "NO"
+    images = f"; other images change them by {number(record['swapped'])}" if record["images"] else ""
+    return (
+        f"engine and trainer agree: {agree}, their log-probs differ by {number(record['mean'])} on average over {record['tokens']} "
+        f"tokens ({number(record['tolerance'])} is allowed){images}"
+    )
+
+
+def _self_test(record: Record) -> str:
+    if "skipped" in record:
+        return f"published {record['group']} weights: not tested, {record['skipped']}"
+    return (
+        f"published {record['group']} weights reach the engine: a visible change of them moved the trainer by "
+        f"{number(record['moved'])}, the engine then differed by {number(record['follows'])}"
+    )
+
+
+def _evaluated(record: Record) -> str:
+    names = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if k.startswith("val/")}
+    scored, unscored = names.pop("scored", 0), names.pop("unscored", 0)
+    best, when = names.pop("best", None), names.pop("best_step", record["step"])
+    by_source = [name for name in names if fnmatch(name, "*/reward")]
+    shown = ", ".join(f"{name} {v:.3f}" for name, v in names.items() if name not in by_source and not name.startswith("control/"))
+    before = f" (best so far {best:.3f}, of step {when:g})" if best is not None and when < record["step"] else ""
+    missing = f"; {unscored:g} HAVE NO SCORE" if unscored else ""
+    return f"held-out: {shown or 'no score'} over {scored:g} rows{before}{missing}"
+
+
+_WORDS: dict[str, Callable[[Record], str]] = {
+    "starting": _starting,
+    "started": lambda record: f"all actors are ready after {span(record['seconds'])}",
+    "begin": _begin,
+    "changed": _changed,
+    "parity": _parity,
+    "self_test": _self_test,
+    "evaluated": _evaluated,
+    "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
+    "stalled": lambda record: (
+        f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} (stacks in {record['stacks']})"
+    ),
+    "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
+    "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
+    "alarm": lambda record: f"ALARM: {record['why']}",
+    "warning": lambda record: f"WARNING: {record['why']}",
+    "unscored": lambda record: (
+        f"trajectory {record['trajectory']} of task {record['task']}: no reward, the first {record['outcome']}: {record['why']}"
+    ),
+    "grader_error": lambda record: (
+        f"the grader raised on trajectory {record['trajectory']} of task {record['task']}; further tracebacks are in logs/"
+    ),
+    "data_warning": lambda record: f"warning: {record['why']}",
+    "finished": lambda record: "finished",
+    "already_done": lambda record: f"there is nothing left to train: {record['advice']}",
+    "preempted": lambda record: "stopped as asked; a checkpoint is there to continue from",
+}

@@ -1,0 +1,125 @@
+"""The judge on Ray Serve: ``serve run serve_apps.judge.app:app``, or ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
+
+``python -m cluster judge serve CONFIG`` does the same, makes a key, and tells clients where it is (docs/judge.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from judge.backend import Backend
+from judge.cache import VerdictCache
+from judge.discovery import read_key
+from judge.grader import Grader, RuleBackend
+from judge.rubric import FOLDER, Rubric, load_rubrics
+from rayloop.config.settings import local_path
+from rayloop.core.failures import ConfigError
+from rayloop.core.files import new_secret
+from serve_apps.judge.http import RETRY_AFTER, web
+from serve_apps.judge.openai_model import OpenAIModel
+from serve_apps.judge.service import Chat, JudgeService
+from serve_apps.judge.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
+
+
+class Judge:
+    """One replica. The application of serve_apps/judge/http.py is built in it, since it holds connections and a model."""
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        backend, chat, rubrics = built(settings)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._service = JudgeService(settings, backend, rubrics, chat, replica)
+        self._key = read_key(settings.key_file or "")
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica when it raises."""
+        self._service.alive()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return web(self._service, self._key)
+
+
+def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubric]]:
+    """The backend that ``settings`` names, its model, if it has one, and the rubrics. Raises ConfigError."""
+    rubrics = load_rubrics(local_path(settings.rubrics) if settings.rubrics else FOLDER)
+    cache = VerdictCache(settings.cache.size, local_path(settings.cache.path) if settings.cache.path else None)
+    match settings.backend:
+        case RuleBackendSettings():
+            return RuleBackend(rubrics), None, rubrics
+        case OpenAIBackendSettings():
+            model = OpenAIModel(settings.backend)
+            return Grader(model, "openai", rubrics, cache), model, rubrics
+        case VllmBackendSettings():
+            if seeing := [name for name, rubric in rubrics.items() if rubric.sees_images]:
+                raise ConfigError(
+                    f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text only. Serve a model that sees "
+                    "with `vllm serve` and judge through the backend openai, or set sees_images: false"
+                )
+            from serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
+
+            own = VllmModel(settings.backend)
+            return Grader(own, "vllm", rubrics, cache), own, rubrics
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
+    settings = absolute(JudgeSettings.model_validate(args))
+    if settings.key_file is not None:
+        new_secret(Path(settings.key_file), "the judge's key file")
+    elif not settings.insecure:
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
+    limits, replicas = settings.limits, settings.replicas
+    scale: dict[str, Any] = {"num_replicas": replicas.min}
+    if replicas.min < replicas.max:
+        target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
+        scale = {"autoscaling_config": target}
+    ingress: Callable[[type], Any] = serve.ingress()
+    deployment = serve.deployment(
+        name="Judge",
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings), "resources": replicas.resources},
+        max_ongoing_requests=limits.ongoing,
+        max_queued_requests=limits.queued,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=min(limits.seconds, 60),
+        **scale,
+        **_backpressure(),
+    )(ingress(Judge))
+    return deployment.bind(settings)
+
+
+def absolute(settings: JudgeSettings) -> JudgeSettings:
+    """With absolute paths: a replica runs in a folder of its own, and clients in theirs."""
+
+    def path(text: str | None) -> str | None:
+        return str(local_path(text)) if text else text
+
+    backend = settings.backend
+    if isinstance(backend, OpenAIBackendSettings):
+        backend = backend.model_copy(update={"key_file": path(backend.key_file)})
+    return settings.model_copy(
+        update={
+            "backend": backend,
+            "key_file": path(settings.key_file),
+            "rubrics": path(settings.rubrics),
+            "image_roots": tuple(str(local_path(root)) for root in settings.image_roots),
+            "cache": settings.cache.model_copy(update={"path": path(settings.cache.path)}),
+        }
+    )
+
+
+def _backpressure() -> dict[str, Any]:
+    """Serve's own 503, beyond ``queued``, says when to come back like ours; before Ray 2.60 it cannot."""
+    known = "backpressure_config" in inspect.signature(serve.deployment).parameters
+    return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}
+
+
+def gpus(settings: JudgeSettings) -> int:
+    """GPUs of one replica."""
+    backend = settings.backend
+    return backend.engine.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0

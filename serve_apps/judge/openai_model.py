@@ -1,0 +1,165 @@
+"""A model behind an OpenAI-compatible URL: verdicts in a schema, and chat completions passed through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from judge.backend import Reply
+from judge.discovery import read_key
+from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from serve_apps.judge.service import Answer
+from serve_apps.judge.settings import OpenAIBackendSettings
+
+TOP = 5
+"""Alternatives of each token that the server is asked for."""
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context (length|window|size)"
+    r"|longer than the (maximum )?(model|context)|too (long|many tokens)|max_model_len",
+    re.IGNORECASE,
+)
+"""How servers say that a prompt does not fit: OpenAI's code, and what vLLM, SGLang, llama.cpp and TGI write."""
+_VALUE = re.compile(r'"verdict"\s*:\s*"')
+
+
+class CompletionModel(ABC):
+    """``judge.backend.ChatModel`` and ``serve_apps.judge.service.Chat`` over chat completions.
+
+    ``extra`` are further keys of each verdict's request; ``about`` is what a verdict depends on besides the model's name.
+    """
+
+    def __init__(self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.name = name
+        sampling = {"temperature": 0, "seed": 0, "max_tokens": max_tokens}
+        self.settings: Mapping[str, Any] = {**sampling, **about}
+        self._keys = {**sampling, **extra}
+
+    @abstractmethod
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        """A chat completion. Raises DeadlineExceeded, InfrastructureFailure."""
+
+    @abstractmethod
+    async def identity(self) -> Mapping[str, Any]:
+        """What is behind the name now. Raises InfrastructureFailure."""
+
+    @abstractmethod
+    def alive(self) -> None:
+        """Raises InfrastructureFailure when it cannot come back in this process."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+        """Raises like ``complete``, and DataFailure for a prompt that is too long. Nothing is retried here: clients do that.
+
+        Any other refusal, and a reply that was cut off, is the judge's set-up (a model that cannot see, a filter, too few
+        ``max_tokens``), and so a failure of the judge's and not of the answer's.
+        """
+        form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+        request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
+        status, answer, _ = await self.complete(request)
+        if status in (400, 413, 422) and _TOO_LONG.search(json.dumps(answer)):
+            raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
+        if status != 200:
+            raise InfrastructureFailure(f"{self.name} answered {status}: {str(answer)[:200]}")
+        try:
+            choice = answer["choices"][0]
+            if choice.get("finish_reason") == "length":
+                raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
+            text = choice["message"]["content"] or ""
+            tokens = (choice.get("logprobs") or {}).get("content") or ()
+            return Reply(str(text), correct_probability(tokens))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error
+
+
+class OpenAIModel(CompletionModel):
+    """A server's. Its errors name its URL."""
+
+    def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
+        super().__init__(settings.model, settings.max_tokens, extra, {"url": settings.url, "logprobs": settings.logprobs})
+        key = read_key(settings.key_file)
+        self._client = httpx.AsyncClient(
+            base_url=settings.url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(settings.timeout, connect=settings.connect),
+            limits=httpx.Limits(max_connections=settings.concurrency),
+            trust_env=False,
+            transport=transport,
+        )
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._timeout = settings.timeout
+
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._client.base_url}: no free slot within {self._timeout:g} s") from error
+        try:
+            answer = await self._client.post("chat/completions", json=body)
+            return Answer(answer.status_code, answer.json(), answer.headers.get("retry-after", ""))
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
+            raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+        finally:
+            self._slots.release()
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What the server's list of models says of ours; {} for a server without one. ``created`` is left out, since vLLM and
+        SGLang answer the time of the request.
+        """
+        try:
+            answer = await self._client.get("models")
+        except httpx.HTTPError as error:
+            raise InfrastructureFailure(f"{self._client.base_url}models: {type(error).__name__}: {error}") from error
+        except ValueError:
+            return {}
+        if answer.status_code == 429 or answer.status_code >= 500:
+            raise InfrastructureFailure(f"{self._client.base_url}models answered {answer.status_code}")
+        try:
+            (card,) = [card for card in answer.json()["data"] if card["id"] == self.name]
+            return {key: card.get(key) for key in ("root", "parent", "owned_by", "max_model_len")}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return {}
+
+    def alive(self) -> None:
+        """A server elsewhere comes and goes without this process."""
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
+    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when it is not among them.
+
+    ``tokens`` as in OpenAI's ``logprobs.content``. A token counts for the word that it begins.
+    """
+    text = "".join(token["token"] for token in tokens)
+    if (found := _VALUE.search(text)) is None:
+        return None
+    end = 0
+    for token in tokens:
+        begin, end = end, end + len(token["token"])
+        if end > found.end():
+            break
+    else:
+        return None
+    skip = max(0, found.end() - begin)
+    sums = {"correct": 0.0, "incorrect": 0.0}
+    for option in token["top_logprobs"]:
+        beginning = option["token"][skip:]
+        for word in sums:
+            if beginning and (word.startswith(beginning) or beginning.startswith(f'{word}"')):
+                sums[word] += math.exp(min(option["logprob"], 0.0))  # a log-probability; some servers round above 0
+    total = sum(sums.values())
+    return sums["correct"] / total if total > 0 else None

@@ -1,0 +1,56 @@
+"""A vLLM engine in the replica itself, behind the same interface as a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from rayloop.core.failures import DeadlineExceeded
+from rayloop.core.model_files import model_identity
+from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
+from rayloop.engines.generation.vllm_process import versions
+from serve_apps.judge.openai_model import TOP, CompletionModel
+from serve_apps.judge.service import Answer
+from serve_apps.judge.settings import VllmBackendSettings
+
+
+class VllmModel(CompletionModel):
+    """Made in the replica, whose GPUs the engine takes."""
+
+    def __init__(self, settings: VllmBackendSettings) -> None:
+        about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
+        super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
+        self._engine = VllmChat(settings.model, settings.engine, _scratch(), settings.revision)
+        self._identity = model_identity(settings.model, settings.revision) | versions()
+        self._timeout = settings.timeout
+
+    async def identity(self) -> Mapping[str, Any]:
+        """Of what was loaded, which stays while this process lives."""
+        return self._identity
+
+    async def complete(self, body: Mapping[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                return Answer(200, await self._engine.complete(body))
+        except RequestRefused as error:
+            code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
+            return Answer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s") from error
+
+    def alive(self) -> None:
+        self._engine.alive()
+
+    async def close(self) -> None:
+        self._engine.close()
+
+
+def _scratch() -> str:
+    """A new folder within Ray's own, with which it goes: a replica that is killed cannot remove anything."""
+    return tempfile.mkdtemp(prefix="judge-", dir=ray._private.worker._global_node.get_temp_dir_path())
