@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
+OURS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
 
 
 def hiding() -> str:

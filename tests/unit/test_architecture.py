@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
+PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -29,10 +29,11 @@ def modules_below(*names: str) -> list[str]:
 
 
 LIGHT = [
-    *modules_below("rayloop.core", "rayloop.envs", "judge", "actors.environment", "actors.reward", "cluster.driver"),
+    *modules_below(*(f"rayloop.{name}" for name in ("core", "config", "data", "chat", "envs", "rewards", "measure"))),
+    *modules_below("rayloop.launch", "rayloop.view", "rayloop.doctor", "rayloop.transports.settings", "rayloop.engines.settings"),
     *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
-    *modules_below("rayloop.engines.settings", "rayloop.run.config", "cluster.cli", "recipes"),
-    *modules_below("rayloop.view.page", "rayloop.view.pictures"),
+    *(name for name in modules_below("rayloop.run") if name != "rayloop.run.export"),
+    *modules_below("judge", "recipes", "actors.environment", "actors.reward", "cluster.driver", "cluster.cli"),
 ]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import evaluation_folder, main, parsed
+from cluster.cli import main, parsed
+from cluster.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig

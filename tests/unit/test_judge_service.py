@@ -531,7 +531,7 @@ def test_an_unguarded_judge_stays_on_loopback(tmp_path: Path) -> None:
     config.write_text("http_options: {host: 0.0.0.0}\n")
     arguments = parsed(["judge", "serve", str(config), "--insecure"])
     with pytest.raises(ConfigError, match="without a key only loopback is served"):
-        arguments.command(arguments)
+        arguments.run(arguments)
 
 
 def test_every_panel_draws_metrics_that_exist() -> None:

@@ -13,10 +13,10 @@ import yaml
 from cluster.cli import main
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
-from rayloop.data.validation import compared
 from recipes.arc_vision import miniwob
 from recipes.arc_vision.data import GroundingRows
 from recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
+from recipes.arc_vision.prepare import compared
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text())
 READER = "recipes.arc_vision.data:GroundingRows"
@@ -101,7 +101,7 @@ def test_differences_name_row_and_field(splits: dict[str, list[Row]]) -> None:
 
 
 def test_an_unknown_split_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "prepare", "miniwob", "--out", str(tmp_path), "--rows", "training=5"]) == 2
+    assert main(["data", "prepare", "arc_vision", "--out", str(tmp_path), "--rows", "training=5"]) == 2
     assert "training" in capsys.readouterr().err
 
 

@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.cli import parser, read
+from cluster.cli import parser
 from cluster.roles.services import bundles
 from rayloop.core.failures import RayloopError
 from rayloop.launch.ray_variables import node_settings
+from rayloop.run.config import read
 from rayloop.run.preflight import lasting
 from serve_apps.judge.app import gpus
 from serve_apps.judge.settings import JudgeSettings
@@ -287,7 +288,7 @@ def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, 
         yield f"entrypoint {entrypoint!r} is not `python -m cluster train`"
         return
     try:
-        arguments = parser().parse_args(words[3:])
+        arguments = parser(words[3:]).parse_args(words[3:])
         config = read(ROOT / arguments.config, arguments.overrides)
         lasting(config)
     except (RayloopError, OSError) as error:
