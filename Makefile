@@ -38,6 +38,7 @@ test-vllm: $(VENV_VLLM)/.vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

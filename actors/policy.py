@@ -100,7 +100,7 @@ class PolicyRank(Actor):
         """
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
-        from rayloop.transports.manifest import transport
+        from rayloop.transports.choose import transport
 
         s = self.settings
         where = meeting
@@ -134,7 +134,10 @@ class PolicyRank(Actor):
             updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
         report = self.engine.train(
             [
-                [TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
+                [
+                    TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag)
+                    for a in update
+                ]
                 for update in updates
             ]
         )

@@ -151,7 +151,9 @@ def as_outcome(result: Any) -> Outcome:
     scored = result if isinstance(result, Scored) else Scored(result)
     value = _number(scored.value)
     if value is None:
-        return Unscored(UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number")
+        return Unscored(
+            UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number"
+        )
     components = {name: number for name, given in scored.components.items() if (number := _number(given)) is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
     return Scored(value, components, (*scored.flags, *dropped))

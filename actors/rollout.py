@@ -45,7 +45,8 @@ def scratch() -> str:
 def start_weights(model: ModelSettings, dtype: Dtype) -> tuple[Manifest, Any]:
     """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
     from rayloop.engines.models import hf_state, load_model
-    from rayloop.transports.manifest import DTYPES, ObjectStore
+    from rayloop.transports.manifest import DTYPES
+    from rayloop.transports.object_store import ObjectStore
 
     return ObjectStore().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
 
@@ -56,7 +57,7 @@ class RolloutActor(Actor):
     def __init__(
         self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str
     ) -> None:
-        from rayloop.transports.manifest import transport as choose
+        from rayloop.transports.choose import transport as choose
 
         self.engine = build_engine(model, settings, folder)
         self.transport = choose(transport, folder)

@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     step.add_step(actions.add_parser("step", help="GRPO steps through the real actors"))
     step.add_compare(actions.add_parser("compare", help="GRPO steps of TRL and of rayloop, alternately"))
-    rollout.add_arguments(actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately"))
+    rollout.add_arguments(
+        actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately")
+    )
     publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
     train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))

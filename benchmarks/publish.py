@@ -44,7 +44,7 @@ class _End:
     def __init__(self, mib: int, count: int, settings: TransportSettings, folder: str) -> None:
         import torch
 
-        from rayloop.transports.manifest import transport
+        from rayloop.transports.choose import transport
 
         torch.manual_seed(0)
         size = mib * 2**20 // count // 2
@@ -114,7 +114,8 @@ def _ends(kind: str, arguments: argparse.Namespace, folder: str) -> tuple[Any, A
     settings: TransportSettings = TypeAdapter(TransportSettings).validate_python({"kind": kind})
     where = str(Path(folder) / kind)
     sender, receiver = (
-        ray.remote(num_cpus=0)(end).remote(arguments.mib, arguments.tensors, settings, where) for end in (Sender, Receiver)
+        ray.remote(num_cpus=0)(end).remote(arguments.mib, arguments.tensors, settings, where)
+        for end in (Sender, Receiver)
     )
     return sender, receiver
 

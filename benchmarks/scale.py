@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trajectories", type=int, default=1024, help="cost: that are measured, at least")
     parser.add_argument("--latency", type=float, default=6.0, help="async: mean seconds of an episode")
     parser.add_argument("--staleness", type=int, default=4, help="async: the bound")
-    parser.add_argument("--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones"
+    )
     parser.set_defaults(run=_scale)
 
 
@@ -63,7 +65,9 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
         group = min(8, max(1, count // 4))
         groups = max(1, count // 4 // group)
         steps = WARM + max(4, -(-arguments.trajectories // (group * groups)))
-        load = Load(4, count, group, groups, min(3, count - 1), steps, count / arguments.rate, 0.0, 0.25 if group > 1 else 0.0)
+        load = Load(
+            4, count, group, groups, min(3, count - 1), steps, count / arguments.rate, 0.0, 0.25 if group > 1 else 0.0
+        )
         found.append({"in_flight": count, **_run(load, latencies)})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return {"cost": found}
@@ -72,7 +76,10 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
 def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:
     """64 engines that decode 8 sequences each, steps of 64 groups of 8, nothing filtered."""
     found: dict[str, Any] = {}
-    for name, staleness, steps in (("synchronous", 0, arguments.steps), ("asynchronous", arguments.staleness, 2 * arguments.steps)):
+    for name, staleness, steps in (
+        ("synchronous", 0, arguments.steps),
+        ("asynchronous", arguments.staleness, 2 * arguments.steps),
+    ):
         load = Load(64, 8, 8, 64, staleness, WARM + steps, arguments.latency, 0.1, 0.0)
         found[name] = _run(load, latencies)
         print(json.dumps(found[name]), file=sys.stderr, flush=True)

@@ -96,7 +96,9 @@ class SimulatedServices(TrainingServices):
     latencies: Sequence[float]
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
-        self.world = ray.remote(World).options(num_cpus=0, max_concurrency=4 * CONCURRENCY).remote(self.load, self.latencies)
+        self.world = (
+            ray.remote(World).options(num_cpus=0, max_concurrency=4 * CONCURRENCY).remote(self.load, self.latencies)
+        )
         settings = self.config.recovery
         self.rollout = Pool("rollout", self.load.engines, lambda _: self.world, settings, self._event, admit_engine)
         self.environment, self.reward = (
@@ -143,7 +145,9 @@ class SimulatedDriver(Driver):
             "cpu_ms_per_trajectory": round(1000 * (cpu_end - cpu) / finished, 3),
             "trained_per_s": round(trained / seconds, 2),
             "idle_share": round(1 - (busy_end - busy) / seconds / (load.engines * load.slots), 3),
-            "filtered_share": round(sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3),
+            "filtered_share": round(
+                sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3
+            ),
             "stale_share": round(sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3),
         }
 

@@ -86,7 +86,9 @@ class DigitShare:
 def add_step(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.add_argument("--engine", choices=ENGINES, default="transformers", help="that generates")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example policy.engine.packing=false")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example policy.engine.packing=false"
+    )
     parser.set_defaults(run=_step)
 
 

@@ -57,9 +57,15 @@ def _train(arguments: argparse.Namespace) -> int:
         began = time.perf_counter()
         trainer.train([batch])
         seconds.append(time.perf_counter() - began)
-        print(f"update {number}: {seconds[-1]:.3f} s, matrix products {ceilings[-1] / 1e9:.1f} GFLOP/s", file=sys.stderr)
+        print(
+            f"update {number}: {seconds[-1]:.3f} s, matrix products {ceilings[-1] / 1e9:.1f} GFLOP/s", file=sys.stderr
+        )
     trainer.close()
-    flops, tokens, update = _flops(arguments), arguments.sequences * (arguments.prompt + arguments.answer), median(seconds[1:])
+    flops, tokens, update = (
+        _flops(arguments),
+        arguments.sequences * (arguments.prompt + arguments.answer),
+        median(seconds[1:]),
+    )
     gpu = torch.cuda.is_available()
     print(json.dumps({
         **{name: value for name, value in vars(arguments).items() if name not in ("command", "model")},
@@ -105,7 +111,9 @@ def _flops(arguments: argparse.Namespace) -> float:
     cache = c["num_key_value_heads"] * (width // heads)
     layer = hidden * (2 * width + 2 * cache) + 3 * hidden * c["intermediate_size"]
     length = arguments.prompt + arguments.answer
-    per_sequence = 6 * (layers * layer * length + hidden * c["vocab_size"] * arguments.answer) + 6 * length**2 * width * layers
+    per_sequence = (
+        6 * (layers * layer * length + hidden * c["vocab_size"] * arguments.answer) + 6 * length**2 * width * layers
+    )
     return float(arguments.sequences * per_sequence)
 
 
@@ -125,4 +133,3 @@ def _ceiling(dtype: str) -> float:
         wait()
         best = max(best, 2 * side**3 / (time.perf_counter() - began))
     return best
-

@@ -86,7 +86,9 @@ class Driver(Actor):
         c = self.config
         for why in filter(None, (on_training_rows(c), never_evaluated(c), wasteful(c))):
             self.reporter.event("warning", why=why)
-        self.held_out = [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
+        self.held_out = (
+            [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
+        )
         me = ray.get_runtime_context().current_actor
         own = self.production
         self.player = Player(self.config, self.services, me, self.reporter.event, own.quarantine, own.blame)

@@ -76,7 +76,9 @@ def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled
     return chosen
 
 
-async def measure(client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False) -> list[Result]:
+async def measure(
+    client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False
+) -> list[Result]:
     """What the judge says to each item, within ``patience`` seconds. ``fresh``: neither rules nor caches answer."""
     asked = [one.item.model_copy(update={"fresh": fresh}) for one in items]
     return list(await asyncio.gather(*(client.judge(item, patience) for item in asked)))

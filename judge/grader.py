@@ -13,15 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from judge import prompt, verdict
-from judge.api import (
-    BackendLabel,
-    JudgeItem,
-    JudgeUnscored,
-    JudgeVerdict,
-    NoVerdict,
-    Result,
-    VerdictKind,
-)
+from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
 from judge.backend import ChatModel
 from judge.cache import VerdictCache, cache_key
 from judge.discovery import READ
@@ -174,4 +166,3 @@ def as_verdict(decision: rules.Decision, fingerprint: str, label: BackendLabel) 
         verdict=kind, score=float(bool(decision.correct)), reason=f"{decision.rule}: {decision.reason}",
         fingerprint=fingerprint, backend=label, decided_by="rules",
     )  # fmt: skip
-

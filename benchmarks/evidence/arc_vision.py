@@ -43,7 +43,8 @@ def main() -> None:
     found = {
         "start": start,
         "runs": [
-            {"arm": arm, "seed": seed, "seconds": seconds(arm, seed)} | compared(f"{arm}-{seed}", checkpoints[arm, seed])
+            {"arm": arm, "seed": seed, "seconds": seconds(arm, seed)}
+            | compared(f"{arm}-{seed}", checkpoints[arm, seed])
             for arm, seed in checkpoints
         ],
     }
@@ -59,7 +60,9 @@ def trained(arm: str, seed: int) -> Path:
         return folder
     if arm == "supervised":
         if not (folder / "config.json").exists():
-            cluster("sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}")
+            cluster(
+                "sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}"
+            )
         return folder
     control = ["algorithm.advantage.permuted=true"] if arm == "permuted" else []
     cluster("train", RECIPE / "learn.yaml", f"output={ROOT}", f"name={name}", f"seed={seed}", *control)
@@ -78,7 +81,10 @@ def evaluated(name: str, checkpoint: Path) -> dict[str, Any]:
     options = ["--checkpoint", checkpoint, "--samples", SAMPLES]
     cluster("eval", RECIPE / "learn.yaml", *options, "--data", TEST, "--controls", "--out", folder)
     cluster("eval", RECIPE / "learn.yaml", "--checkpoint", checkpoint, "--data", OOD, "--out", folder / "ood")
-    return {split: json.loads((path / "summary.json").read_text()) for split, path in (("test", folder), ("ood", folder / "ood"))}
+    return {
+        split: json.loads((path / "summary.json").read_text())
+        for split, path in (("test", folder), ("ood", folder / "ood"))
+    }
 
 
 def compared(name: str, checkpoint: Path) -> dict[str, Any]:
@@ -114,7 +120,11 @@ def markdown(found: dict[str, Any]) -> list[str]:
     lines += ["", "| arm | seed | blind | same source | other source |", "|---|---|---|---|---|"]
     for run in [{"arm": "start", "seed": "", **found["start"]}, *found["runs"]]:
         differences = run["test"]["differences"]
-        cells = [run["arm"], run["seed"], *(spread(differences[c]["iou"]) for c in ("blind", "same source", "other source"))]
+        cells = [
+            run["arm"],
+            run["seed"],
+            *(spread(differences[c]["iou"]) for c in ("blind", "same source", "other source")),
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

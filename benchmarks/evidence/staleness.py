@@ -67,7 +67,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class World:
     """A run's driver, player and engines in one: an episode waits for a slot, then lasts as long as it was drawn."""
 
-    def __init__(self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any) -> None:
+    def __init__(
+        self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any
+    ) -> None:
         rows = ({"id": f"{n}", "prompt": f"{n}"} for n in range(TASKS))
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.config = RunConfig.model_validate({
@@ -162,7 +164,9 @@ def _long(lengths: list[float]) -> float:
     return sum(length > LONG for length in lengths) / len(lengths)
 
 
-def simulate(max_staleness: int, when_late: str, shared: float, steps: int = 210, uniform: float = 0.0) -> dict[str, Any]:
+def simulate(
+    max_staleness: int, when_late: str, shared: float, steps: int = 210, uniform: float = 0.0
+) -> dict[str, Any]:
     """One run of ``steps`` steps. Raises RuntimeError when it comes to a standstill."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         staleness = {"max_staleness": max_staleness, "when_late": when_late}

@@ -1,6 +1,6 @@
 """Makes the model of ``bench``: a Qwen2 of 8.1 M parameters with random weights and a tokenizer trained on the spot.
 
-    python -m benchmarks.peers.text_model DIR
+python -m benchmarks.peers.text_model DIR
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-SIZES: dict[str, Any] = {"hidden": 256, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 1024, "vocabulary": 1024}
+SIZES: dict[str, Any] = {
+    "hidden": 256,
+    "layers": 8,
+    "heads": 4,
+    "kv_heads": 2,
+    "intermediate": 1024,
+    "vocabulary": 1024,
+}
 
 
 def texts(number: int, seed: int = 0) -> list[str]:

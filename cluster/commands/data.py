@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     prepare = actions.add_parser("prepare", help="make a recipe's dataset")
     prepare.add_argument("recipe", metavar="RECIPE", choices=preparable(), help=", ".join(preparable()))
-    prepare.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own options; --help names them")
+    prepare.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own options; --help names them"
+    )
     prepare.set_defaults(run=_prepare)
     check = actions.add_parser("validate", help="name the rows that a run could not use")
     check.add_argument(
@@ -28,10 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(check, "with a run: values to change")
     check.add_argument(
-        "--reader", metavar="MODULE:CLASS", default="rayloop.data.dataset:ChatRows", help="with a data file (default: %(default)s)"
+        "--reader",
+        metavar="MODULE:CLASS",
+        default="rayloop.data.dataset:ChatRows",
+        help="with a data file (default: %(default)s)",
     )
     check.add_argument(
-        "--max-image-pixels", type=int, metavar="N", default=50_000_000, help="with a data file: larger images are refused"
+        "--max-image-pixels",
+        type=int,
+        metavar="N",
+        default=50_000_000,
+        help="with a data file: larger images are refused",
     )
     check.set_defaults(run=_validate)
 
@@ -58,5 +67,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     if arguments.file.suffix in (".yaml", ".yml"):
         return validate_run(read(arguments.file, arguments.overrides))
     if arguments.overrides:
-        raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
+        raise ConfigError(
+            f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set"
+        )
     return validate(arguments.file, Component(use=arguments.reader), arguments.max_image_pixels)

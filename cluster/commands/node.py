@@ -17,17 +17,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         node.add_argument("--rendezvous", type=Path, default=Path(os.environ.get("RAYLOOP_RENDEZVOUS", ROOT)), metavar="DIR",
                           help=f"folder that all nodes see (default: RAYLOOP_RENDEZVOUS, else {ROOT})")  # fmt: skip
         node.add_argument("--num-cpus", type=int, help=f"CPUs to offer ({cpus})")
-        node.add_argument("--num-gpus", type=int, help="GPUs to offer (default: none for a head, else those of the job, or all)")
-        node.add_argument("--resource", action="append", default=[], metavar="NAME=N", help="a custom resource to offer")
-        node.add_argument("--object-store-memory", type=int, metavar="BYTES", help="default: Ray's, 30 %% of the memory")
-        node.add_argument("--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)")
-        node.add_argument("--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)")
+        node.add_argument(
+            "--num-gpus", type=int, help="GPUs to offer (default: none for a head, else those of the job, or all)"
+        )
+        node.add_argument(
+            "--resource", action="append", default=[], metavar="NAME=N", help="a custom resource to offer"
+        )
+        node.add_argument(
+            "--object-store-memory", type=int, metavar="BYTES", help="default: Ray's, 30 %% of the memory"
+        )
+        node.add_argument(
+            "--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)"
+        )
+        node.add_argument(
+            "--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)"
+        )
         node.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for the program to save (150)")
-        node.add_argument("--requeue", type=int, default=0, metavar="N", help="after SIGUSR1, requeue the Slurm job up to N times")
-        node.add_argument("program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it")
+        node.add_argument(
+            "--requeue", type=int, default=0, metavar="N", help="after SIGUSR1, requeue the Slurm job up to N times"
+        )
+        node.add_argument(
+            "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
+        )
         node.set_defaults(role=run)
         if role == "head":
-            node.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
+            node.add_argument(
+                "--insecure", action="store_true", help="no token: everybody who reaches the ports may run code"
+            )
         else:
-            node.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)")
+            node.add_argument(
+                "--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)"
+            )
     parser.set_defaults(run=run_node)

@@ -89,7 +89,11 @@ class Player:
         self._event("bad_data", task=task.id, path=path, why=reason)
 
     async def play(
-        self, request: PlayRequest, step: int, begins: Callable[[], None] = lambda: None, bad_data: BadData | None = None
+        self,
+        request: PlayRequest,
+        step: int,
+        begins: Callable[[], None] = lambda: None,
+        bad_data: BadData | None = None,
     ) -> Member:
         """Play and score. ``step`` is the step that the trajectory is meant for; ``begins`` is called at each attempt, when the
         episode is let into the engines: no token of it was sampled before; ``bad_data`` instead of ``on_bad_data``."""
@@ -148,7 +152,11 @@ class Player:
     ) -> tuple[Lease, Lease, PlayFailed | tuple[Summary, Any]]:
         """On an environment actor and an engine whose slots are not ones to ``avoid``, if there are others; both, and what came of
         it."""
-        environments, key, affinity = self.services.environment, f"{request.id}@{request.attempt}", str(request.id.group)
+        environments, key, affinity = (
+            self.services.environment,
+            f"{request.id}@{request.attempt}",
+            str(request.id.group),
+        )
         lease = await environments.lease(avoid=avoid.environments)
         try:
             engine = await self.services.rollout.lease(affinity, avoid.engines)
@@ -230,7 +238,13 @@ class Player:
         c = self.config.reward
         try:
             outcome: Outcome = await self.services.reward.call(
-                "score", payload, request.task, step, deadline=2 * c.timeout + 10, attempts=c.attempts, unable=_unavailable
+                "score",
+                payload,
+                request.task,
+                step,
+                deadline=2 * c.timeout + 10,
+                attempts=c.attempts,
+                unable=_unavailable,
             )
         except WorkerLost as error:
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))

@@ -20,17 +20,7 @@ from cluster.loop.playing import Issue, Playing
 from cluster.loop.reporter import Reporter
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import (
-    Fate,
-    Group,
-    Member,
-    State,
-    Task,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.types import Fate, Group, Member, State, Task, TrajectoryId, Unscored, UnscoredKind, Version
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Verdict, generation_verdict, select
@@ -121,7 +111,9 @@ class Production:
         rate = self.acceptance.value
         slots = open_slots(stale, c.target, self.survivors + self._taken, len(self.in_flight) * c.group_size, rate)
         wanted = slots / (c.group_size * rate)
-        left = max(0, (stale + 1) * self._budget - self.issued_this_step) + len(self.reissue)  # which were counted before
+        left = max(0, (stale + 1) * self._budget - self.issued_this_step) + len(
+            self.reissue
+        )  # which were counted before
         if stale:  # not one beyond the bound, which would only grow stale
             return min(math.floor(wanted), left)
         return min(c.filtering.groups_per_generation or math.ceil(wanted), left) if slots else 0
@@ -249,7 +241,9 @@ class Production:
         finally:
             self._collecting = False
         self.settle(chosen.train, None)
-        self.ready = [group for group in self.ready if group.issue not in before]  # those that came while they were fetched
+        self.ready = [
+            group for group in self.ready if group.issue not in before
+        ]  # those that came while they were fetched
         if c.carry_over:
             self.ready = sorted([*chosen.left_over, *self.ready], key=lambda g: g.issue)
         else:

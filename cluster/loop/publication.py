@@ -74,7 +74,9 @@ class Publisher:
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            await within(self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine)
+            await within(
+                self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine
+            )
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
         """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).

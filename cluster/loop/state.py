@@ -29,7 +29,9 @@ async def capture(driver: Driver) -> dict[str, Any]:
         state = _snapshot(driver)
         members = [m for g in state["ready"] for m in g.kept] + [m for ms in state["replay"].values() for m in ms]
         try:
-            lost = await within(driver.config.policy.step_timeout, _resolve(members, values), "payloads for the checkpoint")
+            lost = await within(
+                driver.config.policy.step_timeout, _resolve(members, values), "payloads for the checkpoint"
+            )
         except WorkerLost as error:
             raise CheckpointError(str(error)) from error
         if not lost:

@@ -39,7 +39,9 @@ WAITS = Waits()
 """Of this process."""
 
 
-async def within(deadline: float, awaitable: Awaitable[Any], what: str, actor: Any = None, *, counts: bool = True) -> Any:
+async def within(
+    deadline: float, awaitable: Awaitable[Any], what: str, actor: Any = None, *, counts: bool = True
+) -> Any:
     """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
 
     With ``counts=False`` (health checks) its end does not tell that anything moves.

@@ -122,9 +122,7 @@ class PolicyGroup:
 
     async def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
         """The first rank broadcasts an export. Raises BroadcastFailed."""
-        await self._results(
-            "send", [self.ranks[0].send.remote(manifest, source, meeting)], self.settings.step_timeout
-        )
+        await self._results("send", [self.ranks[0].send.remote(manifest, source, meeting)], self.settings.step_timeout)
 
     async def parameter_groups(self) -> list[str]:
         return (await self._all("parameter_groups"))[0]

@@ -97,7 +97,12 @@ class Pool:
         self._serial += 1
         worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
         try:
-            await within(self.settings.start_timeout, worker.handle.health.remote(), f"start of {self.role} {slot}", worker.handle)
+            await within(
+                self.settings.start_timeout,
+                worker.handle.health.remote(),
+                f"start of {self.role} {slot}",
+                worker.handle,
+            )
             if self._admit is not None:
                 await self._admit(worker.handle)
         except RayActorError as error:

@@ -68,7 +68,9 @@ def total(each: list[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], on_event: Callable[..., None]) -> PlacementGroup:
+async def reserve(
+    config: RunConfig, name: str, wanted: list[dict[str, float]], on_event: Callable[..., None]
+) -> PlacementGroup:
     """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
 
     Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
@@ -102,7 +104,9 @@ def _short(wanted: list[dict[str, float]]) -> str:
     """What the cluster as a whole has too little of, as text; empty when it has enough."""
     present = ray.cluster_resources()
     lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
-    return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
+    return ", ".join(
+        f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items()
+    )
 
 
 class Services:

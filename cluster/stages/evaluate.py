@@ -112,7 +112,9 @@ class Evaluator:
         if self.weights is None:
             return
         manifest, source = self.weights
-        await within(self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine)
+        await within(
+            self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine
+        )
 
     def _pack(self) -> tuple[Any, Any]:
         """The weights of ``model.path``, as a publication."""

@@ -74,7 +74,9 @@ def room(application: ApplicationSettings, wanted: HttpOptions) -> int:
     found = client.get_serve_details()
     host, port = found["http_options"]["host"], found["http_options"]["port"]
     if application.name in found["applications"]:
-        raise ConfigError(f"Ray Serve has an application named {application.name} in this cluster already. Choose another name")
+        raise ConfigError(
+            f"Ray Serve has an application named {application.name} in this cluster already. Choose another name"
+        )
     for name, other in found["applications"].items():
         if other["route_prefix"] == application.route_prefix:
             raise ConfigError(
@@ -170,5 +172,8 @@ def _watch(name: str) -> NoReturn:
             raise ServeFailed(f"the application {name} was deleted by somebody else")
         state = application.status.value
         if state != before:
-            print(f"judge: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)
+            print(
+                f"judge: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(),
+                flush=True,
+            )
         before = state

@@ -99,7 +99,12 @@ def _software() -> dict[str, str]:
 
 
 def _run(
-    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Callable[[], None]
+    config: RunConfig,
+    folder: RunFolder,
+    origin: Origin,
+    hashes: dict[str, str],
+    progress: Progress,
+    check: Callable[[], None],
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
 
@@ -109,7 +114,12 @@ def _run(
     for restarts in range(config.recovery.driver_restarts + 1):
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
+        options = {
+            "name": actor_name("driver"),
+            "num_cpus": 0,
+            "max_concurrency": CONCURRENCY,
+            "scheduling_strategy": here,
+        }
         made = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options)
         driver = made.remote(config, path, origin.resume, hashes, origin.since)
         until = _never
@@ -217,7 +227,9 @@ def _stop_on_signal(driver: Any, progress: Progress, grace: float) -> Iterator[C
     def stop(number: int, frame: Any) -> None:
         nonlocal until
         until = time.monotonic() + grace
-        progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
+        progress.note(
+            f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once"
+        )
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sys.exit(1))
         driver.stop.remote()

@@ -130,7 +130,10 @@ class _Trial:
             self._tell_prompt(self.seen)
             self._tell_truth(task)
         scored = [await self._answered(number, one, task) for number, one in enumerate(played, start=1)]
-        self.tell(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
+        self.tell(
+            f"\n{sum(scored)} of {ANSWERS} answers have a reward"
+            + ("" if all(scored) else "; fix that before you train")
+        )
         return 0 if all(scored) else 1
 
     async def _engine(self) -> RolloutActor:

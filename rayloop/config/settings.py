@@ -37,8 +37,12 @@ class Settings(BaseModel):
         """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
         if not isinstance(data, Mapping):
             return data
-        defaults = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)}
-        partial = {name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]}
+        defaults = {
+            name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)
+        }
+        partial = {
+            name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]
+        }
         return {**data, **{name: {**given, "use": defaults[name].use} for name, given in partial.items()}}
 
 
@@ -70,7 +74,9 @@ class Role:
         if isinstance(found, type):
             missing = [name for name in self.methods if not callable(getattr(found, name, None))]
             if missing:
-                raise ConfigError(f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}")
+                raise ConfigError(
+                    f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}"
+                )
         elif self.function is None:
             raise ConfigError(f"use: {component.use!r} is a function; the {self.name} must be a class")
         else:
@@ -112,7 +118,9 @@ class Component(Settings):
             return model
         what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
         called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
-        instance = f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
+        instance = (
+            f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
+        )
         raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}")
 
     def options(self) -> BaseModel | None:

@@ -237,7 +237,10 @@ class Trajectory:
                 logprobs.extend(turn.logprobs)
                 position.extend(range(n))
         return FlatTrajectory(
-            np.array(ids, np.int64), np.array(mask, np.bool_), np.array(logprobs, np.float32), np.array(position, np.int32)
+            np.array(ids, np.int64),
+            np.array(mask, np.bool_),
+            np.array(logprobs, np.float32),
+            np.array(position, np.int32),
         )
 
 

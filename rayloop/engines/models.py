@@ -276,4 +276,6 @@ def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: 
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
     )
-    shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
+    shutil.copymode(
+        target / "config.json", target / "model.safetensors"
+    )  # as the umask says; safetensors makes files private

@@ -113,7 +113,9 @@ def write_tiny_vlm(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if vision:
-        (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n")
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n"
+        )
     return folder
 
 
@@ -167,11 +169,7 @@ def _text_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrain
 def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
     pairs = size.hidden // size.heads // 2
     sides = pairs * 3 // 8  # Qwen2.5-VL's split of the rotary pairs: 2/8 time, 3/8 height, 3/8 width
-    rope = {
-        "rope_type": "default",
-        "rope_theta": size.rope_theta,
-        "mrope_section": [pairs - 2 * sides, sides, sides],
-    }
+    rope = {"rope_type": "default", "rope_theta": size.rope_theta, "mrope_section": [pairs - 2 * sides, sides, sides]}
     vision = {
         "depth": size.vision_depth,
         "hidden_size": size.vision_hidden,

@@ -38,7 +38,9 @@ class Limit(Settings):
     @model_validator(mode="after")
     def _order(self) -> Limit:
         if self.warn is not None and self.stop is not None and self.stop < self.warn:
-            raise ValueError(f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why")
+            raise ValueError(
+                f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why"
+            )
         return self
 
 

@@ -157,7 +157,9 @@ class LossSettings(Settings):
     """Raise it above ``clip_low`` (0.28 in DAPO, 0.3 in ARPO) to let rare good tokens grow."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Bounds the loss of a negative advantage at dual_clip * |A|. None: off."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
     all answers alike, their tokens summed or averaged; -norm divides by ``norm_length``, so length has no influence
     (Dr.GRPO)."""

@@ -142,7 +142,9 @@ def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
             with beside(a, me, settings, told) as program:
                 why = attend(ray, program, told, lambda: place.head() != me)
             code = program.returncode if program else 0
-            place.withdraw(me, done=program is not None and why in (End.PROGRAM, End.TOLD) and not _requeued(a, told, code))
+            place.withdraw(
+                me, done=program is not None and why in (End.PROGRAM, End.TOLD) and not _requeued(a, told, code)
+            )
             if why is End.TOLD and not program and told.near_limit():
                 _pause(a.grace, told)  # the others save
             if why is End.RAY:
@@ -180,7 +182,9 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: Told) ->
     """Be a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
     address, host = slurm_job.node_address(), joined.address.rpartition(":")[0]
     gone = Gone(place, joined)
-    settings = node_settings(Path(joined.token) if joined.token else None) | without_proxy(address, host) | _drain(DRAIN)
+    settings = (
+        node_settings(Path(joined.token) if joined.token else None) | without_proxy(address, host) | _drain(DRAIN)
+    )
     with block(*port_range(a.ports), SERVICES) as ports, temporary_folder(a.temp_dir) as folder:
         command = [f"--address={joined.address}", *_offers(a, cpus=slurm_job.cpus(), gpus=slurm_job.gpus())]
         with ray_node(command, address, ports, folder, settings) as ray:
@@ -194,7 +198,9 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: Told) ->
             code = program.returncode if program else 0
             lost = place.head() != joined or joined.stale() is not None
             if why is End.RAY and not lost:
-                raise NodeFailed(f"Ray ended with code {ray.returncode}, while {joined.address} goes on:\n{_tail(folder)}")
+                raise NodeFailed(
+                    f"Ray ended with code {ray.returncode}, while {joined.address} goes on:\n{_tail(folder)}"
+                )
             if why is End.PROGRAM and code not in (0, Preempted.exit_code) and lost:
                 why = End.GONE  # it failed since the cluster had gone
             if why is End.GONE:
@@ -237,7 +243,10 @@ def _drain(seconds: int) -> dict[str, str]:
 
 def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[str]:
     """Options for what the node offers; without a number Ray counts by itself. Raises ConfigError."""
-    amounts = {"--num-cpus": cpus if a.num_cpus is None else a.num_cpus, "--num-gpus": gpus if a.num_gpus is None else a.num_gpus}
+    amounts = {
+        "--num-cpus": cpus if a.num_cpus is None else a.num_cpus,
+        "--num-gpus": gpus if a.num_gpus is None else a.num_gpus,
+    }
     amounts["--object-store-memory"] = a.object_store_memory
     resources = {}
     for item in a.resource:
@@ -255,7 +264,9 @@ def ray_node(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
     if len(str(folder)) > PATH_LIMIT:
-        raise ConfigError(f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir")
+        raise ConfigError(
+            f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir"
+        )
     before = set(psutil.Process().children())
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
     command = [

@@ -1,9 +1,9 @@
 """Where the nodes of a cluster find each other: a folder on the shared file system, named after the cluster.
 
-    head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves
-    token       the cluster's token, readable by its owner only; its path is handed over, never the token
-    done        the same as head.json, once that cluster has done its work: its workers end
-    jobs/       one file per Slurm job that belongs to the cluster
+head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves
+token       the cluster's token, readable by its owner only; its path is handed over, never the token
+done        the same as head.json, once that cluster has done its work: its workers end
+jobs/       one file per Slurm job that belongs to the cluster
 """
 
 from __future__ import annotations

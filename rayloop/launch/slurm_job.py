@@ -34,7 +34,9 @@ def slurm(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise SlurmError(f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node") from error
+        raise SlurmError(
+            f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node"
+        ) from error
     if done.returncode:
         raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
@@ -77,7 +79,9 @@ def node_address() -> str:
         return socket.gethostbyname(addresses[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # documentation's network (RFC 5737); connecting a datagram socket sends nothing
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # documentation's network (RFC 5737); connecting a datagram socket sends nothing
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])

@@ -55,7 +55,9 @@ class FunctionReward:
         lacks = [name for name in _required(self._takes) if name not in chosen]
         if lacks:
             known = ", ".join(sorted(offered))
-            raise TypeError(f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}")
+            raise TypeError(
+                f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}"
+            )
         return chosen
 
 
@@ -108,7 +110,9 @@ class TrlForm(Form):
         values = _first_two(result)
         if len(values) != 1:
             kind = UnscoredKind.INVALID_REWARD
-            return Unscored(kind, f"the reward function returned {result!r:.200} for one completion, not a list of one number")
+            return Unscored(
+                kind, f"the reward function returned {result!r:.200} for one completion, not a list of one number"
+            )
         if values[0] is None:
             return Unscored(UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row")
         return Scored(values[0], components)
@@ -133,7 +137,9 @@ class VerlForm(Form):
         if "score" not in result:
             reason = f"the reward function returned a dict without score; its keys are {', '.join(map(str, result)) or 'none'}"
             return Unscored(UnscoredKind.INVALID_REWARD, reason)
-        rest: dict[str, Any] = {str(name): value for name, value in result.items() if name != "score" and isinstance(value, Number)}
+        rest: dict[str, Any] = {
+            str(name): value for name, value in result.items() if name != "score" and isinstance(value, Number)
+        }
         return Scored(result["score"], rest)
 
 
@@ -166,7 +172,11 @@ _HIDDEN = (
 
 def _first_two(result: Any) -> list[Any]:
     """Of a list, an array, a tensor or a generator; nothing of what is no such thing."""
-    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping) or getattr(result, "shape", None) == ():
+    if (
+        not isinstance(result, Iterable)
+        or isinstance(result, str | bytes | Mapping)
+        or getattr(result, "shape", None) == ()
+    ):
         return []
     return list(islice(result, 2))
 
@@ -179,7 +189,9 @@ def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
 def _columns(task: Task) -> dict[str, Any]:
     """The row's columns as far as the reader kept them, without those that the call itself has."""
     return {"ground_truth": task.ground_truth, "data_source": task.source} | {
-        name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
+        name: value
+        for name, value in task.extra.items()
+        if isinstance(name, str) and name not in ("prompt", "completion")
     }
 
 

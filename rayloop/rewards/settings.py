@@ -18,6 +18,7 @@ class RewardSettings(Settings):
     source: Annotated[Component, REWARD]
     """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
     scoring threads of a reward actor."""
+
     @field_validator("source", mode="before")
     @classmethod
     def _one(cls, value: Any) -> Any:

@@ -103,7 +103,9 @@ class Origin:
         if began and last_step > (found.step if found else 0):
             return NotSaved(f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}")
         if found is None:
-            return NotSaved(f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew")
+            return NotSaved(
+                f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew"
+            )
         return Preempted(f"stopped while nothing was being trained: there was nothing to save; {self.again()}")
 
 

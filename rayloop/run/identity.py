@@ -51,9 +51,7 @@ def identity(config: RunConfig) -> dict[str, str]:
     return {**hashes, "data.train": hashed([Path(config.data.train)])}
 
 
-def about(
-    config: RunConfig, hashes: Mapping[str, str], tasks: int, best: Mapping[str, float] | None
-) -> dict[str, Any]:
+def about(config: RunConfig, hashes: Mapping[str, str], tasks: int, best: Mapping[str, float] | None) -> dict[str, Any]:
     """What a checkpoint says of its run: its ``hashes`` (``identity``), the ``tasks`` of its data, its best held-out reward."""
     return {
         "schema": SCHEMA,
@@ -90,7 +88,9 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     for name, before in then["identity"].items():
         if name != "data.train" and hashes[name] != before:
             other = "differ from those" if name == "weights" else "differs from that"
-            return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
+            return (
+                f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
+            )
     old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rayloop.core.failures import BroadcastFailed
 from rayloop.core.protocols import Manifest, Meeting
-from rayloop.transports.manifest import DTYPES, ObjectStore, verify
+from rayloop.transports.manifest import DTYPES, verify
+from rayloop.transports.object_store import ObjectStore
 from rayloop.transports.settings import CollectiveTransport
 
 ALIGNMENT = 16

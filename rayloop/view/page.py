@@ -38,7 +38,12 @@ MAX_PIXELS = 100_000_000
 """Images beyond this are named instead of shown."""
 
 CHARTS = (
-    ("Reward: training (reward/mean), held-out (val), controls", "reward/mean", "val/reward/mean", "val/control/*/reward/mean"),
+    (
+        "Reward: training (reward/mean), held-out (val), controls",
+        "reward/mean",
+        "val/reward/mean",
+        "val/control/*/reward/mean",
+    ),
     ("Reward components", "reward/component/*/mean"),
     ("Held-out components", "val/*/mean"),
     ("Loss", "actor/loss"),

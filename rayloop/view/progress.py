@@ -114,7 +114,9 @@ class Progress:
             remaining = (self.total_steps - metrics["step"]) * fmean(self._seconds)
             self._left = f"about {span(remaining)} left" if remaining else ""
         if self._live is None:
-            pairs = (f"{column.word} {cell}" for column, cell in zip(self._columns, cells, strict=True) if cell != ABSENT)
+            pairs = (
+                f"{column.word} {cell}" for column, cell in zip(self._columns, cells, strict=True) if cell != ABSENT
+            )
             self.console.print(Text("  ".join(filter(None, (f"step {step}", *pairs, self._left)))))
             return
         self._rows.append((step, *cells))

@@ -108,7 +108,9 @@ def _evaluated(record: Record) -> str:
     scored, unscored = names.pop("scored", 0), names.pop("unscored", 0)
     best, when = names.pop("best", None), names.pop("best_step", record["step"])
     by_source = [name for name in names if fnmatch(name, "*/reward")]
-    shown = ", ".join(f"{name} {v:.3f}" for name, v in names.items() if name not in by_source and not name.startswith("control/"))
+    shown = ", ".join(
+        f"{name} {v:.3f}" for name, v in names.items() if name not in by_source and not name.startswith("control/")
+    )
     before = f" (best so far {best:.3f}, of step {when:g})" if best is not None and when < record["step"] else ""
     missing = f"; {unscored:g} HAVE NO SCORE" if unscored else ""
     return f"held-out: {shown or 'no score'} over {scored:g} rows{before}{missing}"

@@ -23,7 +23,8 @@ from cluster.roles.pool import Pool
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
-from rayloop.transports.manifest import ObjectStore, manifest
+from rayloop.transports.manifest import manifest
+from rayloop.transports.object_store import ObjectStore
 from tests.support.runs import settings
 
 
@@ -50,7 +51,7 @@ class Receiver(RolloutActor):
     """The rollout actor, whose engine keeps weights, and which can be told to die within its next broadcast."""
 
     def __init__(self, config: RunConfig) -> None:
-        from rayloop.transports.manifest import transport
+        from rayloop.transports.choose import transport
 
         torch.set_num_threads(1)
         self.engine: Any = Engine()
@@ -77,7 +78,7 @@ class Sender(PolicyRank):
     """The policy's rank without a model: its weights of step n are all n."""
 
     def __init__(self, config: RunConfig) -> None:
-        from rayloop.transports.manifest import transport
+        from rayloop.transports.choose import transport
 
         torch.set_num_threads(1)
         self.transport: Any = transport(config.publish.transport, "")

@@ -260,7 +260,12 @@ def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_p
     ("saved", "reached", "code", "says"),
     [
         ((), None, 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
-        ((4,), None, 75, r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)"),
+        (
+            (4,),
+            None,
+            75,
+            r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)",
+        ),
         ((), 3, 1, "stopped after step 3, not saved: the driver was gone; run again to continue from the beginning"),
         ((4,), 5, 1, "stopped after step 5, not saved: .* continue from step 4 "),
         ((4,), 4, 75, "continue from step 4 "),

@@ -196,7 +196,9 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
             break
         stops += isinstance(end, Preempted)
         checkpoint = driver.checkpoints.find("auto")
-        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), f"at await {number}: {end}"
+        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), (
+            f"at await {number}: {end}"
+        )
         assert not list(driver.checkpoints.folder.glob("*.tmp")), f"stopped at await {number}"
         if checkpoint is not None:
             saved += 1

@@ -86,7 +86,9 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     assert len(lines) == len(items)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["items"] == ROWS
-    assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS)
+    assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(
+        sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS
+    )
     assert set(summary["arms"][BLIND]) == {"reward", "iou", "click", "format"}
     (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote the eleventh
     assert evaluate(config, out, *checkpoint) == 0
@@ -106,7 +108,9 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
     evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
     for number in (1, 2):
         version, trace = Version(0, 0), f"Traceback\nKeyError: {number}"
-        summary = Summary(TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
+        summary = Summary(
+            TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version
+        )
         evaluator._hear(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
         evaluator._keep(Item(RIGHT, f"t{number}", "", 0, unscored=f"grader_error: KeyError: {number}"), {})
     assert evaluator.why == "t1: grader_error: KeyError: 1"
@@ -138,7 +142,10 @@ def same_weights(left: Path, right: Path) -> bool:
 
 def plain_transformers(folder: Path, text: str, shown: PromptImage) -> list[int]:
     """12 greedy tokens by nothing but transformers (without its AutoProcessor, which wants torchvision)."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder)
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder),
+        Qwen2VLImageProcessorPil.from_pretrained(folder),
+    )
     ids = torch.tensor([prompt(folder, text, shown).token_ids])
     answer = model.generate(
         **processor(images=[Image.open(io.BytesIO(shown.data or b""))], return_tensors="pt"),

@@ -61,7 +61,9 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
     made.run(steps=30)
     assert made.production.quarantined == set()
     [lost] = made.named("worker_lost")
-    assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other, last: reset raised OSError")
+    assert lost["why"].startswith(
+        "episodes of 3 different tasks failed on it one after the other, last: reset raised OSError"
+    )
     assert "excluded[environment_failure]" not in made.ledger.counts()
 
 
@@ -87,7 +89,9 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
 
 def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
     made = world(broken, environment={"actors": 3})
-    with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
+    with pytest.raises(
+        GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"
+    ):
         made.run(steps=1)
     assert made.production.quarantined == set()
     assert made.named("worker_lost") == []

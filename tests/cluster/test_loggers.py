@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.loop.loggers import (
-    AnySettings,
-    Logger,
-    Loggers,
-    TensorBoardSettings,
-    WandbSettings,
-    open_logger,
-)
+from cluster.loop.loggers import AnySettings, Logger, Loggers, TensorBoardSettings, WandbSettings, open_logger
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight

@@ -229,13 +229,18 @@ def test_a_constructor_that_raises_is_named() -> None:
 def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         settings(
-            tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20},
+            tmp_path,
+            tmp_path,
+            policy__ranks=4,
+            policy__placement={"num_gpus": 1, "num_cpus": 20},
             recovery={"start_timeout": 0.5},
         )
     )
     events = []
     with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
-        asyncio.run(reserve(config, "too large", bundles(config), lambda kind, **fields: events.append((kind, fields["lacks"]))))
+        asyncio.run(
+            reserve(config, "too large", bundles(config), lambda kind, **fields: events.append((kind, fields["lacks"])))
+        )
     assert events == [("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")]
 
 

@@ -83,7 +83,9 @@ def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:
         assert refusal(config(tmp_path, rollout={"engine": engine})) == ""
 
 
-def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_processes_are_removed_and_others_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("dead", "alive"):
         (tmp_path / (PREFIX + name)).mkdir()

@@ -17,13 +17,7 @@ from benchmarks.evidence.staleness import VirtualLoop
 from cluster.loop.playing import Issue, Playing
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
-from rayloop.core.failures import (
-    ConfigError,
-    DataFailure,
-    GenerationBudgetSpent,
-    GraderBroken,
-    Preempted,
-)
+from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import (
     EndReason,
@@ -361,7 +355,9 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
 
 
 @pytest.mark.parametrize("stale", [1, 2, 4, 8])
-def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(stale: int, tmp_path: Path) -> None:
+def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(
+    stale: int, tmp_path: Path
+) -> None:
     """Later groups have the larger spread, so that ranking alone would let older ones wait until they are stale."""
 
     async def play(loop: Loop, request: PlayRequest) -> Scored:
@@ -402,7 +398,12 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
 
     def part(loop: Loop) -> Any:
         return SimpleNamespace(
-            config=loop.config, step=0, version=loop.version, inherited={}, ledger=loop.ledger, production=loop.production
+            config=loop.config,
+            step=0,
+            version=loop.version,
+            inherited={},
+            ledger=loop.ledger,
+            production=loop.production,
         )
 
     async def steps(loop: Loop, until: float | None = None) -> list[list[int]]:
@@ -528,7 +529,9 @@ def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(t
 
 
 @pytest.mark.parametrize(("fraction", "steps"), [(1.0, 2), (0.5, 3)])
-def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fraction: float, steps: int, tmp_path: Path) -> None:
+def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(
+    fraction: float, steps: int, tmp_path: Path
+) -> None:
     """Five groups are played, two make a step; the sixth task is the last."""
 
     async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
@@ -579,7 +582,9 @@ async def crashes(loop: Loop, request: PlayRequest) -> Unscored:
 
 def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: Path) -> None:
     loop = Loop(tmp_path, crashes)
-    with pytest.raises(GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"):
+    with pytest.raises(
+        GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"
+    ):
         loop.run(loop.step)
     assert loop.production.finished, "for the answer that the error quotes"
 
@@ -593,7 +598,9 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 1})
     with pytest.raises(GenerationBudgetSpent) as spent:
         loop.run(loop.step)
-    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(spent.value)
+    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(
+        spent.value
+    )
     assert "repair that first." in str(spent.value)
     assert "loosen filters" not in str(spent.value)
 

@@ -212,6 +212,8 @@ def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
         }
     )
     make_tiny(stage)
-    made = {name: json.loads((tmp_path / "tiny" / name).read_text()) for name in ("preprocessor_config.json", "config.json")}
+    made = {
+        name: json.loads((tmp_path / "tiny" / name).read_text()) for name in ("preprocessor_config.json", "config.json")
+    }
     assert made["preprocessor_config.json"]["image_mean"] == [0.9, 0.8, 0.7]
     assert made["config.json"]["text_config"]["num_hidden_layers"] == 2

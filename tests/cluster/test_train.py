@@ -140,7 +140,9 @@ def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_mo
         made.process.send_signal(signal.SIGTERM)
         assert made.wait(30) == 1, made.text
         made.nothing_left_behind()
-    assert "NotSaved: stopped before anything was trained: there is nothing to save; run again to begin anew" in made.text
+    assert (
+        "NotSaved: stopped before anything was trained: there is nothing to save; run again to begin anew" in made.text
+    )
 
 
 @contextmanager

@@ -90,7 +90,11 @@ def dies_at_once(folder: RunFolder) -> None: ...
     ("life", "kind", "says"),
     [
         (lives(1, 2, 3), NotSaved, "stopped after step 3, not saved: .* continue from the beginning"),
-        (lives(1, 2, 3, saves=2), NotSaved, r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)"),
+        (
+            lives(1, 2, 3, saves=2),
+            NotSaved,
+            r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)",
+        ),
         (lives(1, 2, 3, saves=3), Preempted, r"continue from step 3 \(step_000003\)"),
         (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to begin anew"),
     ],

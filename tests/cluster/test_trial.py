@@ -85,7 +85,9 @@ def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Pa
     row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     assert code == 0, text
     assert f"train.jsonl:1: task {row['id']}, one of 24 usable rows" in text
-    assert f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
+    assert (
+        f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
+    )
     assert f"truth: {sorted(row['digits'])}" in text
     assert "answer 1: " in text
     assert "answer 2: " in text
@@ -139,9 +141,7 @@ def test_a_reward_that_cannot_be_made_is_told_before_the_model_is_loaded(
 
 
 def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
-    code, text = try_it(
-        environment__episode={"environment": {"use": f"{__name__}:Echo"}, "max_turns": 2},
-    )
+    code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Echo"}, "max_turns": 2})
     assert code == 0, text
     assert text.count("go on<|im_end|>") == 2
     assert text.count("assistant: ") == 4
@@ -150,7 +150,7 @@ def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
 
 def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
     code, text = try_it(
-        environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2},
+        environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2}
     )
     assert code == 1, text
     assert "answer 1 could not be played" in text
@@ -161,7 +161,10 @@ def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> 
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    mine = {
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "reward__source": {"use": "tests.support.rewards:TokenReward"},
+    }
     code, text = try_it("--row", "3", **mine)
     assert (code, "truth: NONE" in text, "rows.jsonl:3: task" in text) == (0, True, True), text
     assert "left out: " in text
@@ -190,7 +193,10 @@ def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp
 def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(try_it: Try, tmp_path: Path) -> None:
     row = {"prompt": "a\x1b]0;title\x07", "answer": "\x1b[31m", "id": "\x9b2J"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    rows = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    rows = {
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "reward__source": {"use": "tests.support.rewards:TokenReward"},
+    }
     _, text = try_it("rollout.sampling.max_tokens=1", **rows)
     assert "the episode ended as done; CUT at rollout.sampling.max_tokens=1" in text
     assert {c for c in text if ord(c) < 32 or 127 <= ord(c) < 160} == {"\n"}
@@ -216,7 +222,9 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
 
 
-@pytest.mark.parametrize(("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")])
+@pytest.mark.parametrize(
+    ("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")]
+)
 def test_an_interruption_speaks_of_saving_where_something_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
 ) -> None:

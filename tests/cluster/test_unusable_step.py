@@ -66,7 +66,9 @@ def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) ->
     driver = Driver(config, str(tmp_path), "auto")
     driver.production, driver.player = Broken(), Player(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
-    with pytest.raises(GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"):
+    with pytest.raises(
+        GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"
+    ):
         asyncio.run(driver.produce())
 
 
@@ -82,7 +84,9 @@ def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Pa
 
 def test_an_answer_without_a_reward_is_quoted_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    assert "no reward (grader_error: KeyError)" in failed(tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=())
+    assert "no reward (grader_error: KeyError)" in failed(
+        tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=()
+    )
 
 
 def test_without_kept_rollouts_only_the_quote_is_left(tmp_path: Path) -> None:

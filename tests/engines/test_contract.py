@@ -118,9 +118,7 @@ def _weights_of_the_start(request: pytest.FixtureRequest) -> Iterator[None]:
 def moved(served: Served, folder: Path) -> dict[str, Tensor]:
     """Other weights in every tensor, and a model folder with them."""
     noise = torch.Generator().manual_seed(0)
-    other = {
-        name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise) for name, tensor in served.start.items()
-    }
+    other = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise) for name, tensor in served.start.items()}
     save_model(str(served.folder), folder, other)
     return other
 
@@ -179,7 +177,9 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(pictures: Served, t
 
 def test_requests_with_different_sampling_do_not_disturb_each_other(text: Served) -> None:
     base = prompt(text.folder, "The answer is")
-    samplings = [Sampling(temperature, max_tokens=n) for n, temperature in enumerate((0.0, 0.5, 1.0, 0.0, 1.5), start=3)]
+    samplings = [
+        Sampling(temperature, max_tokens=n) for n, temperature in enumerate((0.0, 0.5, 1.0, 0.0, 1.5), start=3)
+    ]
     for sampling, done in zip(samplings, text.many(*((base, sampling) for sampling in samplings)), strict=True):
         assert len(done.token_ids) == sampling.max_tokens
         close(text.folder, base, done, sampling)

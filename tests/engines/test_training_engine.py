@@ -213,7 +213,14 @@ async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Samp
         data = {shown.ref.sha256: shown.data or b"" for shown in request.images}
         answers.append(
             Trajectory(
-                TrajectoryId(number, 0), 0, "task", number, (asked, answered), sampling, EndReason.DONE, image_bytes=data
+                TrajectoryId(number, 0),
+                0,
+                "task",
+                number,
+                (asked, answered),
+                sampling,
+                EndReason.DONE,
+                image_bytes=data,
             )
         )
     served.close()
@@ -295,10 +302,7 @@ def test_swapped_images_change_the_logprobs_of_image_trajectories_only(tiny_vlm:
 
 @pytest.mark.parametrize(
     ("model", "groups"),
-    [
-        ("tiny_vlm", {"embedding", "language", "vision", "merger"}),
-        ("tiny_text", {"embedding", "head", "language"}),
-    ],
+    [("tiny_vlm", {"embedding", "language", "vision", "merger"}), ("tiny_text", {"embedding", "head", "language"})],
 )
 def test_each_parameter_group_is_perturbed_and_restored(
     request: pytest.FixtureRequest, model: str, groups: set[str]

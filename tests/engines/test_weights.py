@@ -15,7 +15,11 @@ from torch import Tensor
 from rayloop.core.failures import PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.manifest import CudaIpc, Filesystem, ObjectStore, Transport, manifest, transport, verify
+from rayloop.transports.choose import transport
+from rayloop.transports.cuda_ipc import CudaIpc
+from rayloop.transports.filesystem import Filesystem
+from rayloop.transports.manifest import Transport, manifest, verify
+from rayloop.transports.object_store import ObjectStore
 from rayloop.transports.settings import FilesystemTransport, ObjectStoreTransport
 
 VERSION = Version(1, 7)

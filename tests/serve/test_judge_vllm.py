@@ -26,14 +26,22 @@ pytestmark = [
 
 
 def item(number: int) -> JudgeItem:
-    return JudgeItem(question="What is shown?", reference=f"A big dog {number}", answer=f"a large dog {number}", fresh=True)
+    return JudgeItem(
+        question="What is shown?", reference=f"A big dog {number}", answer=f"a large dog {number}", fresh=True
+    )
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     texts = [message["content"] for rubric in load_rubrics().values() for message in messages(rubric, item(0))]
     model = write_tiny_vlm(tmp_path_factory.mktemp("model"), texts * 20, vision=False, vocabulary=2048)
-    engine = {"dtype": "float32", "kv_cache_bytes": 2**28, "max_model_len": 8192, "max_sequences": 8, "enforce_eager": True}
+    engine = {
+        "dtype": "float32",
+        "kv_cache_bytes": 2**28,
+        "max_model_len": 8192,
+        "max_sequences": 8,
+        "enforce_eager": True,
+    }
     backend = {"kind": "vllm", "model": str(model), "gpus": False, "engine": engine}
     args = {"backend": backend, "canary": {"right": False, "within": 120.0, "every": 600.0}, "replicas": {"cpus": 1}}
     with served(tmp_path_factory.mktemp("judge"), args) as made:

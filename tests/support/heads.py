@@ -70,7 +70,12 @@ def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
         process = subprocess.Popen(command, cwd="/", env=environment, stdout=log, stderr=subprocess.STDOUT)
     started = Head(f"http://127.0.0.1:{dashboard}", token, python, tag)
     try:
-        eventually(lambda: started.status("/api/v0/nodes") == 200 and b"ALIVE" in started.read("/api/v0/nodes"), "a head", 90, 0.3)
+        eventually(
+            lambda: started.status("/api/v0/nodes") == 200 and b"ALIVE" in started.read("/api/v0/nodes"),
+            "a head",
+            90,
+            0.3,
+        )
         yield started
     finally:
         process.terminate()
@@ -97,7 +102,9 @@ def without_checkout(folder: Path) -> Path:
 def checkout(folder: Path) -> Path:
     """A copy of the code, without the shipped data."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny", "data"))
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny", "data")
+        )
     return folder
 
 

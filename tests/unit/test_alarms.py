@@ -132,8 +132,16 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_gro
 @pytest.mark.parametrize(
     ("settings", "bad", "message"),
     [
-        ({"unscored": {"stop": 0.3}}, member(LOST), r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3"),
-        ({"excluded": {"stop": 0.3}}, member(LOST, fate=Fate(State.EXCLUDED)), r"excluded from training; alarms\.excluded"),
+        (
+            {"unscored": {"stop": 0.3}},
+            member(LOST),
+            r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3",
+        ),
+        (
+            {"excluded": {"stop": 0.3}},
+            member(LOST, fate=Fate(State.EXCLUDED)),
+            r"excluded from training; alarms\.excluded",
+        ),
         ({"flags": {"odd": {"stop": 0.3}}}, member(Scored(1.0, {}, ("odd",))), r"flag odd; alarms\.flags\.odd\.stop"),
     ],
 )
@@ -229,7 +237,9 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
     watch = Watched()
     watch.observe([never_played])
-    with pytest.raises(GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \(") as broken:
+    with pytest.raises(
+        GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \("
+    ) as broken:
         watch.observe([member(CRASHED)] * 3 + [never_played])
     assert "reward.on_error=fail" in str(broken.value)
     assert "try CONFIG" in str(broken.value)

@@ -315,7 +315,10 @@ def test_the_home_folder_is_expanded_in_every_path_of_a_run(write: Write) -> Non
 @pytest.mark.parametrize("key", ["output", "model.path", "data.train", "data.eval"])
 def test_an_environment_variable_in_a_path_is_refused(write: Write, key: str, value: str) -> None:
     (problem,) = refused(write(RUN), f"{key}={value}", model=RunConfig)
-    assert problem == f"command line: {key}: got {value!r}, but environment variables are not expanded here; write the path itself"
+    assert (
+        problem
+        == f"command line: {key}: got {value!r}, but environment variables are not expanded here; write the path itself"
+    )
 
 
 def test_a_default_component_can_be_set_in_part(write: Write) -> None:
@@ -353,14 +356,18 @@ def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, mo
         with pytest.raises(ConfigError) as caught:
             check_components(load(path, [], House))
         assert f"looked for in the current directory, {tmp_path / 'elsewhere'}, and" in str(caught.value)
-        assert (f"far_grader lies beside the configuration: run the command in {tmp_path}" in str(caught.value)) == beside
+        assert (
+            f"far_grader lies beside the configuration: run the command in {tmp_path}" in str(caught.value)
+        ) == beside
 
 
 def test_a_folder_that_our_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/mine.py").write_text("def score(): ...")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/recipes is hidden by the package recipes in .*/recipes; rename yours"):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}/recipes is hidden by the package recipes in .*/recipes; rename yours"
+    ):
         Component(use="recipes.mine:score").resolve()
 
 

@@ -30,7 +30,9 @@ from recipes.arc_vision.controls import BlindBox
 
 
 def task(name: str, source: str, image: bytes, box: tuple[float, ...] = (0, 0, 1, 1), instruction: str = "Go.") -> Task:
-    return Task(name, (Message("user", (instruction, ImageSource(data=image))),), box, source, {"instruction": instruction})
+    return Task(
+        name, (Message("user", (instruction, ImageSource(data=image))),), box, source, {"instruction": instruction}
+    )
 
 
 TASKS = [task(f"{page}{i}", page, f"{page}{i}".encode()) for page in ("a", "b", "c") for i in range(4)]
@@ -88,7 +90,9 @@ def test_pairing_removes_what_items_have_in_common() -> None:
 
 
 def items(arm: str, values: list[float | None]) -> list[Item]:
-    return [Item(arm, str(i), "page", reward=v, components={} if v is None else {"iou": v}) for i, v in enumerate(values)]
+    return [
+        Item(arm, str(i), "page", reward=v, components={} if v is None else {"iou": v}) for i, v in enumerate(values)
+    ]
 
 
 def test_a_policy_looks_only_if_every_control_is_worse() -> None:
@@ -137,7 +141,9 @@ def test_the_table_shows_arms_sources_and_differences() -> None:
 def test_the_blind_prior_is_the_best_constant_box_of_an_instruction() -> None:
     prior = BlindBox(BlindBox.Settings())
     left, right = (0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 1.0, 1.0)
-    rows = [task(f"l{i}", "a", b"", left, "Left.") for i in range(3)] + [task(f"r{i}", "a", b"", right, "Right.") for i in range(5)]
+    rows = [task(f"l{i}", "a", b"", left, "Left.") for i in range(3)] + [
+        task(f"r{i}", "a", b"", right, "Right.") for i in range(5)
+    ]
     with pytest.raises(ValueError, match="fit"):
         prior.score(rows[0])
     prior.fit(rows)

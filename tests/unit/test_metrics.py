@@ -82,7 +82,9 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     )
     members = tuple(
         Member(
-            Summary(TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version, cut=i == 0),
+            Summary(
+                TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version, cut=i == 0
+            ),
             outcome,
             fate=fate,
         )

@@ -11,9 +11,7 @@ from rayloop.grpo.settings import UpdateSettings
 
 
 @given(st.lists(st.integers(1, 8), max_size=40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))
-def test_every_epoch_is_a_partition_of_nearly_equal_parts(
-    sizes: list[int], epochs: int, parts: int, step: int
-) -> None:
+def test_every_epoch_is_a_partition_of_nearly_equal_parts(sizes: list[int], epochs: int, parts: int, step: int) -> None:
     update = UpdateSettings(epochs=epochs, mini_batches=parts)
     updates = mini_batches(sizes, update, seed=3, step=step)
     count = min(parts, len(sizes))

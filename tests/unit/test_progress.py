@@ -70,8 +70,12 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
 ])  # fmt: skip
 def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone: list[str]) -> None:
     out = io.StringIO()
-    with Progress(1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)) as progress:
-        progress.step({**METRICS, "step": 100.0, "rollout/trained": 16.0, "timing_s/update_actor": 100.0, "actor/entropy": 1.5})
+    with Progress(
+        1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)
+    ) as progress:
+        progress.step(
+            {**METRICS, "step": 100.0, "rollout/trained": 16.0, "timing_s/update_actor": 100.0, "actor/entropy": 1.5}
+        )
     assert [word for word in there if word not in out.getvalue()] == []
     assert [word for word in gone if word in out.getvalue()] == []
     assert "100/1000" in out.getvalue()

@@ -67,7 +67,9 @@ TRUTH: Box = (0.2, 0.2, 0.6, 0.6)
 
 def graded(text: str) -> Outcome:
     task = Task("t", (), ground_truth=TRUTH)
-    return IoUReward(IoUReward.Settings()).score(PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text]))
+    return IoUReward(IoUReward.Settings()).score(
+        PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text])
+    )
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,9 @@ def test_end_and_banned_tokens(renderer: Renderer, hf: Any) -> None:
     names = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
     vision = hf.convert_tokens_to_ids(names)
     assert set(vision) < set(renderer.banned_tokens)
-    assert {*renderer.banned_tokens} - {*vision} == set(range(len(hf), -(-len(hf) // 64) * 64))  # padding of the embedding
+    assert {*renderer.banned_tokens} - {*vision} == set(
+        range(len(hf), -(-len(hf) // 64) * 64)
+    )  # padding of the embedding
     assert renderer.end_tokens == (hf.convert_tokens_to_ids("<|im_end|>"), hf.convert_tokens_to_ids("<|endoftext|>"))
     completed = renderer.sampling(Sampling(banned_tokens=(300,)))
     assert set(completed.banned_tokens) == {*renderer.banned_tokens, 300}

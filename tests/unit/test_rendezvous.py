@@ -48,7 +48,9 @@ def nobody() -> str:
 def test_a_published_head_is_found(place: Rendezvous, listening: str) -> None:
     head = published(place, listening)
     assert place.wait(1) == head
-    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], "written aside and renamed"
+    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], (
+        "written aside and renamed"
+    )
 
 
 def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, listening: str) -> None:
@@ -64,7 +66,9 @@ def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, 
 
 def test_a_head_that_does_not_answer_is_stale(place: Rendezvous) -> None:
     published(place, nobody())
-    with pytest.raises(NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"):
+    with pytest.raises(
+        NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"
+    ):
         place.wait(0.1)
 
 

@@ -141,7 +141,9 @@ def popping(solution_str: str, extra_info: dict[str, Any]) -> float:
 
 
 def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(text_folder: Path) -> None:
-    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping")))
+    actor = RewardActor(
+        ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping"))
+    )
     task = Task("t1", (), extra={"level": "easy", "tags": ["a"]})
     assert [asyncio.run(actor.score(trajectory(text_folder), task, 5)) for _ in range(2)] == [Scored(1.0)] * 2
 
@@ -168,7 +170,9 @@ def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, o
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)], ids=repr)
-def test_a_source_that_cancels_or_exits_does_not_end_the_actor(text_folder: Path, grader: str, error: BaseException) -> None:
+def test_a_source_that_cancels_or_exits_does_not_end_the_actor(
+    text_folder: Path, grader: str, error: BaseException
+) -> None:
     outcome = score(text_folder, grader, [error, error])
     assert isinstance(outcome, Unscored)
     assert outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.REWARD_UNAVAILABLE)

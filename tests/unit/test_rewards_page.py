@@ -73,7 +73,13 @@ def test_an_example_earns_what_it_looks_like(tmp_path: Path, example: str) -> No
 
 def test_the_configuration_of_the_page_is_one() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    lines = [line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()]
+    lines = [
+        line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()
+    ]
     head, *sources = lines
     uses = [yaml.safe_load(f"{head}\n{source}")["reward"]["source"] for source in sources]
-    assert [Component.model_validate(use).use for use in uses] == ["my_reward:score", "path/to/file.py:score", "my_reward:score"]
+    assert [Component.model_validate(use).use for use in uses] == [
+        "my_reward:score",
+        "path/to/file.py:score",
+        "my_reward:score",
+    ]

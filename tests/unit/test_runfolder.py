@@ -106,7 +106,9 @@ def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_hos
     assert not elsewhere.gone(silence=lock.SILENCE - 1)
 
 
-def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heart_beats_on_after_a_moment_without_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beats, again, touch = [], threading.Event(), os.utime
 
     def utime(path: Path, *times: None) -> None:

@@ -29,7 +29,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\nHERE={tmp_path}\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = {"cluster": "mine", "rendezvous": str(tmp_path / "shared"), "logs": str(tmp_path / "logs"), "worker": {"count": 3}}
+    site = {
+        "cluster": "mine",
+        "rendezvous": str(tmp_path / "shared"),
+        "logs": str(tmp_path / "logs"),
+        "worker": {"count": 3},
+    }
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
     return tmp_path
 
@@ -47,7 +52,9 @@ def test_the_shipped_site_is_valid_and_its_scripts_exist() -> None:
 
 
 def test_jobs_of_a_cluster() -> None:
-    site = SiteSettings(cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]})
+    site = SiteSettings(
+        cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]}
+    )
     head, worker, train = plan(site, ["run.yaml", "steps=3"], together=False)
     assert not [option for option in head.command("17") if option.startswith("--dependency")]
     assert {"--array=1-3", "--gres=gpu:8", "--account=a", "--dependency=after:17"} <= set(worker.command("17"))
@@ -85,12 +92,16 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (fake / "active").open("a") as file:
         file.write("9\n")
     assert slurm(fake, "down") == 0
-    assert (fake / "cancelled").read_text().splitlines() == ["--batch --signal=INT 9", "1 2"], "who may save comes first"
+    assert (fake / "cancelled").read_text().splitlines() == ["--batch --signal=INT 9", "1 2"], (
+        "who may save comes first"
+    )
     assert not place.folder.exists()
     assert slurm(fake, "down") == 0, "nothing is there, and that is what was asked for"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_submitted(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_submitted(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert slurm(fake, "up", "--together") == 2
     assert slurm(fake, "up", "--set", "worker.count=0") == 2
     assert slurm(fake, "up", str(SCRIPTS / "site.yaml")) == 2, "not the configuration of a run"

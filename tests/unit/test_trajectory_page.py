@@ -108,7 +108,9 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert [e["step"] for e in data["evaluations"]] == [0, 3]
     lines = {line["name"]: line["points"] for chart in data["charts"] for line in chart["lines"]}
     assert data["constants"] == [("rollout/turns/mean", 1.0)]
-    assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], "it says nothing that a line does not"
+    assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], (
+        "it says nothing that a line does not"
+    )
     titles = {line["name"]: chart["title"] for chart in data["charts"] for line in chart["lines"]}
     assert titles["actor/kl"] == "KL to the reference (nats/token)"
     assert "KL" not in titles["actor/old_behaviour_k3"]

@@ -18,7 +18,6 @@ def verdict(reward: str, inputs: dict[str, Any], expected: Any, recipe: str = "p
     return "unknown" if answer.ok is None else "agree" if answer.ok else "deviate" if answer.why else "MISMATCH"
 
 
-
 SMALL, LARGE = [0.1, 0.1, 0.2, 0.2], [0.3, 0.3, 0.7, 0.7]
 TOOL_ONLY = {"score": 0.1, "r_task": 0.0, "r_tool": 0.1, "r_gate": 0.0, "iou": 0.0, "response_type": "tool_only"}
 ZOOM, EXACT = "<use_tool>zoom_ui_element</use_tool>", "<bbox>[0.1, 0.1, 0.2, 0.2]</bbox>"

@@ -153,10 +153,7 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
     changes = {"success_above": 0.0999999}
     for name, (here, there) in below.items():
         changes[name] = getattr(settings, name) + 1e-6 * (int(there) - int(here))
-    conditions = {
-        SINGLE_PRECISION: 0.1 in evals,
-        ON_THE_LIMIT: any(here != there for here, there in below.values()),
-    }
+    conditions = {SINGLE_PRECISION: 0.1 in evals, ON_THE_LIMIT: any(here != there for here, there in below.values())}
     why = "; ".join(reason for reason, holds in conditions.items() if holds)
     fresh = [f"{entry.need('step')}_{i}" for i, value in enumerate(exact) if value > Fraction(1, 10)]
     return Deviation(

@@ -42,7 +42,9 @@ class TransformersEngine:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
         self._parameters = hf_state(self._model)
-        self._decoder = Decoder(self._model, load_tokenizer(model_folder(model.path)), load_vision(model, self._model.config))
+        self._decoder = Decoder(
+            self._model, load_tokenizer(model_folder(model.path)), load_vision(model, self._model.config)
+        )
         threads = settings.threads or torch.get_num_threads()
         self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(threads,))
         self._version: Version | None = None

@@ -36,7 +36,9 @@ RETRIES = (0.05, 0.5, 2.0)
 class VllmEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, folder: str, name: str | None = None) -> None:
+    def __init__(
+        self, model: ModelSettings, settings: VllmEngineSettings, folder: str, name: str | None = None
+    ) -> None:
         """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
 
         With a ``name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it.

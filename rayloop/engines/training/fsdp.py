@@ -270,7 +270,9 @@ class FsdpEngine:
         ``restore_parameters``: such weights are nobody's.
         """
         if self._unperturbed:
-            raise CheckpointError(f"{folder}: the weights are perturbed by the publication's self-test; restore them first")
+            raise CheckpointError(
+                f"{folder}: the weights are perturbed by the publication's self-test; restore them first"
+            )
         state.save(folder, self._state(), self._rank)
 
     def load(self, folder: str) -> None:

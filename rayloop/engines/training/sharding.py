@@ -31,7 +31,9 @@ def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> d
         return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         what = "opened" if first else "reached"
-        raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
+        raise WorkerStartFailed(
+            f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}"
+        ) from error
 
 
 def join(

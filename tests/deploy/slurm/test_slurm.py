@@ -99,7 +99,9 @@ class Site:
         self.lab.slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def text(self) -> str:
-        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out")))
+        return "\n".join(
+            f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out"))
+        )
 
     def nothing_left_behind(self) -> None:
         """No process and no shared memory on the nodes, no temporary folder, no rendezvous."""
@@ -166,5 +168,7 @@ def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
     assert len(alive(site.head(3))) == 3
     assert "JobState=RUNNING" in site.state(job)
     site.cluster("down")
-    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(), "it was saved before it was cancelled"
+    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(), (
+        "it was saved before it was cancelled"
+    )
     site.nothing_left_behind()
