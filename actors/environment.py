@@ -20,8 +20,9 @@ from rayloop.core.failures import (
     OverLongPrompt,
     WorkerSpent,
 )
+from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
 from rayloop.core.threads import hanging, in_thread
-from rayloop.core.types import PlayFailed, PlayRequest, Summary, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import PlayRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.settings import EpisodeSettings
 

@@ -22,10 +22,11 @@ from rayloop.core.failures import (
     RewardLost,
     WorkerSpent,
 )
+from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.tracebacks import own_frames
-from rayloop.core.types import EndReason, Group, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, Task, Trajectory
 from rayloop.rewards.functions import as_source
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord, rollout_record

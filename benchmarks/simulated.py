@@ -20,8 +20,9 @@ from cluster.loop.publication import Publisher
 from cluster.roles.pool import Pool
 from cluster.roles.services import CONCURRENCY, TrainingServices
 from rayloop.config.settings import load as load_config
+from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import EndReason, Group, Outcome, PlayRequest, Scored, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 
 NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")

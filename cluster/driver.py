@@ -40,8 +40,9 @@ from rayloop.core.failures import (
     Preempted,
     RayloopError,
 )
+from rayloop.core.groups import Group, State
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import Group, State, TrajectoryId, Version
+from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete

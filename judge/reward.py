@@ -25,8 +25,9 @@ from judge.rules import decision as rules
 from rayloop.config.settings import Settings as _Settings
 from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import ImageSource, Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import ImageSource, Task, Trajectory
 
 logger = logging.getLogger(__name__)
 

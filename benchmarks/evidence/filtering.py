@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from cluster.loop.tasks import background
-from rayloop.core.types import Group, PlayRequest, State, Version
+from rayloop.core.groups import Group, State
+from rayloop.core.types import PlayRequest, Version
 
 RESULT = Path(__file__).with_suffix(".json")
 STEPS, SEEDS, FEATURES, ANSWERS = 100, range(6), 16, 8

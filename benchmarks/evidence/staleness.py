@@ -23,9 +23,10 @@ from typing import Any
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Group, Member, Scored, State
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, Group, Member, PlayRequest, Scored, State, Summary, Version
+from rayloop.core.types import EndReason, PlayRequest, Summary, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.run.config import RunConfig

@@ -18,21 +18,9 @@ from cluster.roles.deadlines import within
 from cluster.roles.pool import brief, is_lost, is_spent
 from cluster.roles.services import Services
 from rayloop.core.failures import WorkerLost
+from rayloop.core.groups import Group, Member, Outcome, PlayFailed, Unscored, UnscoredKind
 from rayloop.core.seeds import derive
-from rayloop.core.types import (
-    EndReason,
-    Group,
-    Member,
-    Outcome,
-    PlayFailed,
-    PlayRequest,
-    Summary,
-    Task,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
 

@@ -10,8 +10,9 @@ from statistics import mean
 from typing import Any
 
 from cluster.loop.episode_runner import Player
+from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
-from rayloop.core.types import Group, Member, PlayRequest, Sampling, Scored, Task, TrajectoryId
+from rayloop.core.types import PlayRequest, Sampling, Task, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, swapped
 from rayloop.run.config import RunConfig

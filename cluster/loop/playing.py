@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.loop.episode_runner import Player, requests
-from rayloop.core.types import Group, Member, PlayRequest, Scored, Task, TrajectoryId, Version
+from rayloop.core.groups import Group, Member, Scored
+from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.grpo.staleness import is_due
 from rayloop.run.config import RunConfig
 

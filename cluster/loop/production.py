@@ -19,8 +19,9 @@ from cluster.loop.episode_runner import Player
 from cluster.loop.playing import Issue, Playing
 from cluster.loop.reporter import Reporter
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
+from rayloop.core.groups import Fate, Group, Member, State, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import Fate, Group, Member, State, Task, TrajectoryId, Unscored, UnscoredKind, Version
+from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Verdict, generation_verdict, select

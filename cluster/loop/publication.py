@@ -21,9 +21,10 @@ from rayloop.core.failures import (
     PublicationError,
     WorkerLost,
 )
+from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
 from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
-from rayloop.core.types import PlayFailed, PlayRequest, Task, TrajectoryId, Unscored, UnscoredKind, Version
+from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.transports.settings import CollectiveTransport
 

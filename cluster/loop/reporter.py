@@ -12,7 +12,7 @@ from cluster.loop.evaluation import metrics
 from cluster.loop.loggers import Loggers, open_logger
 from rayloop.config.settings import dump
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import Group, Member, Scored
+from rayloop.core.groups import Group, Member, Scored
 from rayloop.grpo.staleness import LengthRatio
 from rayloop.measure.controls import Item, summarise
 from rayloop.run.checkpoint import Checkpoint

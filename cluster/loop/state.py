@@ -12,7 +12,8 @@ import ray
 from actors.lost import object_lost
 from cluster.roles.deadlines import within
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.types import Group, Member, TrajectoryId
+from rayloop.core.groups import Group, Member
+from rayloop.core.types import TrajectoryId
 
 if TYPE_CHECKING:
     from cluster.driver import Driver

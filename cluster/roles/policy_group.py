@@ -13,8 +13,9 @@ from actors.policy import Assignment, Comparison
 from cluster.roles.deadlines import within
 from cluster.roles.pool import brief, is_lost
 from rayloop.core.failures import PolicyLost, WorkerLost
+from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Manifest, Meeting
-from rayloop.core.types import Group, Member, TrajectoryId, Version
+from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.balance import shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag

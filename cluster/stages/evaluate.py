@@ -22,7 +22,7 @@ from cluster.roles.services import Services, bundles, total
 from cluster.roles.session import session
 from rayloop.config.settings import dump
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
-from rayloop.core.types import Member
+from rayloop.core.groups import Member
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import serves_its_own_weights
 from rayloop.measure.controls import Item, summarise, table

@@ -24,15 +24,14 @@ from actors.rollout import RolloutActor, start_weights
 from cluster.loop.episode_runner import requests
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.threads import in_thread
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import (
     Completion,
     FinishReason,
-    Outcome,
     PlayRequest,
     Sampling,
-    Scored,
     Task,
     TokenPrompt,
     Trajectory,

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from rayloop.core.failures import LedgerError
-from rayloop.core.types import Fate, State, TrajectoryId
+from rayloop.core.groups import Fate, State
+from rayloop.core.types import TrajectoryId
 
 LIVE = (State.IN_FLIGHT, State.READY)
 

@@ -6,17 +6,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayloop.core.types import (
-    Completion,
-    ImageSource,
-    Message,
-    Outcome,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    Version,
-)
+from rayloop.core.groups import Outcome
+from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.groups import Fate, Group, Scored, State, Unscored
 from rayloop.core.seeds import derive
-from rayloop.core.types import Fate, Group, Scored, State, Unscored
 from rayloop.grpo.settings import AdvantageSettings
 
 

@@ -18,7 +18,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rayloop.config.settings import Settings
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.types import Member, Scored, State, TrajectoryId, Unscored, UnscoredKind
+from rayloop.core.groups import Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.types import TrajectoryId
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""

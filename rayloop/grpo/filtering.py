@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.types import Fate, Group, Member, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, Member, State, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
 from rayloop.grpo.settings import (
     EqualRewards,

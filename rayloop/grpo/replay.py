@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from rayloop.core.groups import Fate, Group, Member, State, Unscored
 from rayloop.core.seeds import derive
-from rayloop.core.types import Fate, Group, Member, State, TrajectoryId, Unscored
+from rayloop.core.types import TrajectoryId
 from rayloop.grpo.settings import ReplaySettings
 
 REPLACED = Fate(State.SURPLUS, "replaced_by_replay")

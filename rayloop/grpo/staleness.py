@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from rayloop.core.types import Fate, Group, State, Version
+from rayloop.core.groups import Fate, Group, State
+from rayloop.core.types import Version
 
 NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
 

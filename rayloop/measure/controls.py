@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rayloop.core.groups import Scored
 from rayloop.core.seeds import derive
-from rayloop.core.types import ImageSource, Scored, Task
+from rayloop.core.types import ImageSource, Task
 from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval
 
 RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"

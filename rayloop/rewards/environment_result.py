@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rayloop.config.settings import Settings as _Settings
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import Outcome, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import Task, Trajectory
 
 
 class EnvironmentResult:

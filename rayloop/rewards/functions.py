@@ -20,8 +20,9 @@ from numbers import Number
 from typing import Any
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import RewardSource, ScoreContext
-from rayloop.core.types import ImageSource, Scored, Task, Trajectory, Unscored, UnscoredKind
+from rayloop.core.types import ImageSource, Task, Trajectory
 from rayloop.data.dataset import TRUTHS
 
 OWN = ("trajectory", "task", "context")

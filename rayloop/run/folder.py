@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.types import Group, ImageRef, Member, Scored, TokenIds, Trajectory, Unscored
+from rayloop.core.groups import Group, Member, Scored, Unscored
+from rayloop.core.types import ImageRef, TokenIds, Trajectory
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.run.lock import RunLock
 

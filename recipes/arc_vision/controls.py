@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from statistics import mean, median
 
 from rayloop.config.settings import Settings as _Settings
-from rayloop.core.types import Scored, Task
+from rayloop.core.groups import Scored
+from rayloop.core.types import Task
 from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import click_hits, iou
 

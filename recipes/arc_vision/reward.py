@@ -15,8 +15,9 @@ from typing import Literal
 from pydantic import Field
 
 from rayloop.config.settings import Settings as _Settings
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import Outcome, Scored, Task, Trajectory
+from rayloop.core.types import Task, Trajectory
 from recipes.arc_vision.data import Box, box
 from recipes.arc_vision.original import library_box, looks_like_box, trained_box, true_box
 

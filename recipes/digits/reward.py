@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from rayloop.config.settings import Settings as _Settings
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import Outcome, Scored, Task, Trajectory
+from rayloop.core.types import Task, Trajectory
 
 _ANSWER = re.compile(r"[0-9\s,]*[0-9][0-9\s,]*")
 

@@ -12,7 +12,8 @@ from cluster.loop.blame import Blame
 from cluster.loop.evaluation import Play, play
 from cluster.loop.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.core.types import Group, PlayRequest, Sampling, Task
+from rayloop.core.groups import Group
+from rayloop.core.types import PlayRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import EnvironmentSettings
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, broken, failed, hangs

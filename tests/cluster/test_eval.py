@@ -20,17 +20,8 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from cluster.cli import main
 from cluster.stages.evaluate import Evaluator, read_items
-from rayloop.core.types import (
-    EndReason,
-    Member,
-    PromptImage,
-    Sampling,
-    Summary,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.groups import Member, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, TrajectoryId, Version
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from tests.engines.prompts import engine, image, prompt, vision_tokens

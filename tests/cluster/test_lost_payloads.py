@@ -26,7 +26,8 @@ from cluster.roles.deadlines import WAITS
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.types import EndReason, Fate, Group, Member, Scored, State, Summary, Task, TrajectoryId, Version
+from rayloop.core.groups import Fate, Group, Member, Scored, State
+from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory

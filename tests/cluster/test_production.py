@@ -18,20 +18,9 @@ from cluster.loop.playing import Issue, Playing
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
+from rayloop.core.groups import Group, Member, Scored, State, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import (
-    EndReason,
-    Group,
-    Member,
-    PlayRequest,
-    Scored,
-    State,
-    Summary,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters

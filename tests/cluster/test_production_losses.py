@@ -13,7 +13,8 @@ import pytest
 import cluster.loop.state
 from cluster.loop.production import without
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
-from rayloop.core.types import Group, Member, PlayRequest, Scored, State, TrajectoryId, Unscored, Version
+from rayloop.core.groups import Group, Member, Scored, State, Unscored
+from rayloop.core.types import PlayRequest, TrajectoryId, Version
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
 

@@ -13,8 +13,9 @@ import yaml
 
 from cluster.cli import main
 from rayloop.config.settings import Settings as _Settings
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
-from rayloop.core.types import Message, Outcome, Scored, Task, Trajectory
+from rayloop.core.types import Message, Task, Trajectory
 from tests.support.runs import settings
 
 PAGES = Path(__file__).parents[1] / "data" / "grounding"

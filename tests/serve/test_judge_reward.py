@@ -24,20 +24,9 @@ from judge.reward import JudgeReward
 from judge.rubric import FOLDER, load_rubrics
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import (
-    EndReason,
-    ImageSource,
-    Message,
-    Outcome,
-    Sampling,
-    Scored,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-)
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 

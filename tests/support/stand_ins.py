@@ -19,20 +19,9 @@ from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Group, PlayFailed, Scored, State, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import (
-    EndReason,
-    Group,
-    PlayFailed,
-    PlayRequest,
-    Scored,
-    State,
-    Summary,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.run.config import RunConfig

@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayloop.core.types import (
-    EndReason,
-    Group,
-    Member,
-    Outcome,
-    Scored,
-    Summary,
-    Task,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 

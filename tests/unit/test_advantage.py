@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.types import Fate, State
+from rayloop.core.groups import Fate, State
 from rayloop.grpo.advantage import advantages, with_advantages
 from rayloop.grpo.settings import AdvantageSettings
 from tests.unit.groups import make_group

@@ -10,19 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.types import (
-    EndReason,
-    Fate,
-    Member,
-    Outcome,
-    Scored,
-    State,
-    Summary,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.groups import Fate, Member, Outcome, Scored, State, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, Limit, correlation, reasons
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)

@@ -13,8 +13,9 @@ from PIL import Image
 
 from rayloop.config.settings import check_components, load
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Scored, Task, Trajectory, TrajectoryId
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.run.config import RunConfig
 from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Weights, arc_vision

@@ -15,13 +15,13 @@ from actors.lease import Lease
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
+from rayloop.core.groups import PlayFailed, UnscoredKind
 from rayloop.core.types import (
     Cohort,
     Completion,
     FinishReason,
     ImageSource,
     Message,
-    PlayFailed,
     PlayRequest,
     Sampling,
     Summary,
@@ -29,7 +29,6 @@ from rayloop.core.types import (
     TokenPrompt,
     Trajectory,
     TrajectoryId,
-    UnscoredKind,
     Version,
 )
 from rayloop.envs.settings import EpisodeSettings

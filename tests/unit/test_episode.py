@@ -23,6 +23,7 @@ from rayloop.core.failures import (
     OverLongPrompt,
     ToolDeadline,
 )
+from rayloop.core.groups import Scored, Unscored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult, ToolResult
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -32,11 +33,9 @@ from rayloop.core.types import (
     Message,
     PlayRequest,
     Sampling,
-    Scored,
     Task,
     Trajectory,
     TrajectoryId,
-    Unscored,
     Version,
 )
 from rayloop.envs.episode import play, summarize

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.types import EndReason, Fate, Group, State, TrajectoryId, Version
+from rayloop.core.groups import Fate, Group, State
+from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import Verdict, apply_filters, generation_verdict, select
 from rayloop.grpo.settings import (

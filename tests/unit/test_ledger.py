@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import LedgerError
+from rayloop.core.groups import Fate, State
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import Fate, State, TrajectoryId
+from rayloop.core.types import TrajectoryId
 
 READY = Fate(State.READY)
 TRAINED = Fate(State.TRAINED)

@@ -8,20 +8,8 @@ import pytest
 import torch
 
 from cluster.loop.reporter import production_metrics
-from rayloop.core.types import (
-    EndReason,
-    Fate,
-    Group,
-    Member,
-    Scored,
-    State,
-    Summary,
-    Task,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.groups import Fate, Group, Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageSource, Outcome, Sampling, Scored, Task, Trajectory, TrajectoryId
+from rayloop.core.types import EndReason, ImageSource, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import probe
 from recipes.arc_vision.data import Box, GroundingRows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from rayloop.core.types import Fate, State, TrajectoryId, Version
+from rayloop.core.groups import Fate, State
+from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.settings import AdvantageSettings, ReplaySettings

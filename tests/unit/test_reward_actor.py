@@ -22,20 +22,10 @@ from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.config.settings import Settings as _Settings
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerSpent
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging
-from rayloop.core.types import (
-    EndReason,
-    Outcome,
-    Sampling,
-    Scored,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Unscored,
-    UnscoredKind,
-)
+from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.rewards.settings import RewardSettings
 
 TASK = Task("t1", (), ground_truth=3)

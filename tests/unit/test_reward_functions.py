@@ -17,21 +17,9 @@ import torch
 from actors.reward import as_outcome
 from rayloop.config.settings import Component, Settings, check_components, dump, load
 from rayloop.core.failures import ConfigError
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import (
-    EndReason,
-    ImageSource,
-    Message,
-    Outcome,
-    Sampling,
-    Scored,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Unscored,
-    UnscoredKind,
-)
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.data.dataset import ChatRows
 from rayloop.rewards.functions import as_source
 from rayloop.rewards.settings import REWARD, RewardSettings

@@ -11,19 +11,9 @@ import yaml
 
 from actors.reward import as_outcome
 from rayloop.config.settings import Component
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import (
-    EndReason,
-    Message,
-    Outcome,
-    Sampling,
-    Scored,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Unscored,
-    UnscoredKind,
-)
+from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.rewards.settings import REWARD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

@@ -13,24 +13,8 @@ import numpy as np
 import pytest
 
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.types import (
-    EndReason,
-    Fate,
-    Group,
-    ImageRef,
-    Member,
-    Sampling,
-    Scored,
-    State,
-    Summary,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Unscored,
-    UnscoredKind,
-    Version,
-)
+from rayloop.core.groups import Fate, Group, Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
 from rayloop.run.folder import RunFolder, rollout_record
 from rayloop.run.jsonl import JsonLines

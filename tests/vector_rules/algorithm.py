@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloop.core.types import EndReason, Group, Scored, Task, TrajectoryId
+from rayloop.core.groups import Group, Scored
+from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights

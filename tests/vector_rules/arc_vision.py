@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext, StepResult
-from rayloop.core.types import EndReason, Sampling, Scored, Task, Trajectory, TrajectoryId
+from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from recipes.arc_vision.reward import ArcVisionReward
 from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
 

@@ -1,0 +1,145 @@
+"""The words of what is judged together: outcomes, failures, members, groups and their fates. No torch, no ray, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rayloop.core.types import Summary, Task, TrajectoryId
+
+
+class UnscoredKind(StrEnum):
+    """Failures that the policy did not cause; such a trajectory has no reward and counts in no statistic."""
+
+    INVALID_REWARD = "invalid_reward"
+    ENVIRONMENT_FAILURE = "environment_failure"
+    REWARD_UNAVAILABLE = "reward_unavailable"
+    PAYLOAD_LOST = "payload_lost"
+    OVER_LONG_PROMPT = "over_long_prompt"
+    BAD_DATA = "bad_data"
+    TIMEOUT = "timeout"
+    GRADER_ERROR = "grader_error"
+    NOT_APPLICABLE = "not_applicable"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong.
+
+    ``trace``: the traceback of a grader that raised.
+    """
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    trace: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """No reward exists, and why. Never replaced by a number. ``trace`` as in ``Scored``."""
+
+    kind: UnscoredKind
+    reason: str = ""
+    trace: str = field(default="", compare=False, repr=False)
+
+
+Outcome = Scored | Unscored
+
+
+@dataclass(frozen=True, slots=True)
+class PlayFailed:
+    """An episode that could not be played. A value, not an exception: the driver decides what follows.
+
+    ``outcome.kind`` ENVIRONMENT_FAILURE is played again elsewhere, and BAD_DATA (``path``: the file) until another actor says so.
+    ``own``: not an engine's; ``hung``: it outlived a deadline, end its process; ``bug``: the code would raise this anywhere.
+    """
+
+    id: TrajectoryId
+    attempt: int
+    outcome: Unscored
+    path: str = ""
+    own: bool = False
+    hung: bool = False
+    bug: bool = False
+
+
+class State(StrEnum):
+    """The state of a trajectory id in the ledger. Everything after READY is final."""
+
+    IN_FLIGHT = "in_flight"
+    READY = "ready"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    EXCLUDED = "excluded"
+    STALE = "stale"
+    SURPLUS = "surplus"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Why a member left its group: a final state and a reason for the counters."""
+
+    state: State
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A trajectory within its group, as the driver holds it. ``payload`` and ``reference`` are opaque references.
+
+    ``reference`` stands for the reference policy's log-probs [sampled_tokens] float32. ``replayed`` marks a stored
+    success that took a fresh member's place (ARPO); it is not in the ledger.
+    """
+
+    summary: Summary
+    outcome: Outcome
+    payload: Any = None
+    advantage: float | None = None
+    reference: Any = None
+    replayed: bool = False
+    fate: Fate | None = None
+
+    @property
+    def kept(self) -> bool:
+        return self.fate is None
+
+    @property
+    def reward(self) -> float:
+        """The reward of a scored member. Raises ValueError for an unscored one."""
+        if isinstance(self.outcome, Unscored):
+            raise ValueError(f"trajectory {self.summary.id} has no reward: {self.outcome.kind} {self.outcome.reason}")
+        return self.outcome.value
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task that share a baseline; ``issue`` orders all. ``mean`` and unbiased ``std``: the baseline's."""
+
+    issue: int
+    task: Task
+    members: tuple[Member, ...]
+    mean: float | None = None
+    std: float | None = None
+    replay_of: TrajectoryId | None = None
+
+    @property
+    def kept(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.kept)
+
+    @property
+    def scored(self) -> tuple[Member, ...]:
+        """Members that have a reward and have not been excluded."""
+        return tuple(m for m in self.members if m.kept and isinstance(m.outcome, Scored))
+
+    def map(self, change: Mapping[int, Member]) -> Group:
+        """The same group with the members at the given positions replaced."""
+        return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
+
+    def with_references(self, references: Mapping[int, Any]) -> Group:
+        """The same group with reference log-probs attached to the members at the given positions."""
+        return self.map({i: dataclasses.replace(self.members[i], reference=r) for i, r in references.items()})
