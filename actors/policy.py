@@ -11,7 +11,7 @@ import ray
 
 from actors.base import Actor
 from actors.lost import fetch
-from rayloop.core.protocols import Manifest, Meeting, TrainItem
+from rayloop.core.protocols import BroadcastGroup, Manifest, TrainItem
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
@@ -36,7 +36,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LogprobGap:
     """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|.
 
     ``swapped`` is the mean change of the trainer's own log-probs over trajectories with images when these are swapped.
@@ -144,7 +144,7 @@ class PolicyRank(Actor):
         return {**report, "timing_s/fetch": seconds}
 
     def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> list[dict[str, float]]:
-        """Behaviour log-probs against the trainer's, one row of sums per trajectory that is not lost (see ``Comparison``)."""
+        """Behaviour log-probs against the trainer's, one row of sums per trajectory that is not lost (see ``LogprobGap``)."""
         fetched, _ = fetch(payloads)
         trajectories = [fetched[ref] for ref in payloads if ref in fetched]
         found = self.engine.logprobs(trajectories)
@@ -168,11 +168,11 @@ class PolicyRank(Actor):
         tensors = self.engine.export(version)
         return self.transport.pack(version, tensors) if self.rank == 0 else (None, None)
 
-    def invite(self, receivers: tuple[int, ...], failures: int) -> Meeting:
+    def invite(self, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
         """Where this rank and the rollout actors with these serial numbers meet for a broadcast (``collective``)."""
         return cast("Collective", self.transport).invite(ray.util.get_node_ip_address(), receivers, failures)
 
-    def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
+    def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
         """Broadcast an export to those who come to the meeting. Raises BroadcastFailed."""
         cast("Collective", self.transport).send(manifest, source, meeting)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from benchmarks.measure import machine
-from rayloop.core.protocols import Manifest, Meeting
+from rayloop.core.protocols import BroadcastGroup, Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.transports.settings import TransportSettings
@@ -61,10 +61,10 @@ class Sender(_End):
     def pack(self, step: int) -> tuple[Manifest, Any]:
         return self.transport.pack(Version(1, step), self.tensors)
 
-    def invite(self) -> Meeting:
+    def invite(self) -> BroadcastGroup:
         return self.transport.invite("127.0.0.1", (0,), 0)
 
-    def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
+    def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
         self.transport.send(manifest, source, meeting)
 
 

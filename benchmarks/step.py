@@ -25,8 +25,7 @@ import yaml
 from safetensors import safe_open
 
 from benchmarks.measure import PeakMemory, alternately, machine
-from rayloop.config.settings import Settings as _Settings
-from rayloop.config.settings import load
+from rayloop.config.settings import SettingsModel, load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -72,7 +71,7 @@ class Shape:
 class DigitShare:
     """A toy reward: the share of characters that are digits."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: DigitShare.Settings) -> None:

@@ -20,7 +20,7 @@ from actors.base import Actor
 from actors.lease import Lease
 from actors.lost import cause
 from cluster.loop.activity import doing
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import blind, never_evaluated, on_training_rows, play, plays
 from cluster.loop.production import Production, without
 from cluster.loop.publication import Publisher
@@ -28,7 +28,7 @@ from cluster.loop.reporter import Reporter
 from cluster.loop.state import capture, complete_references, reinstate
 from cluster.loop.tasks import background, decisive, timed
 from cluster.loop.watchdog import watch
-from cluster.roles.deadlines import unless
+from cluster.roles.deadlines import until_stopped
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core.failures import (
@@ -40,7 +40,7 @@ from rayloop.core.failures import (
     Preempted,
     RayloopError,
 )
-from rayloop.core.groups import Group, State
+from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
@@ -92,7 +92,7 @@ class Driver(Actor):
         )
         me = ray.get_runtime_context().current_actor
         own = self.production
-        self.player = Player(self.config, self.services, me, self.reporter.event, own.quarantine, own.blame)
+        self.player = EpisodeRunner(self.config, self.services, me, self.reporter.event, own.quarantine, own.blame)
         self.prepared = True
         if self.stopping.is_set():
             self.production.stop()
@@ -132,7 +132,7 @@ class Driver(Actor):
             self.prepare()
             logs = self.folder / "logs"
             async with background(watch(self.config.recovery, lambda: self.phase, self.reporter.event, logs)):
-                await unless(self.stopping, self.services.start(self.publisher.admit))
+                await until_stopped(self.stopping, self.services.start(self.publisher.admit))
                 self.initial = await capture(self)
                 await self.run_and_rebuild()
             if self.owes_evaluation:
@@ -197,7 +197,7 @@ class Driver(Actor):
     async def rebuild(self) -> None:
         """Replace all ranks of the policy."""
         began = time.monotonic()
-        await unless(self.stopping, self.services.policy.rebuild())
+        await until_stopped(self.stopping, self.services.policy.rebuild())
         self.reporter.event("policy_rebuilt", seconds=round(time.monotonic() - began, 3))
 
     async def restore(self) -> None:
@@ -206,7 +206,7 @@ class Driver(Actor):
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
         reinstate(self, checkpoint.state() if checkpoint else self.initial)
-        await unless(self.stopping, complete_references(self))
+        await until_stopped(self.stopping, complete_references(self))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
@@ -221,14 +221,14 @@ class Driver(Actor):
     async def publish(self) -> None:
         self.version = Version(self.version.lineage, self.step)
         with suppress(Preempted):  # collect() tells; the step is still recorded and saved
-            await unless(self.stopping, self.publisher.publish(self.version))
+            await until_stopped(self.stopping, self.publisher.publish(self.version))
         self.production.published(self.version)
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""
         self.phase = "verify"
         probes = self.production.probe_tasks()
-        await unless(self.stopping, self.publisher.verify(self.version, probes, self.player))
+        await until_stopped(self.stopping, self.publisher.verify(self.version, probes, self.player))
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
@@ -268,7 +268,7 @@ class Driver(Actor):
             groups, seed=self.config.seed, version=self.version, nominal=c.target,
             treat_as_on_policy=c.replay.treat_as_on_policy,
         )  # fmt: skip
-        return await unless(self.stopping, fetched)
+        return await until_stopped(self.stopping, fetched)
 
     async def annotate(self, group: Group) -> Group:
         """Attach the reference's log-probs (as references) to the kept members; those whose payloads are lost are excluded."""
@@ -291,7 +291,7 @@ class Driver(Actor):
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on what the ranks hold; each packs its share."""
         report = await self.services.policy.train()
-        self.production.settle(groups, State.TRAINED)
+        self.production.settle(groups, TrajectoryState.TRAINED)
         self.reporter.trained(self.step + 1, groups)
         return report
 
@@ -308,7 +308,7 @@ class Driver(Actor):
         playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), hear)
         self.owes_evaluation = True
         try:
-            items = await unless(self.stopping, playing)
+            items = await until_stopped(self.stopping, playing)
         except Preempted:
             return self.reporter.event("evaluation_stopped")  # the run that continues begins with it
         self.owes_evaluation = False
@@ -336,7 +336,7 @@ class Driver(Actor):
         """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the ranks hold no groups."""
         looked = self.publisher.observe(self.production.probe_tasks(), self.player, self.step)
         with suppress(Preempted):  # the step is still recorded and saved
-            self.production.alarms.compared(await unless(self.stopping, looked))
+            self.production.alarms.compared(await until_stopped(self.stopping, looked))
 
     async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
         """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""

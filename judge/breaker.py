@@ -14,7 +14,7 @@ from rayloop.core.failures import RayloopError
 logger = logging.getLogger(__name__)
 
 
-class State(IntEnum):
+class BreakerState(IntEnum):
     CLOSED = 0
     HALF_OPEN = 1
     OPEN = 2
@@ -34,7 +34,7 @@ class Breaker:
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.failures, self.interval = failures, interval
-        self._enter(State.CLOSED)
+        self._enter(BreakerState.CLOSED)
         self._row = 0
         self._probe, self._on_failure = probe, on_failure
         self._closed = asyncio.Event()
@@ -50,10 +50,10 @@ class Breaker:
 
     def failed(self, error: Exception) -> None:
         self._row += 1
-        if self._row >= self.failures and self.state is State.CLOSED:
+        if self._row >= self.failures and self.state is BreakerState.CLOSED:
             logger.warning("the judge is asked nothing more until its canary is judged right: %s", error)
             self._closed.clear()
-            self._enter(State.OPEN)
+            self._enter(BreakerState.OPEN)
             self._probing = asyncio.create_task(self._until_well())
 
     async def close(self) -> None:
@@ -65,19 +65,19 @@ class Breaker:
     async def _until_well(self) -> None:
         while True:
             await asyncio.sleep(self.interval * random.uniform(0.75, 1.25))
-            self._enter(State.HALF_OPEN)
+            self._enter(BreakerState.HALF_OPEN)
             try:
                 await self._probe()
             except RayloopError as error:
                 self._on_failure(error)
-                self._enter(State.OPEN)
+                self._enter(BreakerState.OPEN)
             else:
                 break
         self._row = 0
-        self._enter(State.CLOSED)
+        self._enter(BreakerState.CLOSED)
         self._closed.set()
         logger.warning("the judge is well again")
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: BreakerState) -> None:
         self.state = state
         BREAKER.set(state)

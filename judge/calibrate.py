@@ -14,14 +14,14 @@ from judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from judge.client import JudgeClient
 from judge.labelled import Labelled, calibration
 from judge.metrics import DRIFT
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 
 logger = logging.getLogger(__name__)
 
 ATTACKS = ("empty", "opener", "injection", "gaming")
 
 
-class Gate(Settings):
+class Gate(SettingsModel):
     """What a judge must reach on the calibration set to be trusted with rewards."""
 
     min_accuracy: float = Field(0.85, ge=0, le=1)

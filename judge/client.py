@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pydantic import Field, ValidationError
 
 from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
-from judge.breaker import Breaker, State
+from judge.breaker import Breaker, BreakerState
 from judge.cache import VerdictCache, cache_key
 from judge.canary import Canary
 from judge.discovery import Find
 from judge.labelled import Labelled, canary
 from judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
-from judge.transport import Limits, Refused, Transient, Transport
+from judge.transport import JudgeRefused, Limits, Transient, Transport
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 
@@ -170,7 +170,7 @@ class JudgeClient:
         error = self.last_error
         late = error is None or (isinstance(error, Transient) and error.reason == "timeout")
         reason = str(error) if error else f"{self.transport.url}: no verdict in time"
-        state = "" if self.breaker.state is State.CLOSED else " (the breaker is open)"
+        state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
         return JudgeUnscored(
             kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024]
         )
@@ -212,7 +212,7 @@ class JudgeClient:
             batch = _open(batch)
             try:
                 again, failure = await self._send_once(batch)
-            except Refused as error:
+            except JudgeRefused as error:
                 self._note(error)
                 return self._refused(batch, error)
             if failure is None:
@@ -256,7 +256,7 @@ class JudgeClient:
                 self._settle(question, result)
         return again, failure
 
-    def _refused(self, batch: list[_Question], error: Refused) -> None:
+    def _refused(self, batch: list[_Question], error: JudgeRefused) -> None:
         """One bad item spoils a batch: each by itself then. What is refused alone has no verdict."""
         if len(batch) > 1 and error.status in (400, 413, 422):
             return self._one_by_one(batch)

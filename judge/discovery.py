@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from rayloop.config.settings import Settings as _Settings
-from rayloop.config.settings import local_path
+from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.files import trusted
 from rayloop.core.threads import in_thread
@@ -37,7 +36,7 @@ def checked_url(text: str) -> str:
     return text
 
 
-class Address(_Settings):
+class Address(SettingsModel):
     """Where to ask, and the file that holds the bearer key ("" for none): never the key itself."""
 
     url: str
@@ -58,7 +57,7 @@ Find = Callable[[], Awaitable[Address]]
 class FileDiscovery:
     """The address in a JSON file, for judges outside of the run's cluster. Nobody else may have written it."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         path: str = "runs/judge.json"
         """The file that the judge writes; on a file system that both see."""
 

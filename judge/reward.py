@@ -22,8 +22,7 @@ from judge.metrics import EXCLUDED
 from judge.prompt import sanitise
 from judge.rubric import FOLDER, load_rubrics
 from judge.rules import decision as rules
-from rayloop.config.settings import Settings as _Settings
-from rayloop.config.settings import local_path
+from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
@@ -49,7 +48,7 @@ class JudgeReward:
 
     infrastructure = True
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         judge: ClientSettings = ClientSettings()
         rubric: str = "equivalence"
         """The name of a file in ``rubrics``. One with ``sees_images`` is sent the paths of the task's images."""

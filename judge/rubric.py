@@ -12,14 +12,14 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from judge.api import VerdictKind
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
 
 FOLDER = Path(__file__).parent / "rubrics"
 DEFAULT = "default"
 
 
-class Example(Settings):
+class Example(SettingsModel):
     """One graded answer that the model is shown. ``verdict`` for binary rubrics, ``score`` for scored ones."""
 
     question: str
@@ -30,7 +30,7 @@ class Example(Settings):
     score: float | None = Field(None, ge=0, le=1)
 
 
-class Rubric(Settings):
+class Rubric(SettingsModel):
     """``binary``: correct or incorrect; ``scored``: one of SCORES."""
 
     name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")

@@ -15,8 +15,7 @@ from pydantic import Field, field_validator
 from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
 from judge.discovery import READ, Address, Find, checked_url, key_of
 from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
-from rayloop.config.settings import Component
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import Component, SettingsModel
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.core.threads import in_thread
 
@@ -26,7 +25,7 @@ PASSING = (404, 408, 425, 429)
 """Statuses below 500 that pass. 404 is what Ray Serve answers while the application is not there yet."""
 
 
-class Limits(_Settings):
+class Limits(SettingsModel):
     """How to reach the judge, and how long one request may take, in seconds."""
 
     url: str = "auto"
@@ -60,7 +59,7 @@ class Transient(InfrastructureFailure):
         return self.reason in ("unavailable", "bad_body") or self.reason.startswith("5")
 
 
-class Refused(InfrastructureFailure):
+class JudgeRefused(InfrastructureFailure):
     """A request that fails the same way each time: no or wrong key, malformed, too large, not a judge."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -90,7 +89,7 @@ class Transport:
             try:
                 body = await self._request("POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json())
                 results = _results(body, len(items), self.url)
-            except (Transient, Refused) as error:
+            except (Transient, JudgeRefused) as error:
                 REQUESTS.labels(error.reason).inc()
                 self._address = None  # it may have moved, or have another key
                 raise
@@ -123,7 +122,7 @@ class Transport:
         message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:200]}"
         if response.status_code in PASSING or response.status_code >= 500:
             raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
-        raise Refused(response.status_code, message)
+        raise JudgeRefused(response.status_code, message)
 
     async def _answer(self, method: str, path: str, content: str | None) -> httpx.Response:
         """A judge that does not know our key may have a new one: address and key are read once more, and tried if they changed."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from cluster.loop.tasks import background
-from rayloop.core.groups import Group, State
+from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.types import PlayRequest, Version
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -91,7 +91,7 @@ class Learning(World):
             for step in range(1, STEPS + 1):
                 groups = await self.production.collect(self.version, {})
                 self.update(groups, step)
-                self.production.settle(groups, State.TRAINED)
+                self.production.settle(groups, TrajectoryState.TRAINED)
                 trained += sum(len(group.kept) for group in groups)
                 self.version = Version(1, step)
                 self.production.published(self.version)

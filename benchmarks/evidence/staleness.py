@@ -23,7 +23,7 @@ from typing import Any
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, Member, Scored, State
+from rayloop.core.groups import Group, Member, Scored, TrajectoryState
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, PlayRequest, Summary, Version
@@ -129,7 +129,7 @@ class World:
                 began = clock() if step == WARM else began
                 groups = await self.production.collect(self.version, {})
                 await asyncio.sleep(TRAINING)
-                self.production.settle(groups, State.TRAINED)
+                self.production.settle(groups, TrajectoryState.TRAINED)
                 self.ledger.check()
                 taken += [(group.issue, [m.summary.id.sample for m in group.kept]) for group in groups]
                 if step >= WARM:

@@ -16,7 +16,7 @@ GROWTH = 1.25
 """Factor between two looks, while every admitted episode fits."""
 
 
-class Admission:
+class ConcurrencyLimit:
     """A limit without a setting: infinite, until an engine's cache is full and requests wait for room in it.
 
     Engines without a cache that can run out (``EngineHealth.cache`` None) never set it.

@@ -13,8 +13,8 @@ import ray
 from actors.lease import Lease
 from actors.lost import object_lost
 from cluster.loop.blame import Blame
-from cluster.loop.concurrency import Admission
-from cluster.roles.deadlines import within
+from cluster.loop.concurrency import ConcurrencyLimit
+from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief, is_lost, is_spent
 from cluster.roles.services import Services
 from rayloop.core.failures import WorkerLost
@@ -46,7 +46,7 @@ class _Avoid:
     engines: set[int] = field(default_factory=set)
 
 
-class Player:
+class EpisodeRunner:
     """``play`` always returns a member: scored, or unscored with the reason. It raises only what must end the run."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Player:
         """Calls of ``play`` under way."""
         self.evaluation: tuple[int, int] | None = None
         """Answers there and asked for, during an evaluation."""
-        self.admission = Admission()
+        self.admission = ConcurrencyLimit()
         self._driver, self._event, self._bad_data = driver, on_event, on_bad_data or self.tell_bad_data
         self._engines: dict[str, int] = {}
         self.blame = blame or Blame(config.environment)
@@ -157,7 +157,7 @@ class Player:
         well, served = None, None
         try:
             what = f"episode {key} of task {request.task.id} on {environments.name(lease)}"
-            summary = await within(self.config.environment.episode_timeout, result, what, lease.handle)
+            summary = await with_deadline(self.config.environment.episode_timeout, result, what, lease.handle)
             well, served = _went_well(summary)
         except asyncio.CancelledError:
             ray.cancel(result)

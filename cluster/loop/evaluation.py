@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, Sampling, Task, TrajectoryId
@@ -61,7 +61,7 @@ def never_evaluated(config: RunConfig) -> str:
 
 
 async def play(
-    asked: Sequence[Play], config: RunConfig, player: Player, step: int,
+    asked: Sequence[Play], config: RunConfig, player: EpisodeRunner, step: int,
     keep: Callable[[Item, dict[str, bytes]], None], hear: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
     """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash, and ``hear``

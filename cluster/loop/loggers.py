@@ -137,7 +137,7 @@ def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], fol
             return Wandb(settings, name, config, folder)
 
 
-class Worker:
+class LoggerThread:
     """One logger and its thread, in which ``opening`` makes it."""
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
@@ -196,7 +196,7 @@ class Loggers:
         opening: Callable[[AnySettings], Logger],
         failed: Callable[[str, str], None],
     ) -> None:
-        self._workers = [Worker(settings, partial(opening, settings)) for settings in chosen]
+        self._workers = [LoggerThread(settings, partial(opening, settings)) for settings in chosen]
         self._failed = failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -213,7 +213,7 @@ class Loggers:
         self._drop({worker: await worker.ended() for worker in self._workers})
         self._workers = []
 
-    def _drop(self, problems: Mapping[Worker, str | None]) -> None:
+    def _drop(self, problems: Mapping[LoggerThread, str | None]) -> None:
         for worker, why in problems.items():
             if why is not None:
                 self._workers.remove(worker)

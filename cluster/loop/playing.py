@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.loop.episode_runner import Player, requests
+from cluster.loop.episode_runner import EpisodeRunner, requests
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.grpo.staleness import is_due
@@ -37,14 +37,14 @@ class Playing:
     def ids(self, issue: Issue) -> list[TrajectoryId]:
         return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
 
-    async def play(self, issue: Issue, task: Task, player: Player) -> Group:
+    async def play(self, issue: Issue, task: Task, player: EpisodeRunner) -> Group:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
         asked = requests(self.config, task, self.ids(issue), issue.visit)
         self._began[issue.number] = {}
         members = await asyncio.gather(*(self._member(request, player) for request in asked))
         return Group(issue.number, task, tuple(members))
 
-    async def _member(self, request: PlayRequest, player: Player) -> Member:
+    async def _member(self, request: PlayRequest, player: EpisodeRunner) -> Member:
         began, sample = self._began[request.id.group], request.id.sample
 
         def begins() -> None:

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from cluster.loop.blame import Blame
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.playing import Issue, Playing
 from cluster.loop.reporter import Reporter
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
-from rayloop.core.groups import Fate, Group, Member, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.alarms import Alarms
-from rayloop.grpo.filtering import Verdict, generation_verdict, select
+from rayloop.grpo.filtering import Enough, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, expired, open_slots
 from rayloop.run.config import RunConfig
@@ -82,7 +82,7 @@ class Production:
 
     # Starting groups -----------------------------------------------------------------------------------------------
 
-    async def run(self, player: Player, finish: Finish) -> None:
+    async def run(self, player: EpisodeRunner, finish: Finish) -> None:
         """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
         self.reissue = sorted([*self.reissue, *self.in_flight.values()], key=lambda issue: issue.number)
         if self.in_flight:
@@ -161,7 +161,7 @@ class Production:
         return (before if self.config.rollout.deterministic else None), mine
 
     async def _produce(
-        self, issue: Issue, player: Player, finish: Finish,
+        self, issue: Issue, player: EpisodeRunner, finish: Finish,
         turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:  # fmt: skip
         """Play one group, wait for its turn, finish it."""
@@ -181,7 +181,7 @@ class Production:
         played = self._account_for_replay(group)
         for member in group.members:
             if not member.replayed:
-                self.ledger.move(member.summary.id, member.fate or Fate(State.READY))
+                self.ledger.move(member.summary.id, member.fate or Fate(TrajectoryState.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
         self.finished.append(group)
         self.alarms.groups(played)
@@ -231,7 +231,7 @@ class Production:
                 if self._bad is not None and self.config.data.strict:
                     raise self._bad
                 self._expire(version, inherited)
-                if self._verdict(self._owed(version, inherited)) is not Verdict.TRAIN:
+                if self._verdict(self._owed(version, inherited)) is not Enough.TRAIN:
                     await self._change()
                     continue
                 chosen = select(self.ready, c.target, c.filtering, oldest_first=c.carry_over)
@@ -248,7 +248,7 @@ class Production:
         if c.carry_over:
             self.ready = sorted([*chosen.left_over, *self.ready], key=lambda g: g.issue)
         else:
-            self.settle([_with_fate(g, Fate(State.SURPLUS, "left_over")) for g in chosen.left_over], None)
+            self.settle([_with_fate(g, Fate(TrajectoryState.SURPLUS, "left_over")) for g in chosen.left_over], None)
         self.issued_this_step = self._made_up_for = 0
         self._taken = sum(len(group.kept) for group in chosen.train)
         return chosen.train
@@ -271,14 +271,14 @@ class Production:
             return bool(self.in_flight or (self.one_round and self.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
-    def _verdict(self, owed: bool) -> Verdict:
+    def _verdict(self, owed: bool) -> Enough:
         """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
         is quarantined."""
         c = self.config.algorithm
         enough, none_left = self.survivors >= c.target and not owed, self._exhausted()
         spent = none_left or self.issued_this_step >= self._budget
         if not enough and (self.in_flight or self.reissue or not spent):
-            return Verdict.MORE
+            return Enough.MORE
         used = c.filtering.max_generation_batches if spent else 0
         fates = Counter(
             f"{m.fate.state}[{m.fate.reason}]" for group in self.finished for m in group.members if m.fate is not None
@@ -317,7 +317,7 @@ class Production:
         self.ready = [group for group in remaining if group.kept]
         self._notify()
 
-    def settle(self, groups: Sequence[Group], state: State | None) -> None:
+    def settle(self, groups: Sequence[Group], state: TrajectoryState | None) -> None:
         """Write final states into the ledger: ``state`` for kept members, or, with None, the new fates of the others."""
         for group in groups:
             for member in group.members:
@@ -332,7 +332,7 @@ class Production:
     def _end(self, member: Member, fate: Fate) -> None:
         """A member's final state, when it will not be trained."""
         self.ledger.move(member.summary.id, fate)
-        if fate.state in (State.STALE, State.SURPLUS):
+        if fate.state in (TrajectoryState.STALE, TrajectoryState.SURPLUS):
             self.dropped[f"{fate.state}/{member.summary.source or 'unnamed'}"] += 1
 
     async def _change(self) -> None:
@@ -374,15 +374,15 @@ class Production:
         for issue in self.in_flight.values():
             for id in self._playing.ids(issue):
                 if self.ledger.state_of(id) is not None:
-                    self.ledger.move(id, Fate(State.CANCELLED))
-        self.settle([_with_fate(group, Fate(State.SURPLUS, "run_ended")) for group in self.ready], None)
+                    self.ledger.move(id, Fate(TrajectoryState.CANCELLED))
+        self.settle([_with_fate(group, Fate(TrajectoryState.SURPLUS, "run_ended")) for group in self.ready], None)
         self.in_flight.clear()
         self.ready = []
 
 
 def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
     """The group after the payloads of these trajectories were lost. Rewards and advantages of the others stay."""
-    fate = Fate(State.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
+    fate = Fate(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
     gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
     return group.map({i: dataclasses.replace(m, fate=fate, payload=None, reference=None) for i, m in gone.items()})
 

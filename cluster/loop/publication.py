@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from actors.policy import Comparison
-from cluster.loop.episode_runner import Player
+from actors.policy import LogprobGap
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.reporter import Reporter
-from cluster.roles.deadlines import within
+from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core.failures import (
@@ -75,11 +75,11 @@ class Publisher:
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            await within(
+            await with_deadline(
                 self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine
             )
 
-    async def verify(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+    async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).
 
         ``tasks`` are those to draw probes from, in order.
@@ -95,7 +95,7 @@ class Publisher:
             self.reporter.event("parity_warning", why=str(error))
             await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
 
-    async def _parity(self, tasks: Sequence[Task], player: Player) -> None:
+    async def _parity(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, "parity")
         found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
         self.reporter.event("parity", **found.report(), tolerance=self.config.tolerance)
@@ -111,7 +111,7 @@ class Publisher:
                 "the pixels do not reach the model"
             )
 
-    async def observe(self, tasks: Sequence[Task], player: Player, step: int) -> float | None:
+    async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
         """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
 
         ``publish.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
@@ -132,7 +132,7 @@ class Publisher:
         self.reporter.event("parity", **found.report(), tolerance=self.config.drift)
         return found.mean
 
-    async def _play(self, task: Task, group: int, player: Player, step: int) -> Any:
+    async def _play(self, task: Task, group: int, player: EpisodeRunner, step: int) -> Any:
         """The payload of a fresh episode, or None and an event."""
         seed = derive(self.config.seed, "probe", "drift", step, task.id)
         request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
@@ -145,7 +145,7 @@ class Publisher:
         self.reporter.event("probe_failed", purpose="drift", task=task.id, why=played.outcome.reason)
         return None
 
-    async def _self_test(self, version: Version, tasks: Sequence[Task], player: Player) -> None:
+    async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
         images = (await self.services.policy.compare(self._probes)).images
         groups = await self.services.policy.parameter_groups()
@@ -164,7 +164,7 @@ class Publisher:
             self._judge(group, moved, follows)
         await self.publish(version)
 
-    def _judge(self, group: str, moved: Comparison, follows: Comparison) -> None:
+    def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
         """``moved``: the trainer's log-probs by the change; ``follows``: what then still separates the engines from it."""
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise PublicationError(
@@ -179,7 +179,7 @@ class Publisher:
                 f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
             )
 
-    async def _probe(self, tasks: Sequence[Task], player: Player, purpose: str) -> list[Any]:
+    async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
         """Payloads of fresh episodes at the run's own sampling settings, on the first ``publish.probes`` tasks that can be played.
 
         One that cannot is not tried again in this proof: it may have cost several deadlines. Raises EnvironmentFailed or

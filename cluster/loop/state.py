@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.lost import object_lost
-from cluster.roles.deadlines import within
+from cluster.roles.deadlines import with_deadline
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import TrajectoryId
@@ -30,7 +30,7 @@ async def capture(driver: Driver) -> dict[str, Any]:
         state = _snapshot(driver)
         members = [m for g in state["ready"] for m in g.kept] + [m for ms in state["replay"].values() for m in ms]
         try:
-            lost = await within(
+            lost = await with_deadline(
                 driver.config.policy.step_timeout, _resolve(members, values), "payloads for the checkpoint"
             )
         except WorkerLost as error:

@@ -39,7 +39,7 @@ WAITS = Waits()
 """Of this process."""
 
 
-async def within(
+async def with_deadline(
     deadline: float, awaitable: Awaitable[Any], what: str, actor: Any = None, *, counts: bool = True
 ) -> Any:
     """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
@@ -63,7 +63,7 @@ async def within(
             WAITS.moved = time.monotonic()
 
 
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``, but cancel it when ``stop`` is set. Raises Preempted then."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())]
     try:

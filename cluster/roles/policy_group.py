@@ -9,12 +9,12 @@ from typing import Any
 import ray
 
 from actors.lost import cause
-from actors.policy import Assignment, Comparison
-from cluster.roles.deadlines import within
+from actors.policy import Assignment, LogprobGap
+from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief, is_lost
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
-from rayloop.core.protocols import Manifest, Meeting
+from rayloop.core.protocols import BroadcastGroup, Manifest
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.balance import shares
 from rayloop.grpo.minibatches import mini_batches
@@ -53,7 +53,7 @@ class PolicyGroup:
     async def _results(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
         """One answer per rank; the first failure counts, since the others then wait for a peer that will not come."""
         calls = [
-            asyncio.ensure_future(within(deadline, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
+            asyncio.ensure_future(with_deadline(deadline, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
             for rank, ref in enumerate(refs)
         ]
         try:
@@ -95,7 +95,7 @@ class PolicyGroup:
         """One training step on what was fetched last. Returns the trainer's metrics."""
         return (await self._all("train"))[0]
 
-    async def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> Comparison:
+    async def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories.
 
         Raises WorkerLost when all of them are gone.
@@ -105,7 +105,7 @@ class PolicyGroup:
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
-        return Comparison(
+        return LogprobGap(
             int(tokens), sum(row["sum"] for row in rows) / max(1, tokens), max(row["max"] for row in rows),
             sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
         )  # fmt: skip
@@ -116,12 +116,12 @@ class PolicyGroup:
         manifests = await self._results("export", [manifest for manifest, _ in refs], self.settings.step_timeout)
         return manifests[0], refs[0][1]
 
-    async def invite(self, receivers: tuple[int, ...], failures: int) -> Meeting:
+    async def invite(self, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
         """A meeting of the first rank with these rollout actors, for ``send``; a new one after another failure."""
         answer = self.ranks[0].invite.remote(receivers, failures)
         return (await self._results("invite", [answer], self.settings.step_timeout))[0]
 
-    async def send(self, manifest: Manifest, source: Any, meeting: Meeting) -> None:
+    async def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
         """The first rank broadcasts an export. Raises BroadcastFailed."""
         await self._results("send", [self.ranks[0].send.remote(manifest, source, meeting)], self.settings.step_timeout)
 

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from actors.lease import Lease
 from actors.lost import cause, object_lost
-from cluster.roles.deadlines import within
+from cluster.roles.deadlines import with_deadline
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
 from rayloop.run.config import RecoverySettings
 
@@ -97,7 +97,7 @@ class Pool:
         self._serial += 1
         worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
         try:
-            await within(
+            await with_deadline(
                 self.settings.start_timeout,
                 worker.handle.health.remote(),
                 f"start of {self.role} {slot}",
@@ -124,7 +124,9 @@ class Pool:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            await within(deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role")
+            await with_deadline(
+                deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role"
+            )
         others = [w for w in self.workers.values() if w.slot not in avoid]
         known = [w for w in others if affinity and w.affinities[affinity]]
         worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
@@ -212,7 +214,7 @@ class Pool:
             try:
                 refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
                 answer = refs if returns == 1 else refs[0]
-                value = await within(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
+                value = await with_deadline(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
                 if unable is not None:
                     well = not unable(value)
                 if well is not False or asked_again:
@@ -241,7 +243,7 @@ class Pool:
         async def one(worker: Worker) -> Any:
             try:
                 answer, what = getattr(worker.handle, method).remote(*args), f"{method} of {self.role} {worker.slot}"
-                return await within(deadline, answer, what, worker.handle, counts=method != "health")
+                return await with_deadline(deadline, answer, what, worker.handle, counts=method != "health")
             except Exception as error:
                 if not is_lost(error):
                     raise

@@ -20,7 +20,7 @@ from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
-from cluster.roles.deadlines import within
+from cluster.roles.deadlines import with_deadline
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
@@ -83,7 +83,7 @@ async def reserve(
         on_event("waiting_for_resources", seconds=timeout, lacks=short)
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
-        await within(timeout, group.ready(), f"the placement of {len(wanted)} actors")
+        await with_deadline(timeout, group.ready(), f"the placement of {len(wanted)} actors")
     except WorkerLost:
         remove_placement_group(group)
         if short := _short(wanted):

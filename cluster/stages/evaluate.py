@@ -15,9 +15,9 @@ import ray
 from actors.lease import Lease
 from actors.lost import cause
 from actors.rollout import start_weights
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import Play, blind, play, plays
-from cluster.roles.deadlines import within
+from cluster.roles.deadlines import with_deadline
 from cluster.roles.services import Services, bundles, total
 from cluster.roles.session import session
 from rayloop.config.settings import dump
@@ -94,7 +94,7 @@ class Evaluator:
         """
         services = Services(self.config, str(self.out), self._event)
         me = ray.get_runtime_context().current_actor
-        self.player = Player(self.config, services, me, self._event)
+        self.player = EpisodeRunner(self.config, services, me, self._event)
         try:
             if not serves_its_own_weights(self.config.rollout.engine):
                 self.weights = await asyncio.to_thread(self._pack)
@@ -112,7 +112,7 @@ class Evaluator:
         if self.weights is None:
             return
         manifest, source = self.weights
-        await within(
+        await with_deadline(
             self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine
         )
 

@@ -30,7 +30,7 @@ from rayloop.core.seeds import derive
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.settings import LossSettings
 from rayloop.run.folder import make_folder
-from rayloop.sft.stage import START, Examples, Progress, SftConfig, make_tiny
+from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
 
 RUN, PROGRESS, CHECKPOINTS, STATE = "run", "progress.txt", "checkpoints", "state.json"
 POLL = 0.5
@@ -154,7 +154,7 @@ class Rank:
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
         self.step, seconds = self._restored()
-        self.progress = Progress(seconds)
+        self.progress = SftProgress(seconds)
 
     def run(self) -> None:
         """Train to the end and write the model. Raises RayloopError."""

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayloop.config.settings import LocalPath, Settings
+from rayloop.config.settings import LocalPath, SettingsModel
 
 
-class ModelSettings(Settings):
+class ModelSettings(SettingsModel):
     """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
 
     path: LocalPath

@@ -24,7 +24,7 @@ from rayloop.config.yaml_source import KeyPath, Source, dotted, read
 from rayloop.core.failures import ConfigError
 
 
-class Settings(BaseModel):
+class SettingsModel(BaseModel):
     """Base of every settings class: unknown keys are errors, values are immutable, docstrings are the reference."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
@@ -83,7 +83,7 @@ class Role:
             self.function(component.build(), component.use)
 
 
-class Component(Settings):
+class Component(SettingsModel):
     """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
 
     The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument. Where the
@@ -146,7 +146,7 @@ class Component(Settings):
 
 
 SETTINGS_ADVICE = """Write in the class:
-      class Settings(rayloop.config.settings.Settings): pass  # its fields are the keys of `with`
+      class Settings(rayloop.config.settings.SettingsModel): pass  # its fields are the keys of `with`
       def __init__(self, settings): ..."""
 
 
@@ -186,7 +186,7 @@ def _from_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=SettingsModel)
 
 
 def load(path: Path, overrides: Sequence[str], model: type[S]) -> S:
@@ -204,7 +204,7 @@ def load(path: Path, overrides: Sequence[str], model: type[S]) -> S:
     return settings
 
 
-def check_components(settings: Settings) -> None:
+def check_components(settings: SettingsModel) -> None:
     """Import every component of ``settings`` and validate its ``with``. Raises ConfigError that lists every problem."""
     source = settings._source
     problems = []
@@ -218,7 +218,9 @@ def check_components(settings: Settings) -> None:
             hint = _beside(component.use, source) if absent else ""
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
         except ValidationError as error:
-            problems += explain(error, component.settings_class() or Settings, component.with_, source, (*path, "with"))
+            problems += explain(
+                error, component.settings_class() or SettingsModel, component.with_, source, (*path, "with")
+            )
     if problems:
         raise _refused(problems, source)
 
@@ -229,7 +231,7 @@ def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyP
         yield path, component
 
 
-def dump(settings: Settings, *, expand_components: bool = False) -> str:
+def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
     """The configuration with every default written out, as YAML that loads to an equal object.
 
     With ``expand_components`` the defaults of each component's own settings appear under its ``with`` as well, which

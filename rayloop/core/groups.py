@@ -67,7 +67,7 @@ class PlayFailed:
     bug: bool = False
 
 
-class State(StrEnum):
+class TrajectoryState(StrEnum):
     """The state of a trajectory id in the ledger. Everything after READY is final."""
 
     IN_FLIGHT = "in_flight"
@@ -84,7 +84,7 @@ class State(StrEnum):
 class Fate:
     """Why a member left its group: a final state and a reason for the counters."""
 
-    state: State
+    state: TrajectoryState
     reason: str = ""
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from rayloop.core.failures import LedgerError
-from rayloop.core.groups import Fate, State
+from rayloop.core.groups import Fate, TrajectoryState
 from rayloop.core.types import TrajectoryId
 
-LIVE = (State.IN_FLIGHT, State.READY)
+LIVE = (TrajectoryState.IN_FLIGHT, TrajectoryState.READY)
 
 
 class LedgerState(TypedDict):
@@ -39,7 +39,7 @@ class Ledger:
         self._attempts = 0
         self._replayed = 0
         self._highest: TrajectoryId | None = None
-        self._live: dict[TrajectoryId, State] = {}
+        self._live: dict[TrajectoryId, TrajectoryState] = {}
         self._reissuable: set[TrajectoryId] = set()
         self._final: Counter[str] = Counter()
 
@@ -61,7 +61,7 @@ class Ledger:
             raise LedgerError(f"the same id is issued twice: {', '.join(map(str, new))}")
         self._highest = highest
         self._reissuable.difference_update(new)
-        self._live.update((id, State.IN_FLIGHT) for id in new)
+        self._live.update((id, TrajectoryState.IN_FLIGHT) for id in new)
         self._issued += len(new)
 
     def move(self, id: TrajectoryId, fate: Fate) -> None:
@@ -69,21 +69,21 @@ class Ledger:
         now = self._live.get(id)
         if now is None:
             raise LedgerError(f"trajectory {id} cannot become {_key(fate)}: it is not live (never issued, or final)")
-        if fate.state == State.READY and now == State.IN_FLIGHT:
-            self._live[id] = State.READY
+        if fate.state == TrajectoryState.READY and now == TrajectoryState.IN_FLIGHT:
+            self._live[id] = TrajectoryState.READY
         elif fate.state not in LIVE:
             del self._live[id]
             self._final[_key(fate)] += 1
         else:
             raise LedgerError(f"trajectory {id} cannot go from {now} to {fate.state}")
 
-    def state_of(self, id: TrajectoryId) -> State | None:
+    def state_of(self, id: TrajectoryId) -> TrajectoryState | None:
         """The state of a live id; None when it was never issued or is final."""
         return self._live.get(id)
 
     def attempt(self, id: TrajectoryId) -> None:
         """Count a re-issue of an episode (same id, next attempt). Raises LedgerError when it is not in flight."""
-        if self._live.get(id) != State.IN_FLIGHT:
+        if self._live.get(id) != TrajectoryState.IN_FLIGHT:
             raise LedgerError(f"trajectory {id} cannot be attempted again: it is not in flight")
         self._attempts += 1
 
@@ -96,7 +96,7 @@ class Ledger:
 
         They are generated again under the same ids, which ``issue`` accepts once more; each counts as an attempt.
         """
-        again = tuple(sorted(id for id, state in self._live.items() if ready or state == State.IN_FLIGHT))
+        again = tuple(sorted(id for id, state in self._live.items() if ready or state == TrajectoryState.IN_FLIGHT))
         for id in again:
             del self._live[id]
         self._reissuable.update(again)
@@ -110,7 +110,11 @@ class Ledger:
         ``attempts`` and ``replayed`` stand outside the balance.
         """
         live = Counter(self._live.values())
-        counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(State.TRAINED): 0}
+        counts = {
+            "issued": self._issued,
+            **{str(state): live[state] for state in LIVE},
+            str(TrajectoryState.TRAINED): 0,
+        }
         counts |= dict(sorted(self._final.items()))
         return counts | {"attempts": self._attempts, "replayed": self._replayed}
 
@@ -136,7 +140,7 @@ class Ledger:
         """Become the ledger that ``state`` was taken from. Raises LedgerError when that one does not balance."""
         self._issued, self._attempts, self._replayed = state["issued"], state["attempts"], state["replayed"]
         self._highest = None if state["highest"] is None else TrajectoryId(*state["highest"])
-        self._live = {TrajectoryId(group, sample): State(name) for group, sample, name in state["live"]}
+        self._live = {TrajectoryId(group, sample): TrajectoryState(name) for group, sample, name in state["live"]}
         self._reissuable = {TrajectoryId(*row) for row in state["reissuable"]}
         self._final = Counter(state["final"])
         self.check()

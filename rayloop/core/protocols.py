@@ -42,7 +42,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class BroadcastGroup:
     """Where the ``size`` members of the weights' process group find each other: at the store of the sender, below ``name``."""
 
     host: str

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayloop.config.explain import short
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
 from rayloop.core.seeds import derive
 from rayloop.core.types import ImageSource, Message, Task
@@ -155,7 +155,7 @@ class ChatRows:
     ``extra_info``, is in the task's ``extra``, for rewards and environments; ``prompt`` only when it is a text.
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         prompt: str = "prompt"
         """Column of the messages. Set it when yours is called otherwise, for example ``question``."""
         images: str = "images"

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from rayloop.config.model import ModelSettings as ModelSettings
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 
 Dtype = Literal["float32", "bfloat16"]
 
 
-class TransformersEngineSettings(Settings):
+class TransformersEngineSettings(SettingsModel):
     """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
 
     kind: Literal["transformers"] = "transformers"
@@ -30,7 +30,7 @@ class TransformersEngineSettings(Settings):
     """Torch threads on CPU; None: the actor's num_cpus."""
 
 
-class VllmEngineSettings(Settings):
+class VllmEngineSettings(SettingsModel):
     """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
 
     kind: Literal["vllm"] = "vllm"
@@ -74,7 +74,7 @@ _VLLM_ARGUMENTS = frozenset({
 """What rayloop itself passes to vLLM."""
 
 
-class SglangEngineSettings(Settings):
+class SglangEngineSettings(SettingsModel):
     """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Written, and not yet run."""
 
     kind: Literal["sglang"] = "sglang"
@@ -86,7 +86,7 @@ class SglangEngineSettings(Settings):
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...)."""
 
 
-class ServerCall(Settings):
+class ServerCall(SettingsModel):
     """A POST request to the server, outside of the OpenAI interface."""
 
     path: str
@@ -95,7 +95,7 @@ class ServerCall(Settings):
     """Sent as JSON. ``{folder}`` within a text stands for the model folder with the weights to load."""
 
 
-class OpenAiHttpEngineSettings(Settings):
+class OpenAiHttpEngineSettings(SettingsModel):
     """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
 
     kind: Literal["openai_http"] = "openai_http"
@@ -141,7 +141,7 @@ def serves_its_own_weights(engine: GenerationSettings) -> TypeGuard[OpenAiHttpEn
     return isinstance(engine, OpenAiHttpEngineSettings) and not engine.update
 
 
-class OptimizerSettings(Settings):
+class OptimizerSettings(SettingsModel):
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
@@ -174,7 +174,7 @@ class OptimizerSettings(Settings):
         return self
 
 
-class LoraSettings(Settings):
+class LoraSettings(SettingsModel):
     """Train low-rank adapters instead of the model (peft)."""
 
     rank: int = Field(8, gt=0)
@@ -189,7 +189,7 @@ class LoraSettings(Settings):
     """Adapt the vision tower's layers of these names too. Matching by name alone does so by accident (Chart-RVR)."""
 
 
-class FsdpSettings(Settings):
+class FsdpSettings(SettingsModel):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
     kind: Literal["fsdp"] = "fsdp"

@@ -8,12 +8,12 @@ import time
 from PIL import Image
 from pydantic import Field
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 
 
-class ScriptedImage(_Settings):
+class ScriptedImage(SettingsModel):
     """A generated picture: a horizontal gradient."""
 
     width: int = Field(56, ge=1)
@@ -26,7 +26,7 @@ class ScriptedImage(_Settings):
         return ImageSource(data=encoded.getvalue())
 
 
-class ScriptedStep(_Settings):
+class ScriptedStep(SettingsModel):
     """The answer to one turn."""
 
     text: str = ""
@@ -41,7 +41,7 @@ class ScriptedStep(_Settings):
 class ScriptedTool:
     """Answers the k-th turn with the k-th step of the script; the episode is done when the script is."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         steps: tuple[ScriptedStep, ...] = ()
         role: str = "user"
         """The role of the observations."""

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayloop.config.settings import Component, Role, Settings
+from rayloop.config.settings import Component, Role, SettingsModel
 
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
 
 
-class EpisodeSettings(Settings):
+class EpisodeSettings(SettingsModel):
     """How one episode is played, whatever its environment."""
 
     environment: Annotated[Component, ENVIRONMENT] = Component(use="rayloop.envs.single_turn:SingleTurn")

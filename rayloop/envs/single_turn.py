@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
 
 
 class SingleTurn:
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: SingleTurn.Settings) -> None: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
@@ -89,7 +89,7 @@ class CropTool:
 class ImageTools:
     """The task's messages, then tool calls on its images until a turn calls none: that turn is the answer."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         min_side: int = Field(28, ge=1)
         """A crop with a side of fewer pixels is refused: it would be enlarged from almost nothing."""
         role: str = "tool"

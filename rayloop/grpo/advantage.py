@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.groups import Fate, Group, Scored, State, Unscored
+from rayloop.core.groups import Fate, Group, Scored, TrajectoryState, Unscored
 from rayloop.core.seeds import derive
 from rayloop.grpo.settings import AdvantageSettings
 
@@ -75,13 +75,15 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     ``excluded[min_group]`` and mean and std stay None. Members that already have a fate are left alone.
     """
     members = tuple(
-        replace(m, fate=Fate(State.EXCLUDED, str(m.outcome.kind))) if m.kept and isinstance(m.outcome, Unscored) else m
+        replace(m, fate=Fate(TrajectoryState.EXCLUDED, str(m.outcome.kind)))
+        if m.kept and isinstance(m.outcome, Unscored)
+        else m
         for m in group.members
     )
     group = replace(group, members=members, mean=None, std=None)
     positions = [i for i, m in enumerate(members) if m.kept and isinstance(m.outcome, Scored)]
     if len(positions) < settings.min_group:
-        lonely = Fate(State.EXCLUDED, "min_group")
+        lonely = Fate(TrajectoryState.EXCLUDED, "min_group")
         return group.map({i: replace(members[i], fate=lonely) for i in positions})
     rewards = [members[i].reward for i in positions]
     if settings.permuted:

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.groups import Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
@@ -28,7 +28,7 @@ UNSEEN = 10
 """Steps in a row without such samples (the trainer is the slower side) after which others are played for it."""
 
 
-class Limit(Settings):
+class Limit(SettingsModel):
     """An alarm: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
@@ -49,7 +49,7 @@ _GRADERS = ("grader_error", "grader_timeout", "judge_invalid", "judge_changed", 
 FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
 
 
-class AlarmSettings(Settings):
+class AlarmSettings(SettingsModel):
     """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last ``window``
     trajectories, each as 0 to 1."""
 
@@ -120,7 +120,7 @@ class Alarms:
         for member in fresh:
             self._first_of_its_kind(member)
             unscored = member.outcome if isinstance(member.outcome, Unscored) else None
-            excluded = member.fate is not None and member.fate.state is State.EXCLUDED
+            excluded = member.fate is not None and member.fate.state is TrajectoryState.EXCLUDED
             flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
             of = member.summary
             self._seen.append(_Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags))))

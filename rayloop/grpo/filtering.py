@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Fate, Group, Member, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
 from rayloop.grpo.settings import (
     EqualRewards,
@@ -21,7 +21,7 @@ from rayloop.grpo.settings import (
 )
 from rayloop.grpo.staleness import began
 
-CUT = Fate(State.SURPLUS, "cut")
+CUT = Fate(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
@@ -39,7 +39,7 @@ def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
         else:
             reason = rule.kind
             refused = {i: member for i, member in kept.items() if not _keeps(rule, member)}
-        group = group.map({i: replace(m, fate=Fate(State.FILTERED, reason)) for i, m in refused.items()})
+        group = group.map({i: replace(m, fate=Fate(TrajectoryState.FILTERED, reason)) for i, m in refused.items()})
     return group
 
 
@@ -115,7 +115,7 @@ def _in_issue_order(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: group.issue))
 
 
-class Verdict(StrEnum):
+class Enough(StrEnum):
     """What a step does next: start another generation batch, or train what survived."""
 
     MORE = "more"
@@ -125,7 +125,7 @@ class Verdict(StrEnum):
 def generation_verdict(
     survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int],
     unscored: Sequence[Unscored] = (),
-) -> Verdict:  # fmt: skip
+) -> Enough:  # fmt: skip
     """Decide once ``batches_used`` generation batches have ended with ``survivors`` trajectories to train.
 
     A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at
@@ -133,16 +133,16 @@ def generation_verdict(
     this step's trajectories) and the most frequent reasons of those that are ``unscored``.
     """
     if survivors >= target:
-        return Verdict.TRAIN
+        return Enough.TRAIN
     if batches_used < settings.max_generation_batches:
-        return Verdict.MORE
+        return Enough.MORE
     if survivors > 0 and survivors >= settings.min_fraction * target:
-        return Verdict.TRAIN
+        return Enough.TRAIN
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
     if 2 * len(unscored) > sum(counts.values()):
         advice = "Most have no reward, which is not the policy's doing: repair that first"
-    if 2 * (lost := counts.get(f"{State.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
+    if 2 * (lost := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
         advice = f"{lost} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
     why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
     raise GenerationBudgetSpent(

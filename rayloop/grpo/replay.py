@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from rayloop.core.groups import Fate, Group, Member, State, Unscored
+from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored
 from rayloop.core.seeds import derive
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.settings import ReplaySettings
 
-REPLACED = Fate(State.SURPLUS, "replaced_by_replay")
+REPLACED = Fate(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class ReplayBuffer:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
         first = group.members[0]
-        fate = Fate(State.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
+        fate = (
+            Fate(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
+        )
         return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, fate=fate))
 
     def store(self, group: Group) -> None:

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.types import EndReason
 
 
-class AdvantageSettings(Settings):
+class AdvantageSettings(SettingsModel):
     """Section 3: the group-relative advantage. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
@@ -40,7 +40,7 @@ class AdvantageSettings(Settings):
         return self
 
 
-class EqualRewards(Settings):
+class EqualRewards(SettingsModel):
     """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
@@ -52,19 +52,19 @@ class EqualRewards(Settings):
     """An equal group at or below this value counts as all_wrong."""
 
 
-class ToolImage(Settings):
+class ToolImage(SettingsModel):
     """Keep trajectories in which some observation returned an image (PyVision's ``hasimage``)."""
 
     kind: Literal["tool_image"] = "tool_image"
 
 
-class ImagesConsistent(Settings):
+class ImagesConsistent(SettingsModel):
     """Keep trajectories whose image tokens and images agree (PyVision's ``vtoken_images_num_consis``)."""
 
     kind: Literal["images_consistent"] = "images_consistent"
 
 
-class MaxLength(Settings):
+class MaxLength(SettingsModel):
     """Keep trajectories of at most ``tokens`` tokens (PyVision's ``trajlength``)."""
 
     kind: Literal["max_length"] = "max_length"
@@ -72,7 +72,7 @@ class MaxLength(Settings):
     """Of the whole trajectory, prompt included."""
 
 
-class KeepEndReasons(Settings):
+class KeepEndReasons(SettingsModel):
     """Keep trajectories that ended for one of these reasons (PyVision's ``end_reason``)."""
 
     kind: Literal["end_reason"] = "end_reason"
@@ -80,7 +80,7 @@ class KeepEndReasons(Settings):
     """Reasons to keep; the others (over_length, ...) are left out."""
 
 
-class PositiveNegativeAdvantage(Settings):
+class PositiveNegativeAdvantage(SettingsModel):
     """Drop right answers (reward > ``right_above``) whose advantage is negative."""
 
     kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
@@ -94,7 +94,7 @@ Filter = Annotated[
 ]
 
 
-class FilteringSettings(Settings):
+class FilteringSettings(SettingsModel):
     """Section 4: oversample, filter, rank. A deliberate bias toward groups that teach; it costs generated tokens."""
 
     filters: tuple[Filter, ...] = (EqualRewards(),)
@@ -116,7 +116,7 @@ class FilteringSettings(Settings):
     of it, and ``when_late: wait`` the short half; a run says so."""
 
 
-class ReplaySettings(Settings):
+class ReplaySettings(SettingsModel):
     """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
 
     enabled: bool = False
@@ -136,7 +136,7 @@ class ReplaySettings(Settings):
     """True gives the original: old log-probs recomputed, correction weight 1."""
 
 
-class StalenessSettings(Settings):
+class StalenessSettings(SettingsModel):
     """Section 7: how far generation may run ahead of training, in steps."""
 
     max_staleness: int = Field(0, ge=0)
@@ -148,7 +148,7 @@ class StalenessSettings(Settings):
     long episodes are trained as little as 0.3 times as often as played (docs/algorithm.md, section 7)."""
 
 
-class LossSettings(Settings):
+class LossSettings(SettingsModel):
     """Section 6: the clipped policy-gradient loss and its aggregation."""
 
     clip_low: float = Field(0.2, ge=0, lt=1)
@@ -190,7 +190,7 @@ class LossSettings(Settings):
         return self
 
 
-class UpdateSettings(Settings):
+class UpdateSettings(SettingsModel):
     """Optimizer updates per step: mini-batches are cut at group boundaries, shuffled by the run's seed."""
 
     epochs: int = Field(1, ge=1)

@@ -71,7 +71,7 @@ class End(Enum):
     RAY = "Ray ended"
 
 
-class Told:
+class StopSignals:
     """The signals that came: ``first`` is None before there was one."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Told:
 
 def run_node(a: argparse.Namespace) -> int:
     """The node of ``python -m cluster node`` until it ends; its exit code."""
-    told = Told()
+    told = StopSignals()
     deaf = a.role is worker and not a.program and not a.requeue
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
@@ -116,13 +116,13 @@ def _child(command: Sequence[str], environment: Mapping[str, str], log: Any = No
     )  # fmt: skip
 
 
-def _requeued(a: argparse.Namespace, told: Told, code: int) -> bool:
+def _requeued(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
     """Whether this job will be started again: near its time limit, if its program has saved, and not too often."""
     saved = code == Preempted.exit_code or not a.program
     return told.near_limit() and saved and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
 
 
-def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
+def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
     """Start a head, publish it, and stay until a signal, or the end of the program, whose exit code is returned."""
     token = place.open(a.insecure)
     address = slurm_job.node_address()
@@ -154,7 +154,7 @@ def head(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
     return code
 
 
-def worker(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
+def worker(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
     """Join the head, and each head that comes after it, until a signal, the end of the program or of the cluster's work.
 
     Ray gives a node 30 s to start, which a busy machine may need more than once. Raises NodeFailed after ATTEMPTS in a row, and
@@ -178,7 +178,7 @@ def worker(a: argparse.Namespace, place: Rendezvous, told: Told) -> int:
     return Preempted.exit_code if a.program and told.first else 0
 
 
-def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: Told) -> tuple[End, int]:
+def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSignals) -> tuple[End, int]:
     """Be a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
     address, host = slurm_job.node_address(), joined.address.rpartition(":")[0]
     gone = Gone(place, joined)
@@ -222,7 +222,7 @@ class Gone:
         return time.monotonic() - self._heard > SILENCE
 
 
-def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, told: Told, gone: Any) -> End:
+def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, told: StopSignals, gone: Any) -> End:
     """Wait until there is a reason to leave."""
     while True:
         if told.first is not None:
@@ -303,7 +303,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _started(
-    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], told: Told, gone: Any = lambda: False
+    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], told: StopSignals, gone: Any = lambda: False
 ) -> bool:
     """Wait until all addresses accept connections. Returns whether they do: False when a signal or ``gone`` came before.
 
@@ -327,7 +327,7 @@ def _tail(folder: Path) -> str:
 
 @contextmanager
 def beside(
-    a: argparse.Namespace, head: Head, settings: Mapping[str, str], told: Told
+    a: argparse.Namespace, head: Head, settings: Mapping[str, str], told: StopSignals
 ) -> Iterator[subprocess.Popen[bytes] | None]:
     """Run the program, if there is one. After the block it has ended: by SIGTERM; after --grace, or a second signal, by SIGKILL."""
     if not a.program:
@@ -348,7 +348,7 @@ def beside(
         program.wait()
 
 
-def _pause(seconds: float, told: Told) -> None:
+def _pause(seconds: float, told: StopSignals) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not told.again:
         time.sleep(POLL)

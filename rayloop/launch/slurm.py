@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.launch.node import ROOT
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm_job import Queued, active
@@ -23,7 +23,7 @@ CANCEL = 120.0
 """Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does."""
 
 
-class JobSettings(Settings):
+class JobSettings(SettingsModel):
     """What one kind of job asks Slurm for. None: the site's default."""
 
     partition: str | None = None
@@ -57,7 +57,7 @@ class WorkerSettings(NodeSettings):
     """Nodes."""
 
 
-class SiteSettings(Settings):
+class SiteSettings(SettingsModel):
     """A cluster on one site: ``deploy/slurm/site.yaml``."""
 
     cluster: str = Field("rayloop", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")

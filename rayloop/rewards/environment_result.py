@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -11,7 +11,7 @@ from rayloop.core.types import Task, Trajectory
 class EnvironmentResult:
     """What the environment's ``evaluate`` returned. An episode without such a result has no reward."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: EnvironmentResult.Settings) -> None:

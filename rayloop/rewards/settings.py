@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rayloop.config.settings import Component, Role, Settings
+from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.rewards.functions import as_source
 
 REWARD = Role("reward", ("score",), as_source)
 
 
-class RewardSettings(Settings):
+class RewardSettings(SettingsModel):
     """Which reward source scores episodes, and what happens when it misbehaves."""
 
     source: Annotated[Component, REWARD]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rayloop.config.settings import Component, LocalPath, Role, Settings, check_components, load
+from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
     FsdpSettings,
@@ -33,7 +33,7 @@ from rayloop.run.loggers import LoggersSettings
 from rayloop.transports.settings import CollectiveTransport, CudaIpcTransport, ObjectStoreTransport, TransportSettings
 
 
-class DataSettings(Settings):
+class DataSettings(SettingsModel):
     train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
@@ -46,7 +46,7 @@ class DataSettings(Settings):
     """Stop at the first bad row or image instead of quarantining it."""
 
 
-class SamplingSettings(Settings):
+class SamplingSettings(SettingsModel):
     temperature: float = Field(1.0, gt=0)
     """The policy's temperature, for sampling and for every log-prob of the trainer alike."""
     max_tokens: int = Field(64, gt=0)
@@ -60,7 +60,7 @@ class SamplingSettings(Settings):
         return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
 
 
-class Placement(Settings):
+class Placement(SettingsModel):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
@@ -71,7 +71,7 @@ class Placement(Settings):
     """Custom Ray resources, for example to pin environments to nodes that have a browser."""
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(SettingsModel):
     actors: int = Field(1, ge=1)
     """Engines. Raise it to generate on more GPUs or nodes; each holds the whole model."""
     engine: GenerationSettings = TransformersEngineSettings()
@@ -82,7 +82,7 @@ class RolloutSettings(Settings):
     bit for bit. For tests and for hunting differences: decoding group by group is slower."""
 
 
-class EnvironmentSettings(Settings):
+class EnvironmentSettings(SettingsModel):
     actors: int = Field(1, ge=1)
     """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
@@ -108,7 +108,7 @@ class RewardPool(RewardSettings):
     """How often scoring is tried when the reward actor dies."""
 
 
-class ReferenceSettings(Settings):
+class ReferenceSettings(SettingsModel):
     kind: Literal["none", "actor", "adapter_off"] = "none"
     """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
     actors: int = Field(1, ge=1)
@@ -120,7 +120,7 @@ class ReferenceSettings(Settings):
     """Seconds for the log-probs of one group's trajectories. Raise it for long trajectories on slow devices."""
 
 
-class PolicySettings(Settings):
+class PolicySettings(SettingsModel):
     ranks: int = Field(1, ge=1)
     """FSDP world size: one actor per rank."""
     engine: FsdpSettings = FsdpSettings()
@@ -134,7 +134,7 @@ class PolicySettings(Settings):
     """Seconds for one call of the trainer (a step, a checkpoint, an export)."""
 
 
-class AlgorithmSettings(Settings):
+class AlgorithmSettings(SettingsModel):
     group_size: int = Field(8, ge=1)
     """Trajectories per task that share a baseline."""
     groups_per_step: int = Field(8, ge=1)
@@ -155,7 +155,7 @@ class AlgorithmSettings(Settings):
         return asynchronous if self.filtering.carry_over is None else self.filtering.carry_over
 
 
-class PublishSettings(Settings):
+class PublishSettings(SettingsModel):
     transport: TransportSettings = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
@@ -169,7 +169,7 @@ class PublishSettings(Settings):
     """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``)."""
 
 
-class CheckpointSettings(Settings):
+class CheckpointSettings(SettingsModel):
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, ge=1)
@@ -181,7 +181,7 @@ class CheckpointSettings(Settings):
     """Failed saves in a row (a full disk) before the run stops."""
 
 
-class EvaluationSettings(Settings):
+class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     limit: int | None = Field(None, gt=0)
@@ -195,13 +195,13 @@ class EvaluationSettings(Settings):
     example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
 
 
-class ReportSettings(Settings):
+class ReportSettings(SettingsModel):
     boxes: Component | None = None
     """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
     example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
 
 
-class RecoverySettings(Settings):
+class RecoverySettings(SettingsModel):
     replacements: int = Field(20, ge=0)
     """Actors that may be replaced per role before the run stops."""
     policy_restarts: int = Field(3, ge=0)
@@ -220,7 +220,7 @@ class RecoverySettings(Settings):
     """The same before the run stops. Above the longest single call, which is a step of the trainer or an episode."""
 
 
-class PreemptionSettings(Settings):
+class PreemptionSettings(SettingsModel):
     grace: float = Field(120.0, gt=0)
     """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
@@ -232,7 +232,7 @@ def _name(text: str) -> str:
     return text
 
 
-class RunConfig(Settings):
+class RunConfig(SettingsModel):
     """One run. ``python -m cluster train CONFIG --print-config`` shows it expanded."""
 
     name: Annotated[str, AfterValidator(_name)]

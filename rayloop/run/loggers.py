@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
 
 
-class Patience(Settings):
+class Patience(SettingsModel):
     timeout: float = Field(60.0, gt=0)
     """Seconds that one call of the logger may take, and that the end of a run waits for it, before it is dropped."""
 

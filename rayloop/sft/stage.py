@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from pydantic import Field, model_validator
 
 from rayloop.chat.rendering import Renderer
-from rayloop.config.settings import Component, LocalPath, Settings
+from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.data.dataset import Dataset
@@ -37,7 +37,7 @@ class Answers(Protocol):
     def answer(self, task: Task, rng: random.Random) -> str: ...
 
 
-class TinySettings(Settings):
+class TinySettings(SettingsModel):
     """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer learns the rows' texts."""
 
     vision: bool = True
@@ -51,7 +51,7 @@ class TinySettings(Settings):
     """As ``image_mean``: what its processor divides by."""
 
 
-class SftConfig(Settings):
+class SftConfig(SettingsModel):
     """``python -m cluster sft CONFIG``."""
 
     output: LocalPath
@@ -139,7 +139,7 @@ def make_tiny(config: SftConfig) -> None:
     )  # fmt: skip
 
 
-class Progress:
+class SftProgress:
     """What the lines of progress say: means over the steps since the line before, of which ``rows`` counts the rows.
 
     ``spent``: seconds before this part of the stage.

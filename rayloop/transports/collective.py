@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayloop.core.failures import BroadcastFailed
-from rayloop.core.protocols import Manifest, Meeting
+from rayloop.core.protocols import BroadcastGroup, Manifest
 from rayloop.transports.manifest import DTYPES, verify
 from rayloop.transports.object_store import ObjectStore
 from rayloop.transports.settings import CollectiveTransport
@@ -52,7 +52,7 @@ def buckets(manifest: Manifest, limit: int) -> Iterator[Bucket]:
 
 
 class Collective(ObjectStore):
-    """The object store, and beside it the broadcast, whose source is a ``Meeting``.
+    """The object store, and beside it the broadcast, whose source is a ``BroadcastGroup``.
 
     ``invite`` and ``send`` are for the policy's first rank, ``unpack`` is for the rollout actors.
     """
@@ -63,10 +63,10 @@ class Collective(ObjectStore):
         self._device = torch.device("cuda" if settings.backend == "nccl" else "cpu")
         self._server: dist.TCPStore | None = None
         self._invited: tuple[tuple[int, ...], int] | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: BroadcastGroup | None = None
         self._group: dist.Backend | None = None
 
-    def invite(self, host: str, receivers: tuple[int, ...], failures: int) -> Meeting:
+    def invite(self, host: str, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
         """A meeting with these receivers, who reach this process at ``host``.
 
         It is the last one, whose group exists, as long as neither they nor the number of failed broadcasts have changed.
@@ -76,10 +76,10 @@ class Collective(ObjectStore):
         if self._meeting is None or self._invited != (receivers, failures):
             self._leave()
             self._invited = (receivers, failures)
-            self._meeting = Meeting(host, self._server.port, secrets.token_hex(8), 1 + len(receivers))
+            self._meeting = BroadcastGroup(host, self._server.port, secrets.token_hex(8), 1 + len(receivers))
         return self._meeting
 
-    def send(self, manifest: Manifest, source: Mapping[str, npt.NDArray[np.uint8]], meeting: Meeting) -> None:
+    def send(self, manifest: Manifest, source: Mapping[str, npt.NDArray[np.uint8]], meeting: BroadcastGroup) -> None:
         """Broadcast what ``pack`` made. Raises BroadcastFailed."""
         try:
             group = self._join(meeting, first=True)
@@ -91,9 +91,11 @@ class Collective(ObjectStore):
         except RuntimeError as error:
             raise self._failed(manifest, "send", error) from error
 
-    def unpack(self, manifest: Manifest, source: Meeting | Mapping[str, npt.NDArray[np.uint8]]) -> Mapping[str, Tensor]:
+    def unpack(
+        self, manifest: Manifest, source: BroadcastGroup | Mapping[str, npt.NDArray[np.uint8]]
+    ) -> Mapping[str, Tensor]:
         """Receive from the meeting, or read the object store's arrays. Raises PublicationError, BroadcastFailed."""
-        if not isinstance(source, Meeting):
+        if not isinstance(source, BroadcastGroup):
             return super().unpack(manifest, source)
         tensors = {}
         try:
@@ -111,7 +113,7 @@ class Collective(ObjectStore):
         verify(manifest, tensors)
         return tensors
 
-    def _join(self, meeting: Meeting, *, first: bool) -> Any:
+    def _join(self, meeting: BroadcastGroup, *, first: bool) -> Any:
         """The meeting's process group, formed at the first time. Raises RuntimeError when the members do not come."""
         if self._group is not None and meeting == self._meeting:
             return self._group

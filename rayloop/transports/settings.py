@@ -6,22 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 
 
-class ObjectStoreTransport(Settings):
+class ObjectStoreTransport(SettingsModel):
     """Weights travel through Ray's object store, owned by the driver. Works everywhere."""
 
     kind: Literal["object_store"] = "object_store"
 
 
-class FilesystemTransport(Settings):
+class FilesystemTransport(SettingsModel):
     """Weights travel as safetensors files below the run folder, which all nodes must see."""
 
     kind: Literal["filesystem"] = "filesystem"
 
 
-class CollectiveTransport(Settings):
+class CollectiveTransport(SettingsModel):
     """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes.
 
     The object store keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails.
@@ -38,7 +38,7 @@ class CollectiveTransport(Settings):
     ``publish.timeout``."""
 
 
-class CudaIpcTransport(Settings):
+class CudaIpcTransport(SettingsModel):
     """Weights stay on the GPU, which the policy's only rank and the rollout actors share, and are opened from there.
 
     The policy keeps a second copy of them in GPU memory. Written, and not yet run.

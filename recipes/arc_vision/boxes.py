@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from recipes.arc_vision.data import Box, box
 from recipes.arc_vision.reward import parse_box
 
@@ -13,7 +13,7 @@ from recipes.arc_vision.reward import parse_box
 class GroundingBoxes:
     """The ground truth is a box, and a valid answer holds one."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: GroundingBoxes.Settings) -> None:

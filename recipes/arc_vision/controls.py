@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from statistics import mean, median
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Scored
 from rayloop.core.types import Task
 from recipes.arc_vision.data import Box
@@ -20,7 +20,7 @@ class BlindBox:
     its page type, and a page type that training has not, to all rows.
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         fewest: int = 3
         """Training rows that an instruction needs."""
         rows: int = 150

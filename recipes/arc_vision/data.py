@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 from rayloop.data.dataset import field, image_entry
@@ -23,7 +23,7 @@ class GroundingRows:
     The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics.
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         prompt: str = (
             "{instruction}\n"
             "Answer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
@@ -79,7 +79,7 @@ class BoxAnswers:
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: BoxAnswers.Settings) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -33,7 +33,7 @@ class IoUReward:
     Components: ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box).
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: IoUReward.Settings) -> None:
@@ -45,7 +45,7 @@ class IoUReward:
         return Scored(components["iou"], components, () if components["format"] else ("unparsable",))
 
 
-class Weights(_Settings):
+class Weights(SettingsModel):
     """Of the three terms in the reward."""
 
     task: float = 0.6
@@ -53,7 +53,7 @@ class Weights(_Settings):
     gate: float = 0.1
 
 
-class ToolShares(_Settings):
+class ToolShares(SettingsModel):
     """r_tool of an answer after a call, as a share of its IoU, by what the true box is."""
 
     small: float = 0.4
@@ -63,7 +63,7 @@ class ToolShares(_Settings):
     """r_tool after a call is at most this."""
 
 
-class Penalties(_Settings):
+class Penalties(SettingsModel):
     """What is subtracted from r_gate; several add up."""
 
     missed: float = Field(0.3, ge=0)
@@ -85,7 +85,7 @@ class ArcVisionReward:
     Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """The defaults are those that Arc Vision trained with."""
 
         variant: Literal["strict", "original", "library"] = "strict"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.seeds import derive
 from rayloop.core.types import Message, Task
@@ -37,7 +37,7 @@ def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) ->
 class DigitRows:
     """Reads rows {id, digits}; the ground truth is the sorted digits."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         prompt: str = "Sort: {digits}"
         """The user's text; ``{digits}`` is replaced by the digits, separated by blanks."""
 
@@ -57,7 +57,7 @@ class SortedAnswers:
 
     tokens = ()
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: SortedAnswers.Settings) -> None:

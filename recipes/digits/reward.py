@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -19,7 +19,7 @@ class SortReward:
     scores 0 with the flag ``unparsable``.
     """
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: SortReward.Settings) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from judge.discovery import Address
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
 NAMESPACE = "rayloop"
@@ -40,7 +40,7 @@ def publish(name: str, address: Address) -> Any:
 class RayDiscovery:
     """``judge.discovery`` for a judge that was started in the run's own cluster."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         name: str = "judge"
         """The application's name in the judge's configuration."""
 

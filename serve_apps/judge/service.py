@@ -26,7 +26,7 @@ T = TypeVar("T")
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-async def within(seconds: float, awaited: Awaitable[T]) -> T:
+async def with_deadline(seconds: float, awaited: Awaitable[T]) -> T:
     """Await with a deadline. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -157,14 +157,14 @@ class JudgeService:
         else:
             items = self._checked(items)
         with self.metrics.request("judge"), self._holding(len(items)):
-            results = await within(self.settings.limits.seconds, self.backend.judge(items))
+            results = await with_deadline(self.settings.limits.seconds, self.backend.judge(items))
         self.metrics.results(results)
         return results
 
     async def complete(self, chat: Chat, body: Mapping[str, Any]) -> Answer:
         """A chat completion. Raises like ``judge``."""
         with self.metrics.request("chat"), self._holding(1):
-            return await within(self.settings.limits.seconds, chat.complete(body))
+            return await with_deadline(self.settings.limits.seconds, chat.complete(body))
 
     def alive(self) -> None:
         """Raises InfrastructureFailure when only a new process can help."""
@@ -246,7 +246,7 @@ class JudgeService:
     async def _ask_canary(self) -> tuple[str, str]:
         """Why the model is not there, and why the canary fails; "" for neither."""
         try:
-            results = await within(self.settings.canary.within, self._judged_canary())
+            results = await with_deadline(self.settings.canary.within, self._judged_canary())
         except DeadlineExceeded as error:
             return "", str(error)
         except Exception as error:  # the canary must outlive whatever is wrong with the backend, and say it

@@ -8,20 +8,20 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from judge.api import MAX_ITEMS
-from rayloop.config.settings import Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.engines.settings import VllmEngineSettings
 
 CONFIGS = Path(__file__).parent / "configs"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class RuleBackendSettings(Settings):
+class RuleBackendSettings(SettingsModel):
     """Deterministic rules alone, for machines without a model. Every answer says so."""
 
     kind: Literal["rule"] = "rule"
 
 
-class OpenAIBackendSettings(Settings):
+class OpenAIBackendSettings(SettingsModel):
     """Any server that speaks OpenAI's API: ``vllm serve``, Ray Serve LLM, SGLang, a hosted one."""
 
     kind: Literal["openai"] = "openai"
@@ -42,7 +42,7 @@ class OpenAIBackendSettings(Settings):
     """Ask for the verdict's probability. Turn it off for a server that refuses it."""
 
 
-class VllmBackendSettings(Settings):
+class VllmBackendSettings(SettingsModel):
     """A vLLM engine of our own in each replica."""
 
     kind: Literal["vllm"] = "vllm"
@@ -66,7 +66,7 @@ BackendSettings = Annotated[
 ]
 
 
-class LimitSettings(Settings):
+class LimitSettings(SettingsModel):
     """What one replica accepts. Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait."""
 
     items: int = Field(64, ge=1, le=MAX_ITEMS)
@@ -91,7 +91,7 @@ class LimitSettings(Settings):
     """The most that POST /v1/chat/completions generates."""
 
 
-class ReplicaSettings(Settings):
+class ReplicaSettings(SettingsModel):
     """How many processes judge. ``min`` < ``max``: Serve adds and removes replicas."""
 
     min: int = Field(1, ge=1)
@@ -110,7 +110,7 @@ class ReplicaSettings(Settings):
         return self
 
 
-class CanarySettings(Settings):
+class CanarySettings(SettingsModel):
     """Known verdicts that the judge must repeat; /readyz fails while it does not."""
 
     every: float = Field(60.0, gt=0)
@@ -121,14 +121,14 @@ class CanarySettings(Settings):
     """Whether they must be right; off only for models whose verdicts are noise (tests of the path)."""
 
 
-class CacheSettings(Settings):
+class CacheSettings(SettingsModel):
     size: int = Field(100_000, ge=0)
     """Verdicts in the memory of each replica."""
     path: str | None = None
     """An SQLite file on the replica's own disk, for verdicts that outlive it."""
 
 
-class JudgeSettings(Settings):
+class JudgeSettings(SettingsModel):
     """``args`` of the application. Without any it judges by rules."""
 
     backend: BackendSettings = RuleBackendSettings()
@@ -147,21 +147,21 @@ class JudgeSettings(Settings):
     cache: CacheSettings = CacheSettings()
 
 
-class HttpOptions(Settings):
+class HttpOptions(SettingsModel):
     host: str = "127.0.0.1"
     """0.0.0.0 to be reached from other machines."""
     port: int = Field(8000, ge=0, le=65535)
     """0: a free one (``judge serve`` only)."""
 
 
-class ApplicationSettings(Settings):
+class ApplicationSettings(SettingsModel):
     name: str = "judge"
     import_path: Literal["serve_apps.judge.app:app"] = "serve_apps.judge.app:app"
     route_prefix: Literal["/"] = "/"
     args: JudgeSettings = JudgeSettings()
 
 
-class ServeFile(Settings):
+class ServeFile(SettingsModel):
     """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a judge needs."""
 
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"

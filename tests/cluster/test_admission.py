@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from cluster.loop.concurrency import Admission
+from cluster.loop.concurrency import ConcurrencyLimit
 from rayloop.core.protocols import EngineHealth
 from rayloop.core.types import Version
 
@@ -22,7 +22,7 @@ async def settle() -> None:
 class Crowd:
     """Episodes that stay inside until told to go."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: ConcurrencyLimit) -> None:
         self.admission, self.order = admission, list[int]()
         self._go = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -42,14 +42,14 @@ class Crowd:
 
 
 def test_engines_that_know_no_cache_never_limit() -> None:
-    admission = Admission()
+    admission = ConcurrencyLimit()
     admission.observe([EngineHealth(V, 500, 900), EngineHealth(V, 500, 900)])
     assert admission.limit == math.inf
 
 
 def test_a_full_cache_with_a_queue_lets_in_what_is_decoded_and_room_lets_in_more() -> None:
     async def test() -> None:
-        crowd = Crowd(admission := Admission())
+        crowd = Crowd(admission := ConcurrencyLimit())
         await crowd.add(40)
         assert admission.inside == 40
         admission.observe([EngineHealth(V, 10, 10, 0.95), EngineHealth(V, 15, 5, 0.6)])
@@ -74,7 +74,7 @@ def test_a_full_cache_with_a_queue_lets_in_what_is_decoded_and_room_lets_in_more
 
 
 def test_every_engine_keeps_work_whatever_it_says() -> None:
-    admission = Admission()
+    admission = ConcurrencyLimit()
     admission.observe([EngineHealth(V, 0, 50, 1.0), EngineHealth(V, 0, 50, 1.0)])
     assert admission.limit == 2
 
@@ -84,7 +84,7 @@ def test_who_gives_up_waiting_takes_no_room(granted: bool) -> None:
     """Also when its turn came in the same moment."""
 
     async def test() -> None:
-        crowd = Crowd(admission := Admission())
+        crowd = Crowd(admission := ConcurrencyLimit())
         admission.limit = 1
         await crowd.add(3)
         if granted:

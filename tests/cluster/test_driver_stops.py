@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from actors.policy import Comparison, PolicyRank, RankSettings
+from actors.policy import LogprobGap, PolicyRank, RankSettings
 from cluster.driver import Driver
 from cluster.loop.production import Production
 from cluster.loop.publication import Publisher
 from cluster.loop.state import capture
-from cluster.roles.deadlines import unless
+from cluster.roles.deadlines import until_stopped
 from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.types import Version
@@ -155,10 +155,10 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(0)
         return [purpose]
 
-    async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> Comparison:
+    async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> LogprobGap:
         await asyncio.sleep(0)
         moved = payloads == ["parity"] and not swap_images
-        return Comparison(1, float(moved), float(moved))
+        return LogprobGap(1, float(moved), float(moved))
 
     async def evaluate(self: Driver) -> None:
         raise Begun
@@ -249,7 +249,7 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
         self.step = 1
         await self.publish()
         self.stopping.set()
-        await unless(self.stopping, asyncio.sleep(30))
+        await until_stopped(self.stopping, asyncio.sleep(30))
 
     def full(self: Any, folder: str) -> None:
         raise CheckpointError("no space left on device")

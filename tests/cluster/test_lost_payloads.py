@@ -26,7 +26,7 @@ from cluster.roles.deadlines import WAITS
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.groups import Fate, Group, Member, Scored, State
+from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -82,7 +82,7 @@ class Stage:
             ids = [member.summary.id for member in group.members]
             self.driver.ledger.issue(ids)
             for id in ids:
-                self.driver.ledger.move(id, Fate(State.READY))
+                self.driver.ledger.move(id, Fate(TrajectoryState.READY))
         self.production.ready = list(self.groups)
         self.production.next_number = 2
 
@@ -161,7 +161,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
     assert lost == LOST
     assert report["actor/sequences"] == 8 - len(LOST)
     assert report["actor/updates"] == 1
-    stage.production.settle(stage.production.ready, State.TRAINED)
+    stage.production.settle(stage.production.ready, TrajectoryState.TRAINED)
     stage.driver.ledger.check()
     counts = stage.driver.ledger.counts()
     assert (counts["trained"], counts["excluded[payload_lost]"], counts["ready"]) == (6, 2, 0)
@@ -204,7 +204,7 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
 
     group, arrays = asyncio.run(annotate())
     assert [m.summary.id.sample for m in group.kept] == [0, 1, 3]
-    assert group.members[2].fate == Fate(State.EXCLUDED, "payload_lost")
+    assert group.members[2].fate == Fate(TrajectoryState.EXCLUDED, "payload_lost")
     assert [array.shape for array in arrays] == [(3,), (4,), (6,)]
     assert [m.advantage for m in group.kept] == [-1.5, -0.5, 1.5], "what was lost had a reward: the baseline stays"
     assert stage.events("payload_lost")[0]["trajectories"] == ["1/2"]

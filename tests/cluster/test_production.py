@@ -18,7 +18,7 @@ from cluster.loop.playing import Issue, Playing
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
-from rayloop.core.groups import Group, Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.data.dataset import Dataset, TaskCursor
@@ -80,7 +80,7 @@ class Loop:
         groups = await self.production.collect(self.version, {})
         self.collecting = False
         await asyncio.sleep(between)
-        self.production.settle(groups, State.TRAINED)
+        self.production.settle(groups, TrajectoryState.TRAINED)
         self.production.forget_step()
         self.ledger.check()
         self.version = Version(1, self.version.step + 1)
@@ -260,7 +260,7 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     playing = Playing(config, lambda: changes.append("begun again"))
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
-    class Player:
+    class EpisodeRunner:
         async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
             if request.id.sample:
                 return member(request, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0))
@@ -277,7 +277,7 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     async def test() -> None:
         task = Dataset(config.data.train, config.data.reader.build(), True, print)[0]
         playing.version = Version(1, 0)
-        group = asyncio.create_task(playing.play(Issue(1, 0, 1), task, Player()))  # type: ignore[arg-type]
+        group = asyncio.create_task(playing.play(Issue(1, 0, 1), task, EpisodeRunner()))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert due() == []
         for version, event, expected in ((2, admitted, [3]), (3, failed, [4]), (5, ended, [5])):
@@ -677,7 +677,7 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
         steps = []
         for _ in range(3):
             steps.append(await loop.production.collect(loop.version, {}, hold))
-            loop.production.settle(steps[-1], State.TRAINED)
+            loop.production.settle(steps[-1], TrajectoryState.TRAINED)
             loop.version = Version(1, loop.version.step + 1)
             loop.production.published(loop.version)
         return steps

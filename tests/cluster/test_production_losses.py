@@ -13,7 +13,7 @@ import pytest
 import cluster.loop.state
 from cluster.loop.production import without
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
-from rayloop.core.groups import Group, Member, Scored, State, Unscored
+from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored
 from rayloop.core.types import PlayRequest, TrajectoryId, Version
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
@@ -102,7 +102,7 @@ def test_losses_alarm_as_what_is_excluded(tmp_path: Path) -> None:
     async def test() -> None:
         for step in range(1, 20):
             groups = await loop.production.collect(loop.version, {}, loses(2))
-            loop.production.settle(groups, State.TRAINED)
+            loop.production.settle(groups, TrajectoryState.TRAINED)
             loop.version = Version(1, step)
             loop.production.published(loop.version)
 

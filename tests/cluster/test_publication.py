@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from actors.environment import EnvironmentActor
 from actors.policy import PolicyRank, RankSettings
 from actors.rollout import RolloutActor
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.production import Production
 from cluster.loop.publication import Publisher
 from cluster.loop.reporter import Reporter
@@ -71,7 +71,7 @@ class Stage:
         self.publisher = Publisher(c, self.services, self.reporter)
         production = Production(c, Ledger(), self.reporter)
         self.tasks = production.probe_tasks()
-        self.player = Player(c, self.services, None, self.reporter.event, production.quarantine)
+        self.player = EpisodeRunner(c, self.services, None, self.reporter.event, production.quarantine)
 
         self.found: float | None = None
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.stages.sft import CHECKPOINTS, RUN
-from rayloop.sft.stage import Progress, SftConfig, make_tiny
+from rayloop.sft.stage import SftConfig, SftProgress, make_tiny
 from recipes.digits.prepare import main as prepare
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
@@ -143,7 +143,7 @@ def test_the_schedule_ends_with_the_stage_unless_told_otherwise(folder: Path, di
 
 
 def test_a_line_of_progress_is_the_mean_since_the_line_before() -> None:
-    progress = Progress(spent=100.0)
+    progress = SftProgress(spent=100.0)
     for losses in ((1.0, 3.0), (5.0,)):
         for loss in losses:
             progress.add({"actor/old_behaviour_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3}, rows=4)

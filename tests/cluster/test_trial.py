@@ -12,7 +12,7 @@ import ray
 import yaml
 
 from cluster.cli import main
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
 from rayloop.core.types import Message, Task, Trajectory
@@ -25,7 +25,7 @@ Try = Callable[..., tuple[int, str]]
 class Broken:
     """A grader with a typo."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: Broken.Settings) -> None:
@@ -43,7 +43,7 @@ class Unmade(Broken):
 class Echo:
     """An environment of two turns."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         fails: bool = False
 
     def __init__(self, settings: Echo.Settings) -> None:

@@ -24,7 +24,7 @@ def record(group: int, **fields: Any) -> RolloutRecord:
     return RolloutRecord(group, 0, 0, f"task-{group}", "", "prompt", (), turns, "done", **values)
 
 
-class Player:
+class EpisodeRunner:
     """Describes groups, which are numbers here."""
 
     def __init__(self, **fields: Any) -> None:
@@ -44,7 +44,7 @@ class Production:
 def failed(folder: Path, keep: int, **fields: Any) -> str:
     config = RunConfig.model_validate(settings(folder, folder, keep_rollouts=keep))
     driver = Driver(config, str(folder), "auto")
-    driver.production, driver.player = Production(), Player(**fields)  # type: ignore[assignment]
+    driver.production, driver.player = Production(), EpisodeRunner(**fields)  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(GenerationBudgetSpent) as error:
         asyncio.run(driver.collect())
@@ -64,7 +64,7 @@ def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) ->
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
     driver = Driver(config, str(tmp_path), "auto")
-    driver.production, driver.player = Broken(), Player(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
+    driver.production, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(
         GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"

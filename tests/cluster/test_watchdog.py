@@ -12,7 +12,7 @@ import pytest
 
 from actors.base import Actor
 from cluster.loop.watchdog import watch
-from cluster.roles.deadlines import WAITS, unless, within
+from cluster.roles.deadlines import WAITS, until_stopped, with_deadline
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
 from rayloop.run.config import RecoverySettings
 from tests.support.local import LocalActor
@@ -47,8 +47,8 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     async def hang() -> None:
         actor = LocalActor(Silent())
         await asyncio.gather(
-            within(60.0, asyncio.sleep(2.5), "score of reward 0", actor),
-            within(60.0, asyncio.sleep(0), "health of reward 0", actor, counts=False),
+            with_deadline(60.0, asyncio.sleep(2.5), "score of reward 0", actor),
+            with_deadline(60.0, asyncio.sleep(0), "health of reward 0", actor, counts=False),
         )
 
     (event,) = watched(hang(), tmp_path, stall_report=1.5)
@@ -64,7 +64,7 @@ def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Pat
     async def work(counts: bool) -> None:
         end = time.monotonic() + 3
         while time.monotonic() < end:
-            await within(9.0, asyncio.sleep(0.2), "a call", counts=counts)
+            await with_deadline(9.0, asyncio.sleep(0.2), "a call", counts=counts)
 
     assert watched(work(True), tmp_path, stall_report=1.5) == []
     assert {e["event"] for e in watched(work(False), tmp_path, stall_report=1.5)} == {"stalled"}
@@ -72,17 +72,19 @@ def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Pat
 
 def test_a_stall_ends_the_run_at_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"):
-        watched(within(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0)
+        watched(
+            with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0
+        )
 
 
 def test_a_wait_ends_at_its_deadline_and_when_the_run_stops() -> None:
     async def stop(seconds: float) -> str:
         asked = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, asked.set)
-        return await unless(asked, asyncio.sleep(seconds, "done"))
+        return await until_stopped(asked, asyncio.sleep(seconds, "done"))
 
     with pytest.raises(WorkerLost, match=r"a call did not answer within 0\.1 s"):
-        asyncio.run(within(0.1, asyncio.sleep(5), "a call"))
+        asyncio.run(with_deadline(0.1, asyncio.sleep(5), "a call"))
     with pytest.raises(Preempted):
         asyncio.run(stop(5))
     assert asyncio.run(stop(0)) == "done"

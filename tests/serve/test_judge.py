@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, VerdictKind
-from judge.breaker import State
+from judge.breaker import BreakerState
 from judge.client import JudgeClient
 from tests.support.judges import ModelStub, Served
 from tests.support.runs import ROOT, tagged
@@ -312,7 +312,7 @@ async def _all_killed(judge: Served) -> None:
                 asking = asyncio.create_task(ask(client, [item(n, n % 2 == 0) for n in range(40)], 120))
             states.add(client.breaker.state)
             await asyncio.sleep(0.1)
-        assert State.OPEN in states
+        assert BreakerState.OPEN in states
         assert asking is not None
         assert not asking.done()
         all_right(await asking)

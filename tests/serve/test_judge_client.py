@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
-from judge.breaker import State
+from judge.breaker import BreakerState
 from judge.client import ClientSettings, JudgeClient
 from judge.discovery import Address, FileDiscovery, announce, withdraw
 from judge.transport import LONGEST_WAIT, retry_after
@@ -203,14 +203,14 @@ def test_a_judge_that_fails_on_everything_is_not_the_items_doing(
     monkeypatch.setattr("judge.client.ENOUGH", 3)
     stub.always = status(500)
 
-    async def use(client: JudgeClient) -> tuple[Result, State]:
+    async def use(client: JudgeClient) -> tuple[Result, BreakerState]:
         result = await client.judge(item(), 1.0)
         return result, client.breaker.state
 
     result, state = using(stub.url, use, breaker_failures=4)
     assert isinstance(result, JudgeUnscored)
     assert result.kind is NoVerdict.UNAVAILABLE
-    assert state is not State.CLOSED
+    assert state is not BreakerState.CLOSED
 
 
 def test_who_asks_as_the_last_waiter_gives_up_is_not_cancelled(stub: JudgeStub) -> None:
@@ -383,7 +383,7 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pyt
 
     async def use(client: JudgeClient) -> tuple[int, Result]:
         waiting = asyncio.create_task(client.judge(item(), 20))
-        while client.breaker.state is State.CLOSED:
+        while client.breaker.state is BreakerState.CLOSED:
             await asyncio.sleep(0.01)
         sent = len(stub.asked)
         await asyncio.sleep(0.3)
@@ -391,7 +391,7 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pyt
         assert len(stub.asked) == sent, "an open breaker lets only canaries through"
         stub.always = None
         result = await waiting
-        assert client.breaker.state is State.CLOSED
+        assert client.breaker.state is BreakerState.CLOSED
         return sent, result
 
     sent, result = using(stub.url, use, breaker_failures=3)
@@ -538,7 +538,7 @@ def test_a_breaker_outlives_a_key_that_is_gone_for_a_while(stub: JudgeStub, tmp_
 
     async def use(client: JudgeClient) -> Result:
         waiting = asyncio.create_task(client.judge(item(), 10))
-        while client.breaker.state is State.CLOSED:
+        while client.breaker.state is BreakerState.CLOSED:
             await asyncio.sleep(0.01)
         key.rename(away)
         while not isinstance(client.last_error, ConfigError):

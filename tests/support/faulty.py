@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
 
@@ -17,7 +17,7 @@ Fault = Literal["hang", "raise", "exit"]
 class FaultyEnvironment:
     """Question and answer, with faults for the tasks named in the settings."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         reset: dict[str, Fault] = {}
         """Task id -> what ``reset`` does for it."""
         step: dict[str, Fault] = {}

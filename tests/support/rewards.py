@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 
@@ -17,7 +17,7 @@ VALUES: dict[str, Any] = {"nan": float("nan"), "inf": float("inf"), "none": None
 class TokenReward:
     """The share of even token ids among the sampled ones: a random policy's groups have a spread, whatever it says."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         faults: dict[str, Fault] = {}
         """Task id (or ``*`` for every task) -> what is returned instead."""
         fade: int | None = None

@@ -14,12 +14,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from cluster.loop.episode_runner import Player
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.production import Production
 from cluster.loop.tasks import background
 from cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, PlayFailed, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Group, PlayFailed, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
@@ -134,7 +134,7 @@ class World:
         """Collect this many steps. Raises what ends a run."""
         asyncio.run(asyncio.wait_for(self._run(steps), 60))
 
-    async def player(self) -> Player:
+    async def player(self) -> EpisodeRunner:
         """The run's player, over pools that have started."""
         rollout, reward = (
             self._pool("rollout", self.config.rollout.actors),
@@ -143,7 +143,9 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        return Player(self.config, services, None, self._event, self.production.quarantine, self.production.blame)
+        return EpisodeRunner(
+            self.config, services, None, self._event, self.production.quarantine, self.production.blame
+        )
 
     async def _run(self, steps: int) -> None:
         player = await self.player()
@@ -151,7 +153,7 @@ class World:
         async with background(self.production.run(player, self.finish), self._supervise()):
             for _ in range(steps):
                 groups = await self.production.collect(self.version, {})
-                self.production.settle(groups, State.TRAINED)
+                self.production.settle(groups, TrajectoryState.TRAINED)
                 self.production.forget_step()
                 self.ledger.check()
                 self.version = Version(1, self.version.step + 1)

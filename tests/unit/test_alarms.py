@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.groups import Fate, Member, Outcome, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, Limit, correlation, reasons
 
@@ -103,8 +103,8 @@ def test_limits_of_one_flag_leave_those_of_the_others() -> None:
 
 
 def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
-    lonely = member(fate=Fate(State.EXCLUDED, "min_group"))
-    filtered = member(fate=Fate(State.FILTERED, "all_equal"))
+    lonely = member(fate=Fate(TrajectoryState.EXCLUDED, "min_group"))
+    filtered = member(fate=Fate(TrajectoryState.FILTERED, "all_equal"))
     (alarm,) = Watched().observe([lonely] * 30 + [filtered] * 30)
     assert alarm == "30 of the last 60 trajectories were excluded from training"
 
@@ -128,7 +128,7 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_gro
         ),
         (
             {"excluded": {"stop": 0.3}},
-            member(LOST, fate=Fate(State.EXCLUDED)),
+            member(LOST, fate=Fate(TrajectoryState.EXCLUDED)),
             r"excluded from training; alarms\.excluded",
         ),
         ({"flags": {"odd": {"stop": 0.3}}}, member(Scored(1.0, {}, ("odd",))), r"flag odd; alarms\.flags\.odd\.stop"),

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rayloop.config.explain import models, walk
 from rayloop.config.pages import components_page, count_fields, describe, page
-from rayloop.config.settings import Component, Settings, check_components, dump, load, local_path
+from rayloop.config.settings import Component, SettingsModel, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
@@ -26,7 +26,7 @@ from tests.support.runs import set_key, settings
 Write = Callable[..., Path]
 
 
-class Cat(Settings):
+class Cat(SettingsModel):
     """Purrs."""
 
     kind: Literal["cat"] = "cat"
@@ -34,7 +34,7 @@ class Cat(Settings):
     """How many are left."""
 
 
-class Dog(Settings):
+class Dog(SettingsModel):
     kind: Literal["dog"] = "dog"
     tricks: tuple[str, ...] = ()
 
@@ -42,12 +42,12 @@ class Dog(Settings):
 Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
-class Garden(Settings):
+class Garden(SettingsModel):
     size: float = Field(1.0, gt=0, lt=100)
     sunny: bool = True
 
 
-class House(Settings):
+class House(SettingsModel):
     name: str
     pets: tuple[Pet, ...] = (Cat(),)
     favourite: Pet = Dog()
@@ -66,7 +66,7 @@ class House(Settings):
 class Lamp:
     """A component with a component inside."""
 
-    class Settings(Settings):
+    class Settings(SettingsModel):
         watts: int = Field(40, gt=0)
         inner: Component | None = None
 
@@ -84,7 +84,7 @@ def write(tmp_path: Path) -> Write:
     return to_file
 
 
-def refused(path: Path, *overrides: str, model: type[Settings] = House) -> list[str]:
+def refused(path: Path, *overrides: str, model: type[SettingsModel] = House) -> list[str]:
     """The problems that loading reports, with the file's folder left out."""
     with pytest.raises(ConfigError) as caught:
         load(path, overrides, model)

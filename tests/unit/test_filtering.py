@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Fate, Group, State
+from rayloop.core.groups import Fate, Group, TrajectoryState
 from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import Verdict, apply_filters, generation_verdict, select
+from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
 from rayloop.grpo.settings import (
     AdvantageSettings,
     EqualRewards,
@@ -67,7 +67,7 @@ def reasons(group: Group) -> list[str | None]:
 )
 def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason: str) -> None:
     assert [m.fate for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
-        Fate(State.FILTERED, reason)
+        Fate(TrajectoryState.FILTERED, reason)
     ] * 2
 
 
@@ -117,7 +117,7 @@ def test_filters_only_remove_and_change_nothing_else(group: Group, filters: list
     filtered = apply_filters(group, filters)
     for before, after in zip(group.members, filtered.members, strict=True):
         assert replace(after, fate=before.fate) == before
-        assert after.fate == before.fate or (before.kept and after.fate.state == State.FILTERED)
+        assert after.fate == before.fate or (before.kept and after.fate.state == TrajectoryState.FILTERED)
     assert apply_filters(filtered, [f for f in filters if not isinstance(f, EqualRewards)]) == filtered
 
 
@@ -151,7 +151,7 @@ def test_the_largest_spread_trains_first_and_the_cut_is_surplus() -> None:
     selection = select([rest, wide, plain], 4, FilteringSettings())
     assert [group.issue for group in selection.train] == [3, 7]
     assert selection.train[1] == wide
-    assert [m.fate for m in selection.train[0].members] == [None] + [Fate(State.SURPLUS, "cut")] * 3
+    assert [m.fate for m in selection.train[0].members] == [None] + [Fate(TrajectoryState.SURPLUS, "cut")] * 3
     assert selection.train[0].kept[0].summary.id == TrajectoryId(3, 0)
     assert selection.left_over == (rest,)
 
@@ -176,15 +176,15 @@ def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -
         {0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))}
     )
     assert select([partial, *old], 2, FilteringSettings(), oldest_first=True).train == (partial,)
-    without = partial.map({0: replace(partial.members[0], fate=Fate(State.FILTERED, "max_length"))})
+    without = partial.map({0: replace(partial.members[0], fate=Fate(TrajectoryState.FILTERED, "max_length"))})
     assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (without,)
 
 
 def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_counts() -> None:
     settings = FilteringSettings(max_generation_batches=3, min_fraction=0.5)
-    assert generation_verdict(8, 8, 1, settings, {}) == Verdict.TRAIN
-    assert generation_verdict(0, 8, 2, settings, {}) == Verdict.MORE
-    assert generation_verdict(4, 8, 3, settings, {}) == Verdict.TRAIN
+    assert generation_verdict(8, 8, 1, settings, {}) == Enough.TRAIN
+    assert generation_verdict(0, 8, 2, settings, {}) == Enough.MORE
+    assert generation_verdict(4, 8, 3, settings, {}) == Enough.TRAIN
     with pytest.raises(GenerationBudgetSpent, match=r"3 of 8 .* 3 generation batches.*filtered\[all_wrong\] 21"):
         generation_verdict(3, 8, 3, settings, {"filtered[all_wrong]": 21})
 
@@ -199,6 +199,6 @@ def test_refilling_always_ends(target: int, budget: int, data: st.DataObject) ->
             verdict = generation_verdict(survivors, target, batch, settings, {})
         except GenerationBudgetSpent:
             verdict = None
-        if verdict != Verdict.MORE:
+        if verdict != Enough.MORE:
             break
-    assert verdict != Verdict.MORE, "more was asked for beyond the budget"
+    assert verdict != Enough.MORE, "more was asked for beyond the budget"

@@ -9,13 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import LedgerError
-from rayloop.core.groups import Fate, State
+from rayloop.core.groups import Fate, TrajectoryState
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId
 
-READY = Fate(State.READY)
-TRAINED = Fate(State.TRAINED)
-FINAL = [TRAINED, Fate(State.FILTERED, "all_wrong"), Fate(State.STALE), Fate(State.CANCELLED, "preempted")]
+READY = Fate(TrajectoryState.READY)
+TRAINED = Fate(TrajectoryState.TRAINED)
+FINAL = [
+    TRAINED,
+    Fate(TrajectoryState.FILTERED, "all_wrong"),
+    Fate(TrajectoryState.STALE),
+    Fate(TrajectoryState.CANCELLED, "preempted"),
+]
 
 
 def ids(group: int, n: int = 4) -> list[TrajectoryId]:
@@ -28,7 +33,7 @@ def test_counts_by_state_and_reason() -> None:
     for id in ids(0, 3):
         ledger.move(id, READY)
     ledger.move(TrajectoryId(0, 0), TRAINED)
-    ledger.move(TrajectoryId(0, 1), Fate(State.FILTERED, "all_wrong"))
+    ledger.move(TrajectoryId(0, 1), Fate(TrajectoryState.FILTERED, "all_wrong"))
     ledger.attempt(TrajectoryId(0, 3))
     ledger.replay()
     ledger.check()
@@ -49,7 +54,7 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
     first, second = ids(0, 2)
     ledger.move(first, READY)
     before = ledger.state()
-    for id, fate in [(first, READY), (first, Fate(State.IN_FLIGHT)), (TrajectoryId(9, 9), TRAINED)]:
+    for id, fate in [(first, READY), (first, Fate(TrajectoryState.IN_FLIGHT)), (TrajectoryId(9, 9), TRAINED)]:
         with pytest.raises(LedgerError):
             ledger.move(id, fate)
     with pytest.raises(LedgerError, match="issued before"):
@@ -71,10 +76,10 @@ def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(moves: li
     ledger, model = Ledger(), {}
     for group in range(5):
         ledger.issue(ids(group))
-        model.update(dict.fromkeys(ids(group), State.IN_FLIGHT))
+        model.update(dict.fromkeys(ids(group), TrajectoryState.IN_FLIGHT))
     for number, fate in moves:
         id = TrajectoryId(number // 4, number % 4)
-        legal = model.get(id) == State.IN_FLIGHT or (model.get(id) == State.READY and fate != READY)
+        legal = model.get(id) == TrajectoryState.IN_FLIGHT or (model.get(id) == TrajectoryState.READY and fate != READY)
         if legal:
             ledger.move(id, fate)
             model[id] = fate.state
@@ -84,7 +89,7 @@ def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(moves: li
         ledger.check()
     counts = ledger.counts()
     assert counts["issued"] == len(model)
-    assert counts["trained"] == list(model.values()).count(State.TRAINED)
+    assert counts["trained"] == list(model.values()).count(TrajectoryState.TRAINED)
     assert counts["in_flight"] + counts["ready"] == len(ledger.state()["live"])
 
 

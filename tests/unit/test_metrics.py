@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.loop.reporter import production_metrics
-from rayloop.core.groups import Fate, Group, Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
@@ -65,8 +65,8 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     version = Version(0, 1)
     outcomes = (
         (Scored(1.0, {"exact": 1.0}, ("late",)), None),
-        (Scored(0.0, {"exact": 0.0}), Fate(State.FILTERED, "max_length")),
-        (Unscored(UnscoredKind.TIMEOUT), Fate(State.EXCLUDED, "timeout")),
+        (Scored(0.0, {"exact": 0.0}), Fate(TrajectoryState.FILTERED, "max_length")),
+        (Unscored(UnscoredKind.TIMEOUT), Fate(TrajectoryState.EXCLUDED, "timeout")),
     )
     members = tuple(
         Member(

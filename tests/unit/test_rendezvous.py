@@ -185,8 +185,8 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
         return end
 
     monkeypatch.setattr(node, "_join", join)
-    assert node.worker(arguments, Rendezvous(tmp_path, "mine"), node.Told()) == 0
+    assert node.worker(arguments, Rendezvous(tmp_path, "mine"), node.StopSignals()) == 0
     ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
     with pytest.raises(node.NodeFailed, match="too slow"):
-        node.worker(arguments, Rendezvous(tmp_path, "mine"), node.Told())
+        node.worker(arguments, Rendezvous(tmp_path, "mine"), node.StopSignals())
     assert not ends

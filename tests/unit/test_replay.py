@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from rayloop.core.groups import Fate, State
+from rayloop.core.groups import Fate, TrajectoryState
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.replay import ReplayBuffer
@@ -28,7 +28,7 @@ def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
     assert injection.group.replay_of == TrajectoryId(0, 1)
     assert injection.displaced is not None
     assert injection.displaced.summary.id == TrajectoryId(1, 0)
-    assert injection.displaced.fate == Fate(State.SURPLUS, "replaced_by_replay")
+    assert injection.displaced.fate == Fate(TrajectoryState.SURPLUS, "replaced_by_replay")
     advantages = [m.advantage for m in with_advantages(injection.group, AdvantageSettings()).members]
     assert [round(a, 3) for a in advantages] == [2.475] + [-0.354] * 7
 
@@ -37,7 +37,7 @@ def test_a_displaced_member_without_a_reward_counts_as_its_own_failure() -> None
     injection = buffer_with_success().inject(make_group(1, [None, 0.0, 0.0]), step=1)
     assert injection.group.members[0].replayed
     assert injection.displaced is not None
-    assert injection.displaced.fate == Fate(State.EXCLUDED, "reward_unavailable")
+    assert injection.displaced.fate == Fate(TrajectoryState.EXCLUDED, "reward_unavailable")
 
 
 def test_other_groups_and_other_tasks_are_left_alone() -> None:

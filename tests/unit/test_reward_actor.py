@@ -19,8 +19,7 @@ import pytest
 from actors.reward import RewardActor, as_outcome
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.config.model import ModelSettings
-from rayloop.config.settings import Component
-from rayloop.config.settings import Settings as _Settings
+from rayloop.config.settings import Component, SettingsModel
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerSpent
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
@@ -34,7 +33,7 @@ TASK = Task("t1", (), ground_truth=3)
 class Grader:
     """Answers with what ``answers`` yields next: a value to return or an exception to raise."""
 
-    class Settings(_Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     answers: list[Any]

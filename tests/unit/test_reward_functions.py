@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors.reward import as_outcome
-from rayloop.config.settings import Component, Settings, check_components, dump, load
+from rayloop.config.settings import Component, SettingsModel, check_components, dump, load
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
@@ -257,7 +257,7 @@ def test_a_dict_without_a_score_is_told() -> None:
 
 
 class NoScore:
-    class Settings(Settings):
+    class Settings(SettingsModel):
         """Nothing to set."""
 
     def __init__(self, settings: Settings) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.groups import Fate, Group, Member, Scored, State, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
 from rayloop.run.folder import RunFolder, rollout_record
@@ -175,7 +175,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
         TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
     )
     members = (
-        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(State.FILTERED, "too_long")),
+        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(TrajectoryState.FILTERED, "too_long")),
         _member(1, Unscored(UnscoredKind.TIMEOUT, "judge")),
     )
     group = Group(7, Task("task-a", ()), members)

@@ -24,7 +24,7 @@ from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.data.images import decode
-from rayloop.engines.generation.vllm_process import Load, alive, answered, common_arguments, prepare, stat_loggers
+from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers
 from rayloop.engines.generation.vllm_worker import write
 from rayloop.engines.models import TensorCache, has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
@@ -53,7 +53,7 @@ class VllmEngine:
         if self._vision:
             self._image_token: int = config.image_token_id
             self._patch: int = config.vision_config.patch_size
-        self._load = Load()
+        self._load = VllmLoad()
         arguments = {"served_model_name": name} | _arguments(model, settings, self._vision)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, name))
         self._limit: int = self._llm.model_config.max_model_len

@@ -98,7 +98,7 @@ async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
         task.cancel()
 
 
-class Load:
+class VllmLoad:
     """What vLLM's scheduler said after its last step. One of vLLM's ``stat_loggers``, by its methods."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Load:
     def record_sleep_state(self, *state: Any) -> None: ...
 
 
-def stat_loggers(load: Load, name: str | None) -> list[Any]:
+def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:
     """``load``, and with a name all of vLLM's own metrics through Ray's, where the label ``model_name`` is that name."""
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
