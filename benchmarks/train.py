@@ -68,7 +68,7 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     gpu = torch.cuda.is_available()
     print(json.dumps({
-        **{name: value for name, value in vars(arguments).items() if name not in ("command", "model")},
+        **{name: value for name, value in vars(arguments).items() if name not in ("command", "model", "run")},
         "model": str(arguments.model),
         "update_s": round(update, 4),
         "tokens_per_s": round(tokens / update, 1),

@@ -419,8 +419,8 @@ def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> N
         raise PermissionError("no")
 
     slow = partial(time.sleep, 30)
-    checks: dict[str, Any] = {"hangs": slow, "fails": failing, "well": lambda: [Finding("ok", "fine")]}
-    found = asyncio.run(checks.examine(checks, deadline=0.2))
+    asked: dict[str, Any] = {"hangs": slow, "fails": failing, "well": lambda: [Finding("ok", "fine")]}
+    found = asyncio.run(checks.examine(asked, deadline=0.2))
     assert {name: levels(findings) for name, findings in found.items()} == {
         "hangs": ["error"],
         "fails": ["error"],

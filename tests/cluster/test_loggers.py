@@ -135,7 +135,7 @@ def test_a_close_that_blocks_or_fails_is_told() -> None:
 
 
 def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.run.loggers.WAITING", 3)
+    monkeypatch.setattr("cluster.loop.loggers.WAITING", 3)
     released = threading.Event()
     told = list[tuple[str, str]]()
     slow = WandbSettings(project="p", timeout=60)
