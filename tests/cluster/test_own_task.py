@@ -75,14 +75,3 @@ def test_it_trains(folder: Path, digits_model: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
     assert (folder / "runs/sums/rollouts/step_000001.jsonl").exists()
-
-
-def test_links_of_the_documentation_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    broken = [
-        f"{page.name}: {target}"
-        for page in pages
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-        if not (page.parent / target).exists()
-    ]
-    assert not broken

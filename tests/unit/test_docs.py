@@ -1,0 +1,87 @@
+"""The documentation: what it names exists, and every page can be found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from cluster.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TOPS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "tests", "docs", "deploy")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+)
+TEXTS = sorted([*PAGES, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
+"""Pages, and the modules whose docstrings and comments also name files."""
+FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
+LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
+MODULE = re.compile(r"python3? -m ([\w.]+)")
+COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m cluster ([a-z]+)\b", re.MULTILINE)
+TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)
+
+
+def found(pattern: re.Pattern[str], pages: list[Path]) -> Iterator[tuple[Path, str, re.Match[str]]]:
+    """Each place of the pages that matches, as (page, "page:line", match)."""
+    for page in pages:
+        text = page.read_text()
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield page, f"{page.relative_to(ROOT)}:{line}", match
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_file_that_is_named_exists() -> None:
+    places = list(found(FILE, TEXTS))
+    missing = [f"{place}: {match[0]}" for page, place, match in places if not exists(page, match[0])]
+    assert len(places) > 100, "the pattern finds nothing any more"
+    assert not missing, "\n".join(missing)
+
+
+def exists(page: Path, name: str) -> bool:
+    """From the root, or from the page's own folder; ``name`` may have asterisks."""
+    return any((place / name).exists() or ("*" in name and any(place.glob(name))) for place in (ROOT, page.parent))
+
+
+def test_every_link_leads_somewhere() -> None:
+    places = list(found(LINK, PAGES))
+    broken = [
+        f"{place}: {match[0]}"
+        for page, place, match in places
+        if not (target := page.parent / match[1] if match[1] else page).exists()
+        or (match[2] and match[2] not in anchors(target))
+    ]
+    assert len(places) > 50, "the pattern finds nothing any more"
+    assert not broken, "\n".join(broken)
+
+
+def test_every_command_that_is_quoted_exists() -> None:
+    modules = list(found(MODULE, TEXTS))
+    ours = [(place, match[1]) for _, place, match in modules if match[1].split(".")[0] in (*TOPS, "benchmarks")]
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wrong = [f"{place}: no module {name}" for place, name in ours if find_spec(name) is None]
+    wrong += [
+        f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS
+    ]
+    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PAGES) if match[1] not in targets]
+    assert len(ours) > 30, "the pattern finds nothing any more"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_index_names_every_page() -> None:
+    named = {(DOCS / match[1]).resolve() for _, _, match in found(LINK, [DOCS / "README.md"])}
+    folders = {path.parent for path in named if path.name == "README.md"} - {DOCS}
+    lost = [
+        str(page.relative_to(ROOT))
+        for page in DOCS.rglob("*.md")
+        if page != DOCS / "README.md" and page not in named and page.parent not in folders
+    ]
+    assert not lost, f"docs/README.md does not say what these answer: {lost}"
