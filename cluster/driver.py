@@ -21,16 +21,15 @@ from actors.lease import Lease
 from actors.lost import cause
 from cluster.loop.activity import doing
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.evaluation import blind, never_evaluated, on_training_rows, play, plays
-from cluster.loop.production import Production, without
+from cluster.loop.evaluation import play
+from cluster.loop.loggers import open_logger
 from cluster.loop.publication import Publisher
-from cluster.loop.reporter import Reporter
 from cluster.loop.state import capture, complete_references, reinstate
-from cluster.loop.tasks import background, decisive, timed
 from cluster.loop.watchdog import watch
-from cluster.roles.deadlines import until_stopped
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
+from rayloop.core.background import background, decisive, timed
+from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import (
     CheckpointError,
     GenerationBudgetSpent,
@@ -45,10 +44,14 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.production.production import Production, without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
+from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
+from rayloop.run.reporter import Reporter
+from rayloop.run.step_metrics import Collected
 from rayloop.view.words import quoted
 
 
@@ -74,7 +77,7 @@ class Driver(Actor):
         self.failed_saves = 0
         self.timings: dict[str, float] = {}
         self.ledger = Ledger()
-        self.reporter = Reporter(config, self.folder)
+        self.reporter = Reporter(config, self.folder, open_logger)
         self.services = TrainingServices(config, folder, self.reporter.event)
         self.publisher = Publisher(config, self.services, self.reporter)
         self.checkpoints = CheckpointStore(
@@ -326,9 +329,10 @@ class Driver(Actor):
         trained = {group.issue: group for group in groups}
         sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts], self.step)
-        self.reporter.step(
-            self.step, report, groups, self.production, self.ledger.counts(), self.timings, self.player.metrics()
-        )
+        production = self.production
+        collected = Collected(groups, tuple(production.finished), dict(production.dropped), production.acceptance.value)
+        self.reporter.step(self.step, report, collected, self.ledger.counts(), self.timings, self.player.metrics())
+        production.forget_step()
         self.timings.clear()
 
     @timed("parity")

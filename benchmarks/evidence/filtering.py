@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
-from cluster.loop.tasks import background
+from rayloop.core.background import background
 from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.types import PlayRequest, Version
 
@@ -87,7 +87,7 @@ class Learning(World):
     async def learn(self) -> Curve:
         """(answers generated so far, answers trained so far, held-out success) after each step."""
         points, trained = [(0, 0, self.success())], 0
-        async with background(self.production.run(self, self.finish)):  # type: ignore[arg-type]
+        async with background(self.production.run(self, self.finish)):
             for step in range(1, STEPS + 1):
                 groups = await self.production.collect(self.version, {})
                 self.update(groups, step)

@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cluster.loop.production import Production
-from cluster.loop.tasks import background
+from rayloop.core.background import background
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState
 from rayloop.core.ledger import Ledger
@@ -29,6 +28,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, PlayRequest, Summary, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 
 RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
@@ -124,7 +124,7 @@ class World:
         lags: list[int] = []
         clock = asyncio.get_running_loop().time
         began = 0.0
-        async with background(self.production.run(self, self.finish)):  # type: ignore[arg-type]
+        async with background(self.production.run(self, self.finish)):
             for step in range(steps):
                 began = clock() if step == WARM else began
                 groups = await self.production.collect(self.version, {})

@@ -12,25 +12,16 @@ import ray
 
 from actors.lease import Lease
 from actors.lost import object_lost
-from cluster.loop.blame import Blame
-from cluster.loop.concurrency import ConcurrencyLimit
-from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief, is_lost, is_spent
 from cluster.roles.services import Services
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import Group, Member, Outcome, PlayFailed, Unscored, UnscoredKind
-from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import EndReason, PlayRequest, Summary, Task, Version
+from rayloop.production.blame import Blame
+from rayloop.production.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
-
-
-def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
-    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
-    sampling = config.rollout.sampling.sampling()
-    cohort = len(ids) if config.rollout.deterministic else None
-    return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
-
 
 BadData = Callable[[Task, str, str], None]
 """What is told of a task, the file at fault and the reason."""

@@ -9,10 +9,9 @@ from typing import Any
 
 from actors.policy import LogprobGap
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.reporter import Reporter
-from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import (
     BroadcastFailed,
     DataFailure,
@@ -26,6 +25,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
 from rayloop.transports.settings import CollectiveTransport
 
 VISIBLE = 10.0

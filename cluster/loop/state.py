@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.lost import object_lost
-from cluster.roles.deadlines import with_deadline
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import TrajectoryId

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.base import dump
-from cluster.roles.deadlines import WAITS, Wait
+from rayloop.core.deadlines import WAITS, Wait
 from rayloop.core.failures import Stalled
 from rayloop.run.config import RecoverySettings
 

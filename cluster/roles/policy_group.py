@@ -10,8 +10,8 @@ import ray
 
 from actors.lost import cause
 from actors.policy import Assignment, LogprobGap
-from cluster.roles.deadlines import with_deadline
 from cluster.roles.pool import brief, is_lost
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import BroadcastGroup, Manifest

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from actors.lease import Lease
 from actors.lost import cause, object_lost
-from cluster.roles.deadlines import with_deadline
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
 from rayloop.run.config import RecoverySettings
 

@@ -20,9 +20,9 @@ from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
-from cluster.roles.deadlines import with_deadline
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 from rayloop.run.config import Placement, RunConfig
 

@@ -16,11 +16,11 @@ from actors.lease import Lease
 from actors.lost import cause
 from actors.rollout import start_weights
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.evaluation import Play, blind, play, plays
-from cluster.roles.deadlines import with_deadline
+from cluster.loop.evaluation import play
 from cluster.roles.services import Services, bundles, total
 from cluster.roles.session import session
 from rayloop.config.settings import dump
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
 from rayloop.data.dataset import Dataset
@@ -28,6 +28,7 @@ from rayloop.engines.settings import serves_its_own_weights
 from rayloop.measure.controls import Item, summarise, table
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutDump, make_folder
+from rayloop.run.held_out import Play, blind, plays
 from rayloop.run.jsonl import JsonLines
 from rayloop.transports.settings import ObjectStoreTransport
 

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor, start_weights
-from cluster.loop.episode_runner import requests
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
@@ -41,6 +40,7 @@ from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import GenerationSettings, TransformersEngineSettings, serves_its_own_weights
 from rayloop.envs.episode import play
+from rayloop.production.playing import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import jsonable
 from rayloop.transports.settings import ObjectStoreTransport

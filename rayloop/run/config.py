@@ -28,8 +28,8 @@ from rayloop.grpo.settings import (
     StalenessSettings,
     UpdateSettings,
 )
+from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run.loggers import LoggersSettings
 from rayloop.transports.settings import CollectiveTransport, CudaIpcTransport, ObjectStoreTransport, TransportSettings
 
 

@@ -9,9 +9,9 @@ from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_weights
 from rayloop.launch.ray_variables import in_job
+from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
 from rayloop.run.config import RunConfig
-from rayloop.run.loggers import installed
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from cluster.loop.concurrency import ConcurrencyLimit
 from rayloop.core.protocols import EngineHealth
 from rayloop.core.types import Version
+from rayloop.production.concurrency import ConcurrencyLimit
 
 V = Version(0, 1)
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from cluster.loop.blame import Blame
-from cluster.loop.evaluation import Play, play
+from cluster.loop.evaluation import play
 from cluster.loop.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import PlayRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
+from rayloop.production.blame import Blame
 from rayloop.run.config import EnvironmentSettings
+from rayloop.run.held_out import Play
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, broken, failed, hangs
 
 # Bad data --------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cluster.driver import Driver
-from cluster.loop.production import Production
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from tests.support.runs import settings
 

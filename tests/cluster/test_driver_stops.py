@@ -19,13 +19,13 @@ import torch.distributed.checkpoint as dcp
 
 from actors.policy import LogprobGap, PolicyRank, RankSettings
 from cluster.driver import Driver
-from cluster.loop.production import Production
 from cluster.loop.publication import Publisher
 from cluster.loop.state import capture
-from cluster.roles.deadlines import until_stopped
 from cluster.roles.policy_group import PolicyGroup
+from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.types import Version
+from rayloop.production.production import Production
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.loop.loggers import AnySettings, Logger, Loggers, TensorBoardSettings, WandbSettings, open_logger
+from cluster.loop.loggers import open_logger
 from rayloop.core.failures import ConfigError
+from rayloop.loggers.settings import AnySettings, TensorBoardSettings, WandbSettings
+from rayloop.loggers.threads import Logger, Loggers
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
 from tests.cluster.test_preflight import config
@@ -135,7 +137,7 @@ def test_a_close_that_blocks_or_fails_is_told() -> None:
 
 
 def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.loop.loggers.WAITING", 3)
+    monkeypatch.setattr("rayloop.loggers.threads.WAITING", 3)
     released = threading.Event()
     told = list[tuple[str, str]]()
     slow = WandbSettings(project="p", timeout=60)

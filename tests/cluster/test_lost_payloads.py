@@ -20,14 +20,14 @@ from actors.lost import fetch, object_lost
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from cluster.driver import Driver
-from cluster.loop.production import Production
 from cluster.loop.state import capture
-from cluster.roles.deadlines import WAITS
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
+from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.loop.evaluation import never_evaluated, on_training_rows
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig, wasteful
+from rayloop.run.held_out import never_evaluated, on_training_rows
 from rayloop.run.preflight import preflight
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"

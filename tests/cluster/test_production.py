@@ -14,9 +14,7 @@ import pytest
 
 import cluster.loop.state
 from benchmarks.evidence.staleness import VirtualLoop
-from cluster.loop.playing import Issue, Playing
-from cluster.loop.production import Production
-from cluster.loop.tasks import background
+from rayloop.core.background import background
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -24,6 +22,8 @@ from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Ve
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.production.playing import Issue, Playing
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from tests.support.runs import ledger_closes, settings
 

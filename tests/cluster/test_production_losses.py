@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import cluster.loop.state
-from cluster.loop.production import without
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored
 from rayloop.core.types import PlayRequest, TrajectoryId, Version
+from rayloop.production.production import without
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
 

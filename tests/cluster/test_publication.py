@@ -21,9 +21,8 @@ from actors.environment import EnvironmentActor
 from actors.policy import PolicyRank, RankSettings
 from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.production import Production
+from cluster.loop.loggers import open_logger
 from cluster.loop.publication import Publisher
-from cluster.loop.reporter import Reporter
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure, ParityError, PublicationError
@@ -31,7 +30,9 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
 from rayloop.engines.training.collator import Collator
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
 from tests.engines.prompts import image
 from tests.support import local
 from tests.support.local import LocalActor
@@ -58,7 +59,7 @@ class Stage:
     def __init__(self, c: RunConfig, rollout: type[RolloutActor], rank: type[PolicyRank]) -> None:
         folder = Path(c.output) / c.name
         folder.mkdir()
-        self.config, self.reporter = c, Reporter(c, folder)
+        self.config, self.reporter = c, Reporter(c, folder, open_logger)
         made = RankSettings(
             c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(folder / "weights"), 0
         )

@@ -12,7 +12,7 @@ import pytest
 
 from actors.base import Actor
 from cluster.loop.watchdog import watch
-from cluster.roles.deadlines import WAITS, until_stopped, with_deadline
+from rayloop.core.deadlines import WAITS, until_stopped, with_deadline
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
 from rayloop.run.config import RecoverySettings
 from tests.support.local import LocalActor

@@ -15,15 +15,15 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.production import Production
-from cluster.loop.tasks import background
 from cluster.roles.pool import Pool
+from rayloop.core.background import background
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, PlayFailed, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from tests.support.runs import settings
 

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from cluster.loop.evaluation import metrics
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.measure.controls import (
     BLIND,
@@ -25,6 +24,7 @@ from rayloop.measure.controls import (
     verdict,
 )  # fmt: skip
 from rayloop.measure.intervals import LEAST, interval, paired_interval
+from rayloop.run.held_out import metrics
 from rayloop.run.metrics import validate
 from recipes.arc_vision.controls import BlindBox
 

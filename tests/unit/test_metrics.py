@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.loop.reporter import production_metrics
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
+from rayloop.run.step_metrics import Collected, step_metrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -79,7 +79,7 @@ def test_what_the_driver_records_is_in_the_table() -> None:
         for i, (outcome, fate) in enumerate(outcomes)
     )
     group = Group(0, Task("t", ()), members)
-    produced = production_metrics([group], [group], target=4)
+    produced = step_metrics(Collected((group,), (group,)), target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
     assert produced["response_length/clip_ratio"] == pytest.approx(1 / 3)
     assert validate(produced) == ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from cluster.loop.episode_runner import EpisodeRunner, requests
 from rayloop.core.groups import Group, Member, Scored
+from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.grpo.staleness import is_due
 from rayloop.run.config import RunConfig
@@ -20,6 +21,20 @@ class Issue:
     number: int
     index: int
     visit: int
+
+
+class Player(Protocol):
+    """Plays and scores one trajectory, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
+
+    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
+        """``step``: the one that the trajectory is meant for. ``begins`` is called whenever its episode is let into the engines."""
+
+
+def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
+    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
+    sampling = config.rollout.sampling.sampling()
+    cohort = len(ids) if config.rollout.deterministic else None
+    return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
 
 
 class Playing:
@@ -37,14 +52,14 @@ class Playing:
     def ids(self, issue: Issue) -> list[TrajectoryId]:
         return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
 
-    async def play(self, issue: Issue, task: Task, player: EpisodeRunner) -> Group:
+    async def play(self, issue: Issue, task: Task, player: Player) -> Group:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
         asked = requests(self.config, task, self.ids(issue), issue.visit)
         self._began[issue.number] = {}
         members = await asyncio.gather(*(self._member(request, player) for request in asked))
         return Group(issue.number, task, tuple(members))
 
-    async def _member(self, request: PlayRequest, player: EpisodeRunner) -> Member:
+    async def _member(self, request: PlayRequest, player: Player) -> Member:
         began, sample = self._began[request.id.group], request.id.sample
 
         def begins() -> None:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cluster.loop.evaluation import metrics
-from cluster.loop.loggers import Loggers, open_logger
 from rayloop.config.settings import dump
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, Member, Scored
+from rayloop.core.groups import Group
 from rayloop.grpo.staleness import LengthRatio
+from rayloop.loggers.settings import AnySettings, PrometheusSettings
+from rayloop.loggers.threads import Logger, Loggers
 from rayloop.measure.controls import Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
-from rayloop.run.loggers import PrometheusSettings
+from rayloop.run.held_out import metrics
+from rayloop.run.step_metrics import Collected, step_metrics
 
-if TYPE_CHECKING:
-    from cluster.loop.production import Production
+Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
+"""Makes a logger, of the run's name and configuration."""
 
 
 class Reporter:
     """Writes the run folder. ``updates`` is what the console polls: ("event", record) or ("step", metrics)."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, open_logger: Open) -> None:
         self.config = config
         self.folder = RunFolder.at(folder)
         self.updates: list[tuple[str, Any]] = []
@@ -85,23 +84,21 @@ class Reporter:
             self.event("controls", step=step, **summary)
 
     def step(
-        self, step: int, report: Mapping[str, float], groups: Sequence[Group], production: Production,
-        ledger: Mapping[str, int], timings: Mapping[str, float], playing: Mapping[str, float],
+        self, step: int, report: Mapping[str, float], collected: Collected, ledger: Mapping[str, int],
+        timings: Mapping[str, float], playing: Mapping[str, float],
     ) -> dict[str, float]:  # fmt: skip
-        """Write one record to metrics.jsonl, hand it to the other loggers, and forget what was collected for it."""
+        """Write one record to metrics.jsonl, and hand it to the other loggers."""
         self._step = step
         seconds = sum(timings.values())
         record = {
             "step": float(step),
-            **production_metrics(production.finished, groups, self.config.algorithm.target),
-            **self._length_ratio(production.finished, groups),
-            **{name: float(count) for name, count in production.dropped.items()},
+            **step_metrics(collected, self.config.algorithm.target),
+            **self._length_ratio(collected),
             **report,
             **self._evaluation,
             **{f"timing_s/{name}": value for name, value in timings.items()},
             "timing_s/step": seconds,
-            "perf/trajectories_per_second": sum(len(g.members) for g in production.finished) / max(seconds, 1e-9),
-            "rollout/acceptance": production.acceptance.value,
+            "perf/trajectories_per_second": sum(len(g.members) for g in collected.finished) / max(seconds, 1e-9),
             **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
@@ -109,13 +106,15 @@ class Reporter:
         self.loggers.log(step, record)
         self.updates.append(("step", record))
         self._evaluation = {}
-        production.forget_step()
         return record
 
-    def _length_ratio(self, finished: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
+    def _length_ratio(self, collected: Collected) -> dict[str, float]:
         played, taken = (
             [m.summary.sampled_tokens for m in members if m.summary.length and not m.replayed]
-            for members in ([m for g in finished for m in g.members], [m for g in trained for m in g.kept])
+            for members in (
+                [m for g in collected.finished for m in g.members],
+                [m for g in collected.groups for m in g.kept],
+            )
         )
         self._lengths.observe(played, taken)
         return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}
@@ -128,56 +127,3 @@ class Reporter:
         self.event("finished", ledger=dict(ledger))
         self.folder.close()
         return {"steps": step, "ledger": dict(ledger)}
-
-
-def production_metrics(finished: Sequence[Group], trained: Sequence[Group], target: int) -> dict[str, float]:
-    """What the groups that ended since the last step were like, and how many of their trajectories the step took."""
-    members = [m for g in finished for m in g.members]
-    played = [m for m in members if m.summary.length]
-    metrics: dict[str, float] = {
-        "rollout/groups": float(len(finished)),
-        "rollout/trajectories": float(len(members)),
-        "rollout/trained": float(sum(len(g.kept) for g in trained)),
-        "rollout/trained_share": sum(len(g.kept) for g in trained) / target,
-        "rollout/replayed": float(sum(g.replay_of is not None for g in trained)),
-        **_reward_metrics(members),
-    }
-    if played:
-        summaries = [m.summary for m in played]
-        metrics |= {
-            "response_length/mean": mean(s.sampled_tokens for s in summaries),
-            "response_length/max": float(max(s.sampled_tokens for s in summaries)),
-            "response_length/clip_ratio": mean(float(s.cut) for s in summaries),
-            "prompt_length/mean": mean(s.length - s.sampled_tokens for s in summaries),
-            "rollout/tokens": float(sum(s.sampled_tokens for s in summaries)),
-            "rollout/turns/mean": mean(s.turns for s in summaries),
-            "rollout/seconds/mean": mean(s.seconds for s in summaries),
-            "rollout/seconds/max": max(s.seconds for s in summaries),
-        }
-        ends = Counter(str(s.end_reason) for s in summaries)
-        metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
-    fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
-    return metrics | {name: float(count) for name, count in fates.items()}
-
-
-def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
-    """Over fresh scored members: the policy's performance, before any filter."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for member in members:
-        if isinstance(member.outcome, Scored) and not member.replayed:
-            values["reward"].append(member.outcome.value)
-            if member.summary.source:
-                values[f"reward/{member.summary.source}"].append(member.outcome.value)
-            for name, value in member.outcome.components.items():
-                values[f"reward/component/{name}"].append(value)
-            for flag in member.outcome.flags:
-                values[f"flag/{flag}"].append(1.0)
-    flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
-    means = {
-        f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")
-    }
-    if not values["reward"]:
-        return {}
-    return means | flags | {
-        "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
-    }  # fmt: skip

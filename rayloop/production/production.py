@@ -14,10 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from cluster.loop.blame import Blame
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.playing import Issue, Playing
-from cluster.loop.reporter import Reporter
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
 from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -27,7 +23,10 @@ from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate, expired, open_slots
+from rayloop.production.blame import Blame
+from rayloop.production.playing import Issue, Player, Playing
 from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
 
 Finish = Callable[[Group], Awaitable[Group]]
 Hold = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]
@@ -82,7 +81,7 @@ class Production:
 
     # Starting groups -----------------------------------------------------------------------------------------------
 
-    async def run(self, player: EpisodeRunner, finish: Finish) -> None:
+    async def run(self, player: Player, finish: Finish) -> None:
         """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
         self.reissue = sorted([*self.reissue, *self.in_flight.values()], key=lambda issue: issue.number)
         if self.in_flight:
@@ -161,7 +160,7 @@ class Production:
         return (before if self.config.rollout.deterministic else None), mine
 
     async def _produce(
-        self, issue: Issue, player: EpisodeRunner, finish: Finish,
+        self, issue: Issue, player: Player, finish: Finish,
         turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:  # fmt: skip
         """Play one group, wait for its turn, finish it."""

@@ -1,0 +1,41 @@
+"""Metrics as event files for TensorBoard. Needs the extra ``tensorboard``, imported when a run asks for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class TensorBoard:
+    """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with those of earlier drivers."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._next: int | None = None
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step != self._next:  # a new file, or a restore: the reader forgets this step and later ones
+            self._write(step=step, session_log=self._session(status=self._session.START))
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items() if tag != "step"]
+        self._write(step=step, summary=self._summary(value=values))
+        self._next = step + 1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()

@@ -1,0 +1,113 @@
+"""How a step's metrics reach the loggers besides metrics.jsonl.
+
+Each logger works in a thread of its own behind a bounded queue: it can neither delay a run nor stop it. One that fails or
+blocks is dropped with an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from queue import Queue
+from typing import Protocol
+
+from rayloop.loggers.settings import AnySettings
+
+WAITING = 1000
+"""Records that may wait for a logger."""
+
+
+class Logger(Protocol):
+    """What a logger does. Its constructor, ``log`` and ``close`` run in its thread; they may block, and raise anything."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of ``step``, which has them all under the names of docs/metrics.md. After a restore steps repeat."""
+
+    def close(self) -> None:
+        """Write what is still buffered; nothing is logged afterwards."""
+
+
+class LoggerThread:
+    """One logger and its thread, in which ``opening`` makes it."""
+
+    def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
+        self.kind, self._timeout = settings.kind, settings.timeout
+        self._records: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
+        self._error: BaseException | None = None
+        self._busy: float | None = time.monotonic()
+        self._thread = threading.Thread(target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}")
+        self._thread.start()
+
+    def problem(self) -> str | None:
+        """Why the logger must be dropped; None while it works."""
+        busy = self._busy
+        if self._error is not None:
+            return f"{type(self._error).__name__}: {self._error}"
+        if busy is not None and time.monotonic() - busy > self._timeout:
+            return f"a call has not returned for {self._timeout:g} s"
+        return f"{WAITING} records wait for it" if self._records.full() else None
+
+    def put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
+        """Hand over a step's metrics, or None to close the logger. Only while there is no ``problem``."""
+        self._records.put_nowait(record)
+
+    async def ended(self) -> str | None:
+        """Wait until the logger is closed, for at most the timeout. Returns its problem."""
+        until = time.monotonic() + self._timeout
+        while self._thread.is_alive():
+            if time.monotonic() > until:
+                return f"it could not be closed within {self._timeout:g} s"
+            await asyncio.sleep(0.02)
+        return self.problem()
+
+    def _work(self, opening: Callable[[], Logger]) -> None:
+        try:
+            logger = opening()
+            while (record := self._take()) is not None:
+                logger.log(*record)
+            logger.close()
+        except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` tells it
+            self._error = error
+        self._busy = None
+
+    def _take(self) -> tuple[int, Mapping[str, float]] | None:
+        self._busy = None
+        record = self._records.get()
+        self._busy = time.monotonic()
+        return record
+
+
+class Loggers:
+    """All loggers of a run. ``failed(kind, why)`` is called when one is dropped, by the thread that calls the methods here."""
+
+    def __init__(
+        self,
+        chosen: Iterable[AnySettings],
+        opening: Callable[[AnySettings], Logger],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        self._workers = [LoggerThread(settings, partial(opening, settings)) for settings in chosen]
+        self._failed = failed
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand ``metrics``, which nobody changes any more, to all loggers. Never waits, never raises."""
+        self._drop({worker: worker.problem() for worker in self._workers})
+        for worker in self._workers:
+            worker.put((step, metrics))
+
+    async def close(self) -> None:
+        """Close all loggers at once; each is waited for at most its timeout."""
+        self._drop({worker: worker.problem() for worker in self._workers})
+        for worker in self._workers:
+            worker.put(None)
+        self._drop({worker: await worker.ended() for worker in self._workers})
+        self._workers = []
+
+    def _drop(self, problems: Mapping[LoggerThread, str | None]) -> None:
+        for worker, why in problems.items():
+            if why is not None:
+                self._workers.remove(worker)
+                self._failed(worker.kind, why)

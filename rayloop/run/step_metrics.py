@@ -1,0 +1,80 @@
+"""The metrics of a step that follow from its groups alone: rewards, lengths, how episodes ended, where trajectories went."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, pstdev
+
+from rayloop.core.groups import Group, Member, Scored
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step is about: the ``groups`` it trains on (issue order), and what happened since the step before.
+
+    ``finished``: the groups that ended, as they were after the filters. ``dropped``: how many trajectories became stale or
+    surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average.
+    """
+
+    groups: tuple[Group, ...]
+    finished: tuple[Group, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    acceptance: float = 1.0
+
+
+def step_metrics(collected: Collected, target: int) -> dict[str, float]:
+    """What the groups that ended were like, and how many trajectories the step took, of the ``target``."""
+    finished, trained = collected.finished, collected.groups
+    members = [m for g in finished for m in g.members]
+    played = [m for m in members if m.summary.length]
+    metrics: dict[str, float] = {
+        "rollout/groups": float(len(finished)),
+        "rollout/trajectories": float(len(members)),
+        "rollout/trained": float(sum(len(g.kept) for g in trained)),
+        "rollout/trained_share": sum(len(g.kept) for g in trained) / target,
+        "rollout/replayed": float(sum(g.replay_of is not None for g in trained)),
+        "rollout/acceptance": collected.acceptance,
+        **_reward_metrics(members),
+        **{name: float(count) for name, count in collected.dropped.items()},
+    }
+    if played:
+        summaries = [m.summary for m in played]
+        metrics |= {
+            "response_length/mean": mean(s.sampled_tokens for s in summaries),
+            "response_length/max": float(max(s.sampled_tokens for s in summaries)),
+            "response_length/clip_ratio": mean(float(s.cut) for s in summaries),
+            "prompt_length/mean": mean(s.length - s.sampled_tokens for s in summaries),
+            "rollout/tokens": float(sum(s.sampled_tokens for s in summaries)),
+            "rollout/turns/mean": mean(s.turns for s in summaries),
+            "rollout/seconds/mean": mean(s.seconds for s in summaries),
+            "rollout/seconds/max": max(s.seconds for s in summaries),
+        }
+        ends = Counter(str(s.end_reason) for s in summaries)
+        metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
+    fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
+    return metrics | {name: float(count) for name, count in fates.items()}
+
+
+def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
+    """Over fresh scored members: the policy's performance, before any filter."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for member in members:
+        if isinstance(member.outcome, Scored) and not member.replayed:
+            values["reward"].append(member.outcome.value)
+            if member.summary.source:
+                values[f"reward/{member.summary.source}"].append(member.outcome.value)
+            for name, value in member.outcome.components.items():
+                values[f"reward/component/{name}"].append(value)
+            for flag in member.outcome.flags:
+                values[f"flag/{flag}"].append(1.0)
+    flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
+    means = {
+        f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")
+    }
+    if not values["reward"]:
+        return {}
+    return means | flags | {
+        "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
+    }  # fmt: skip
