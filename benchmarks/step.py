@@ -44,7 +44,7 @@ TEMPLATE = (
 PARTS = ("step_s_median", "gen_s_median", "train_s_median")
 ENGINES: dict[str, dict[str, Any]] = {
     "transformers": {},
-    "vllm": {"kind": "vllm", "kv_cache_bytes": 2**30, "enforce_eager": True, "max_model_len": 8192},
+    "vllm": {"kind": "vllm", "kv_cache_bytes": 2**30, "extra": {"enforce_eager": True}, "max_model_len": 8192},
 }
 """Settings of ``rollout.engine`` that are not in the shape."""
 

@@ -113,8 +113,21 @@ def describe(model: type[BaseModel]) -> str:
 
 
 def count_fields(model: type[BaseModel]) -> int:
-    """Number of different keys a person can set: fields that are not sections themselves, each class counted once."""
-    return sum(not models(info.annotation) for current in _used_at(model) for info in current.model_fields.values())
+    """Number of different keys a person can set, each settings class counted once.
+
+    A section is none, but the choice between several kinds of one is a key; the ``kind`` that each of them carries is that choice.
+    """
+    fields = [
+        (name, info)
+        for current in _used_at(model)
+        for name, info in current.model_fields.items()
+        if not _tag(current, name)
+    ]
+    return sum(len(models(info.annotation)) != 1 for _, info in fields)
+
+
+def _tag(model: type[BaseModel], name: str) -> bool:
+    return name == "kind" and kind_of(model) is not None
 
 
 def _used_at(model: type[BaseModel]) -> dict[type[BaseModel], list[KeyPath]]:
@@ -134,8 +147,12 @@ def _section(model: type[BaseModel], paths: list[KeyPath]) -> str:
 
 
 def _table(model: type[BaseModel]) -> list[str]:
+    if all(_tag(model, name) for name in model.model_fields):
+        return ["Nothing further to set."]
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
+        if _tag(model, name):
+            continue  # it stands in the heading
         meaning = _linked((info.description or "").replace("\n", " ").replace("``", "`"))
         cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

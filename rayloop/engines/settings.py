@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from rayloop.config.model import ModelSettings as ModelSettings
+from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 
 Dtype = Literal["float32", "bfloat16"]
@@ -16,22 +17,26 @@ Dtype = Literal["float32", "bfloat16"]
 class TransformersEngineSettings(SettingsModel):
     """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "batch_wait": Removed(0.05, "a batch that is not full starts 0.05 s after its last request"),
+        "cohort_wait": Removed(120.0, "the members of a group are waited for 120 s"),
+    }
+
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
     """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together."""
-    batch_wait: float = Field(0.05, ge=0)
-    """Seconds without a new request after which a batch that is not full starts."""
-    cohort_wait: float = Field(120.0, gt=0)
-    """With ``rollout.deterministic``: seconds to wait for the other members of a group (a cohort). Then those that are there fail,
-    and are played again each on its own. Raise it when that happens: such a run is not repeated bit for bit."""
     threads: int | None = Field(None, ge=1)
     """Torch threads on CPU; None: the actor's num_cpus."""
 
 
 class VllmEngineSettings(SettingsModel):
     """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "enforce_eager": Removed(False, "it is vLLM's own argument, extra: {enforce_eager: true}")
+    }
 
     kind: Literal["vllm"] = "vllm"
     dtype: Dtype = "bfloat16"
@@ -47,13 +52,12 @@ class VllmEngineSettings(SettingsModel):
     """Size of the cache of keys and values per GPU. Set it on CPU, and when something else shares the GPU."""
     max_sequences: int = Field(256, ge=1)
     """Sequences decoded together."""
-    enforce_eager: bool = False
-    """No compilation and no CUDA graphs: starts in seconds, decodes more slowly."""
     inflight: Literal["recompute", "keep_kv"] = "recompute"
     """Requests that run while new weights are loaded continue under them. recompute: their cache is computed anew; keep_kv: they
     keep the one that the old weights made, and no other request sees it."""
     extra: dict[str, Any] = {}
-    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``{enforce_eager: true}`` leaves compilation and CUDA
+    graphs out: it starts in seconds, and decodes more slowly."""
 
     @model_validator(mode="after")
     def _own_arguments(self) -> VllmEngineSettings:
@@ -69,7 +73,7 @@ class VllmEngineSettings(SettingsModel):
 
 _VLLM_ARGUMENTS = frozenset({
     "model", "dtype", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs",
-    "enforce_eager", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
+    "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
 })  # fmt: skip
 """What rayloop itself passes to vLLM."""
 
@@ -77,11 +81,13 @@ _VLLM_ARGUMENTS = frozenset({
 class SglangEngineSettings(SettingsModel):
     """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Written, and not yet run."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "bucket_bytes": Removed(2**30, "published tensors are handed over in parts of 1 GiB")
+    }
+
     kind: Literal["sglang"] = "sglang"
     dtype: Dtype = "bfloat16"
     """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
-    bucket_bytes: int = Field(2**30, ge=1)
-    """Published tensors are handed to SGLang's processes in parts of at most this size, through GPU memory."""
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...)."""
 
@@ -97,6 +103,11 @@ class ServerCall(SettingsModel):
 
 class OpenAiHttpEngineSettings(SettingsModel):
     """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "timeout": Removed(600.0, "environment.episode.request_timeout bounds a request"),
+        "retries": Removed(5, "a server that is busy or fails is asked six times"),
+    }
 
     kind: Literal["openai_http"] = "openai_http"
     base_url: str = Field(pattern=r"^https?://")
@@ -114,10 +125,6 @@ class OpenAiHttpEngineSettings(SettingsModel):
     update: tuple[ServerCall, ...] = ()
     """Calls, in order, that make the server load a published model folder and forget its caches. Empty: its weights are its
     own. The server must see the run folder."""
-    timeout: float = Field(600.0, gt=0)
-    """Seconds for one request."""
-    retries: int = Field(5, ge=0)
-    """Further attempts when the server cannot be reached, is busy (429) or fails (5xx), after 1, 2, 4, ... seconds."""
 
 
 def _engine_kind(value: Any) -> str | None:
@@ -142,6 +149,12 @@ def serves_its_own_weights(engine: GenerationSettings) -> TypeGuard[OpenAiHttpEn
 
 
 class OptimizerSettings(SettingsModel):
+    """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "max_skipped": Removed(3, "the fourth update in a row without a finite gradient ends the run")
+    }
+
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
@@ -164,8 +177,6 @@ class OptimizerSettings(SettingsModel):
     """Minimum of cosine and wsd, as a fraction of ``lr``."""
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    max_skipped: int = Field(3, ge=0)
-    """Updates in a row that may be skipped because the gradient is not finite, before the run stops."""
 
     @model_validator(mode="after")
     def _length(self) -> OptimizerSettings:
@@ -192,7 +203,8 @@ class LoraSettings(SettingsModel):
 class FsdpSettings(SettingsModel):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
-    kind: Literal["fsdp"] = "fsdp"
+    removed: ClassVar[Mapping[str, Removed]] = {"kind": Removed("fsdp", "it is the only training engine")}
+
     dtype: Dtype = "float32"
     """Compute type. Master weights and optimizer states stay float32: a learning rate of 1e-6 vanishes in bfloat16."""
     micro_batch_tokens: int = Field(16_384, gt=0)

@@ -12,10 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
@@ -24,6 +25,14 @@ from rayloop.core.types import TrajectoryId
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
 
+WINDOW = 512
+"""Trajectories that shares are of: the last eight steps of 8 x 8, half a step of 128 x 8, so rare kinds show and old ones fade."""
+LEAST = 8
+"""Trajectories that a share must concern before it is an alarm: fewer are chance."""
+CORRELATION = 0.3
+"""Having no reward may be correlated this much with length or data source: of 512 trajectories, 0.3 is 7 standard errors from 0."""
+DRIFT_STEPS = 3
+"""Steps over which the log-prob difference is averaged: one batch of odd samples is no drift."""
 UNSEEN = 10
 """Steps in a row without such samples (the trainer is the slower side) after which others are played for it."""
 
@@ -50,13 +59,16 @@ FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
 
 
 class AlarmSettings(SettingsModel):
-    """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last ``window``
-    trajectories, each as 0 to 1."""
+    """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last 512
+    trajectories, each as 0 to 1, and count from the eighth that is concerned."""
 
-    window: int = Field(512, ge=2)
-    """Trajectories that are looked back upon. Raise it for very large steps."""
-    least: int = Field(8, ge=2)
-    """No alarm about a share before this many trajectories are concerned."""
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "window": Removed(512, "shares are of the last 512 trajectories"),
+        "least": Removed(8, "a share counts from the eighth trajectory that is concerned"),
+        "correlation": Removed(0.3, "alarms.unscored is the limit to set"),
+        "logprob_steps": Removed(3, "the difference is averaged over three steps"),
+    }
+
     unscored: Limit = Limit(warn=0.05)
     """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost."""
     excluded: Limit = Limit(warn=0.25)
@@ -65,14 +77,10 @@ class AlarmSettings(SettingsModel):
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named. What is not given here keeps its
     default: 0.05 for ``grader_error``, ``grader_timeout``, ``judge_invalid``, ``judge_changed``, ``invalid_component``; 0.9 for
     the others, which tell about the policy."""
-    correlation: float = Field(0.3, ge=0, le=1)
-    """Warn when having no reward is correlated this much with the length or with being of one data source. 1: never."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    ``logprob_steps``. After ten steps without such samples ``publish.probes`` tasks are played for it. Without ``warn``: 1e-3 in
+    three steps. After ten steps without such samples ``publish.probes`` tasks are played for it. Without ``warn``: 1e-3 in
     float32, 0.1 in bfloat16, or ``publish.tolerance`` if that is higher."""
-    logprob_steps: int = Field(3, ge=1)
-    """Steps over which the difference is averaged; there is no alarm before so many."""
 
     @field_validator("flags", mode="before")
     @classmethod
@@ -104,8 +112,8 @@ class Alarms:
         given = settings.logprobs
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
         self._drift_limit = Limit(warn=warn, stop=given.stop)
-        self._seen: deque[_Seen] = deque(maxlen=settings.window)
-        self._drift: deque[float] = deque(maxlen=settings.logprob_steps)
+        self._seen: deque[_Seen] = deque(maxlen=WINDOW)
+        self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._without = 0
         self._active: set[str] = set()
         self._kinds: set[UnscoredKind] = set()
@@ -143,7 +151,7 @@ class Alarms:
         """These were scored and then lost: they count as excluded from the next finished group on. Raises nothing, for it may be a
         checkpoint that found out, and that must be saved."""
         seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
-        self._seen = deque(seen, maxlen=self.settings.window)
+        self._seen = deque(seen, maxlen=WINDOW)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Steps without samples of lag 0 say nothing about drift; after ``UNSEEN`` of them it is ``unseen``."""
@@ -162,7 +170,7 @@ class Alarms:
         if difference is None:
             return
         self._drift.append(difference)
-        if len(self._drift) < self.settings.logprob_steps:
+        if len(self._drift) < DRIFT_STEPS:
             return
         value = mean(self._drift)
         text = (
@@ -216,15 +224,15 @@ class Alarms:
         return found
 
     def _share(self, count: int, total: int) -> float:
-        return count / total if count >= self.settings.least else 0.0
+        return count / total if count >= LEAST else 0.0
 
     def _correlations(self) -> dict[str, Alarm]:
         """Among the trajectories that were played: those without a length have nothing that could explain them."""
         played = [seen for seen in self._seen if seen.length]
         unscored = [float(seen.unscored is not None) for seen in played]
-        if sum(unscored) < self.settings.least:
+        if sum(unscored) < LEAST:
             return {}
-        limit, found = Limit(warn=self.settings.correlation), dict[str, Alarm]()
+        limit, found = Limit(warn=CORRELATION), dict[str, Alarm]()
         r = correlation(unscored, [float(seen.length) for seen in played])
         text = f"{'longer' if r > 0 else 'shorter'} trajectories have no reward more often (r = {r:.2f})"
         found["length"] = (min(abs(r), 1.0), limit, text)

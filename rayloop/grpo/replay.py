@@ -18,6 +18,23 @@ REPLACED = Fate(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayRules:
+    """What is stored and when it is needed; the defaults are ARPO's.
+
+    The original compares in single precision, where 0.1 itself is above 0.1: 0.0999999 stores it too.
+    """
+
+    capacity: int = 8
+    """Stored successes per task, oldest out first."""
+    success_above: float = 0.1
+    """Trajectories with an environment result above this are stored."""
+    max_std: float = 0.05
+    """A group failed when the population std of its results is below this ..."""
+    max_mean: float = 0.2
+    """... and their mean below this."""
+
+
+@dataclass(frozen=True, slots=True)
 class Injection:
     """The group to go on with, and the fresh member that a stored success displaced (its fate set), if any."""
 
@@ -28,8 +45,8 @@ class Injection:
 class ReplayBuffer:
     """Per task the last ``capacity`` successes, as the driver holds them: their payload references stay alive here."""
 
-    def __init__(self, settings: ReplaySettings, seed: int) -> None:
-        self._settings, self._seed = settings, seed
+    def __init__(self, settings: ReplaySettings, seed: int, rules: ReplayRules = ReplayRules()) -> None:
+        self._settings, self._seed, self._rules = settings, seed, rules
         self._stored: dict[str, deque[Member]] = {}
 
     def __len__(self) -> int:
@@ -58,8 +75,8 @@ class ReplayBuffer:
         if not self._settings.enabled:
             return
         for member in group.scored:
-            if not member.replayed and _result(member) > self._settings.success_above:
-                slots = self._stored.setdefault(group.task.id, deque(maxlen=self._settings.capacity))
+            if not member.replayed and _result(member) > self._rules.success_above:
+                slots = self._stored.setdefault(group.task.id, deque(maxlen=self._rules.capacity))
                 slots.append(replace(member, advantage=None, reference=None))
 
     def forget(self, ids: Collection[TrajectoryId]) -> None:
@@ -71,8 +88,8 @@ class ReplayBuffer:
         results = [_written(_result(member)) for member in group.scored]
         return (
             bool(results)
-            and statistics.pstdev(results) < _written(self._settings.max_std)
-            and statistics.mean(results) < _written(self._settings.max_mean)
+            and statistics.pstdev(results) < _written(self._rules.max_std)
+            and statistics.mean(results) < _written(self._rules.max_mean)
         )
 
     def _draw(self, group: Group, step: int) -> Member | None:
@@ -92,7 +109,7 @@ class ReplayBuffer:
 
     def restore(self, state: Mapping[str, Sequence[Member]]) -> None:
         """Become the buffer that ``state`` was taken from (with payloads that this process can use)."""
-        self._stored = {task: deque(members, maxlen=self._settings.capacity) for task, members in state.items()}
+        self._stored = {task: deque(members, maxlen=self._rules.capacity) for task, members in state.items()}
 
 
 def _result(member: Member) -> float:

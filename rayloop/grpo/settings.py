@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.types import EndReason
 
@@ -119,17 +121,15 @@ class FilteringSettings(SettingsModel):
 class ReplaySettings(SettingsModel):
     """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "capacity": Removed(8, "eight successes are stored per task, as in ARPO"),
+        "success_above": Removed(0.1, "a success is an environment result above 0.1, as in ARPO"),
+        "max_std": Removed(0.05, "a group failed when the std of its results is below 0.05, as in ARPO"),
+        "max_mean": Removed(0.2, "a group failed when the mean of its results is below 0.2, as in ARPO"),
+    }
+
     enabled: bool = False
     """For tasks so hard that whole groups fail again and again."""
-    capacity: int = Field(8, gt=0)
-    """Stored successes per task, oldest out first."""
-    success_above: float = 0.1
-    """Trajectories with an environment result above this are stored. The original compares in single precision, where 0.1
-    itself is above 0.1: set 0.0999999 to store it too."""
-    max_std: float = 0.05
-    """Inject only when the population std of the group's results is below this ..."""
-    max_mean: float = 0.2
-    """... and their mean below this."""
     max_age: int | None = Field(None, gt=0)
     """Stored samples older than this many steps are not injected. None: no limit (the original)."""
     treat_as_on_policy: bool = False

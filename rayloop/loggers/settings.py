@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
 
-
-class Patience(SettingsModel):
-    timeout: float = Field(60.0, gt=0)
-    """Seconds that one call of the logger may take, and that the end of a run waits for it, before it is dropped."""
+_TIMEOUT: Mapping[str, Removed] = {"timeout": Removed(60.0, "a logger that does not return within 60 s is dropped")}
 
 
-class PrometheusSettings(Patience):
+class PrometheusSettings(SettingsModel):
     """Always on: the metrics of the newest step at the metrics port of the driver's node."""
 
     kind: Literal["prometheus"] = "prometheus"
 
 
-class TensorBoardSettings(Patience):
+class TensorBoardSettings(SettingsModel):
     """Event files in the run folder, below ``tensorboard/``. Needs the extra ``tensorboard``."""
+
+    removed: ClassVar[Mapping[str, Removed]] = _TIMEOUT
 
     kind: Literal["tensorboard"] = "tensorboard"
 
 
-class WandbSettings(Patience):
+class WandbSettings(SettingsModel):
     """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``."""
+
+    removed: ClassVar[Mapping[str, Removed]] = _TIMEOUT
 
     kind: Literal["wandb"] = "wandb"
     project: str

@@ -16,6 +16,9 @@ from typing import Protocol
 
 from rayloop.loggers.settings import AnySettings
 
+TIMEOUT = 60.0
+"""Seconds that one call of a logger may take, and that the end of a run waits for it, before it is dropped: nothing waits for it
+meanwhile, and a network that is slow but alive answers within."""
 WAITING = 1000
 """Records that may wait for a logger."""
 
@@ -34,7 +37,7 @@ class LoggerThread:
     """One logger and its thread, in which ``opening`` makes it."""
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
-        self.kind, self._timeout = settings.kind, settings.timeout
+        self.kind = settings.kind
         self._records: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
         self._error: BaseException | None = None
         self._busy: float | None = time.monotonic()
@@ -46,8 +49,8 @@ class LoggerThread:
         busy = self._busy
         if self._error is not None:
             return f"{type(self._error).__name__}: {self._error}"
-        if busy is not None and time.monotonic() - busy > self._timeout:
-            return f"a call has not returned for {self._timeout:g} s"
+        if busy is not None and time.monotonic() - busy > TIMEOUT:
+            return f"a call has not returned for {TIMEOUT:g} s"
         return f"{WAITING} records wait for it" if self._records.full() else None
 
     def put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
@@ -56,10 +59,10 @@ class LoggerThread:
 
     async def ended(self) -> str | None:
         """Wait until the logger is closed, for at most the timeout. Returns its problem."""
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + TIMEOUT
         while self._thread.is_alive():
             if time.monotonic() > until:
-                return f"it could not be closed within {self._timeout:g} s"
+                return f"it could not be closed within {TIMEOUT:g} s"
             await asyncio.sleep(0.02)
         return self.problem()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.chat.tokenizer import model_folder
+from rayloop.config.explain import walk
+from rayloop.config.removed import removed_below
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import hashed
 from rayloop.data.dataset import Dataset
@@ -71,7 +73,7 @@ def check(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """Every value that differs from the checkpoint's, which fits: key -> (then, now). None where it does not exist."""
-    then, now = _flat(checkpoint.about["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    then, now = _both(checkpoint.about, config)
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNTOLD]
     found = {key: (then.get(key), now.get(key)) for key in keys}
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
@@ -91,13 +93,19 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
             return (
                 f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
             )
-    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    old, new = _both(then, config)
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
     if (tasks := _tasks(config)) != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
     return None
+
+
+def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Each value of a checkpoint and of now by dotted key. A key that was removed since has the value that holds for it."""
+    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    return old, {**{key: value for key, value in removed_below(walk(RunConfig)).items() if key in old}, **new}
 
 
 def _fixed(key: str) -> bool:

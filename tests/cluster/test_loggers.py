@@ -23,8 +23,13 @@ from rayloop.run.preflight import preflight
 from tests.cluster.test_preflight import config
 from tests.support.runs import ROOT, eventually
 
-GOOD, BAD = TensorBoardSettings(), WandbSettings(project="p", timeout=0.2)
+GOOD, BAD = TensorBoardSettings(), WandbSettings(project="p")
 STEP = {"step": 1.0, "reward/mean": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 0.2)
 
 
 class Kept:
@@ -138,9 +143,10 @@ def test_a_close_that_blocks_or_fails_is_told() -> None:
 
 def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.loggers.threads.WAITING", 3)
+    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
     released = threading.Event()
     told = list[tuple[str, str]]()
-    slow = WandbSettings(project="p", timeout=60)
+    slow = WandbSettings(project="p")
     loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: told.append(f))
     for step in range(5):
         loggers.log(step, STEP)
@@ -170,7 +176,7 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: 
 
 def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="kind tensorboard is there more than once"):
-        config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard", "timeout": 5}])
+        config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard"}])
 
 
 # The loggers themselves ------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ENGINES = {
     "transformers": {"threads": 1},
-    "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "enforce_eager": True},
+    "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": {"enforce_eager": True}},
 }
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 START = Version(0, 0)

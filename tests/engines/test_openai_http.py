@@ -16,6 +16,7 @@ import torch
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
+from rayloop.engines.generation import openai_http
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
@@ -33,8 +34,13 @@ def server(tiny_text: Path) -> Iterator[Server]:
 
 
 def client(server: Server, model: Path, folder: Path, **changes: Any) -> OpenAiHttpEngine:
-    settings = {"base_url": f"{server.url}/v1/", "model": "served", "retries": 1, **changes}
+    settings = {"base_url": f"{server.url}/v1/", "model": "served", **changes}
     return OpenAiHttpEngine(ModelSettings(path=str(model)), OpenAiHttpEngineSettings.model_validate(settings), folder)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_http, "ATTEMPTS", 2)
 
 
 def run(play: Callable[[], Awaitable[Any]]) -> Any:
@@ -202,7 +208,7 @@ def test_failures_say_whose_they_are(
         with pytest.raises(ConfigError, match=r"rollout\.engine: .*HTTP 401"):
             await ask([401])
         with pytest.raises(WorkerLost, match="ConnectError"):
-            await ask([], base_url="http://127.0.0.1:9/v1", retries=0)
+            await ask([], base_url="http://127.0.0.1:9/v1")
         with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
             client(server, tiny_text, tmp_path, api_key_env="NO_SUCH_KEY")
 

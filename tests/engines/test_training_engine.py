@@ -20,6 +20,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines import models
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training import optimizer
 from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.grpo.settings import LossSettings
@@ -130,10 +131,13 @@ def test_the_gradient_is_clipped(tiny_text: Path) -> None:
     assert moved[2e-3] == pytest.approx(2e-3, rel=1e-2)
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_too_many_stop_the_run(tiny_text: Path) -> None:
+def test_an_update_that_is_not_finite_is_skipped_and_too_many_stop_the_run(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "MAX_SKIPPED", 1)
     good = TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 1.0)
     bad = dataclasses.replace(good, advantage=math.nan)
-    with engine(tiny_text, optimizer=OptimizerSettings(lr=1e-3, max_skipped=1)) as trainer:
+    with engine(tiny_text, optimizer=OptimizerSettings(lr=1e-3)) as trainer:
         before = trainer.export(VERSION)
         report = trainer.train([[good, bad]])
         assert (report["actor/skipped_updates"], report["actor/updates"]) == (1, 0)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForCon
 
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.generation import transformers
 from rayloop.engines.generation.decoding import Decoder, Row
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model
@@ -294,10 +295,11 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
         await asyncio.gather(*waiting)
         assert batches == [8, 1]
 
-    served(tiny_text, test, batch_wait=0.5, max_batch=8)
+    monkeypatch.setattr(transformers, "BATCH_WAIT", 0.5)
+    served(tiny_text, test, max_batch=8)
 
 
-def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path) -> None:
+def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: TransformersEngine) -> None:
         base = prompt(tiny_text, "What")
         running = asyncio.create_task(engine.generate(base, Sampling(max_tokens=200)))
@@ -312,7 +314,8 @@ def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path) -> None:
         await engine.resume()
         await held
 
-    served(tiny_text, test, batch_wait=0.0)
+    monkeypatch.setattr(transformers, "BATCH_WAIT", 0.0)
+    served(tiny_text, test)
 
 
 def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> None:
@@ -343,7 +346,9 @@ def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> No
     assert decode([0, 1, 2], 0) == decode([2, 0, 1], 4)
 
 
-def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(tiny_text: Path) -> None:
+def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def member(seed: int, key: str) -> TokenPrompt:
         return dataclasses.replace(prompt(tiny_text, "What", seed=seed), cohort=Cohort(key, 2))
 
@@ -356,13 +361,14 @@ def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(
         await engine.generate(member(0, "a"), GREEDY)
 
     async def hasty(engine: TransformersEngine) -> None:
-        with pytest.raises(InfrastructureFailure, match=r"1 of group b did not come within 0.2 s.*Raise") as raised:
+        with pytest.raises(InfrastructureFailure, match=r"1 of group b did not come within 0.2 s.*Give") as raised:
             await engine.generate(member(0, "b"), GREEDY)
         assert not isinstance(raised.value, WorkerLost), "the engine is well"
         await engine.generate(prompt(tiny_text, "What"), GREEDY)
 
     served(tiny_text, patient)
-    served(tiny_text, hasty, cohort_wait=0.2)
+    monkeypatch.setattr(transformers, "COHORT_WAIT", 0.2)
+    served(tiny_text, hasty)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

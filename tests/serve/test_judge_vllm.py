@@ -40,7 +40,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "kv_cache_bytes": 2**28,
         "max_model_len": 8192,
         "max_sequences": 8,
-        "enforce_eager": True,
+        "extra": {"enforce_eager": True},
     }
     backend = {"kind": "vllm", "model": str(model), "gpus": False, "engine": engine}
     args = {"backend": backend, "canary": {"right": False, "within": 120.0, "every": 600.0}, "replicas": {"cpus": 1}}

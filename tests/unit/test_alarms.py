@@ -52,8 +52,9 @@ def test_a_few_without_reward_are_no_alarm() -> None:
     assert Watched().observe([member()] * 200 + [member(LOST)] * 7) == []
 
 
-def test_the_share_alarms_once_and_again_after_it_was_well() -> None:
-    watch = Watched(window=100)
+def test_the_share_alarms_once_and_again_after_it_was_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.grpo.alarms.WINDOW", 100)
+    watch = Watched()
     (alarm,) = watch.observe([member()] * 80 + [member(LOST)] * 20)
     assert alarm == "20 of the last 100 trajectories have no reward (reward_unavailable 20)"
     assert watch.told[-1]["alarm"] == "unscored"

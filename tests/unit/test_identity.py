@@ -194,6 +194,17 @@ def test_what_may_change_is_told_with_old_and_new(
     assert found == told
 
 
+def test_keys_that_were_removed_since_are_told_only_when_they_had_another_value(made: Run) -> None:
+    marker = made.checkpoint.folder / MARKER
+    written = json.loads(marker.read_text())
+    set_key(written["config"], "policy.engine.kind", "fsdp")
+    set_key(written["config"], "alarms.window", 512)
+    set_key(written["config"], "alarms.least", 20)
+    marker.write_text(json.dumps(written))
+    check(made.checkpoint, made.config, made.hashes)
+    assert changes(made.checkpoint, made.config, made.hashes) == {"alarms.least": (20, 8)}
+
+
 def test_edited_rows_of_the_same_number_are_told(made: Run) -> None:
     path = Path(made.values["data"]["train"])
     path.write_text(path.read_text().replace("[", "[0, "))

@@ -8,15 +8,17 @@ from dataclasses import replace
 from rayloop.core.groups import Fate, TrajectoryState
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.replay import ReplayBuffer
+from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.settings import AdvantageSettings, ReplaySettings
 from tests.unit.groups import make_group
 
 ON = ReplaySettings(enabled=True)
 
 
-def buffer_with_success(settings: ReplaySettings = ON, **changes: object) -> ReplayBuffer:
-    buffer = ReplayBuffer(settings, seed=1)
+def buffer_with_success(
+    settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object
+) -> ReplayBuffer:
+    buffer = ReplayBuffer(settings, seed=1, rules=rules)
     buffer.store(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes))
     return buffer
 
@@ -55,9 +57,10 @@ def test_other_groups_and_other_tasks_are_left_alone() -> None:
 def test_results_are_compared_as_they_are_written() -> None:
     """0.05 and 0.15 lie exactly 0.05 around their mean, 0.1 and 0.3 exactly around 0.2; as binary fractions they would not."""
     buffer = buffer_with_success()
-    wide = ReplaySettings(enabled=True, max_std=0.2)
     assert buffer.inject(make_group(1, [0.05, 0.15]), step=1).displaced is None
-    assert buffer_with_success(wide).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
+    assert (
+        buffer_with_success(rules=ReplayRules(max_std=0.2)).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
+    )
     assert buffer.inject(make_group(1, [0.05, 0.14]), step=1).displaced is not None
 
 
@@ -85,7 +88,7 @@ def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
 
 
 def test_first_in_first_out_per_task() -> None:
-    buffer = ReplayBuffer(ReplaySettings(enabled=True, capacity=3), seed=0)
+    buffer = ReplayBuffer(ON, seed=0, rules=ReplayRules(capacity=3))
     for issue in range(3):
         buffer.store(make_group(issue, [1.0, 1.0]))
     assert [str(member.summary.id) for member in buffer.state()["task"]] == ["1/1", "2/0", "2/1"]

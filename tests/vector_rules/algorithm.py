@@ -16,7 +16,7 @@ from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
-from rayloop.grpo.replay import ReplayBuffer
+from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.settings import (
     AdvantageSettings,
     EqualRewards,
@@ -143,7 +143,7 @@ ON_THE_LIMIT = "a std of exactly 0.05 or a mean of exactly 0.2 is not below it: 
 def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
     entry.only("step", "evals")
     capacity = int(number(r"buffer NUMBER", entry.reward, 8) or 8)
-    settings = ReplaySettings(enabled=True, capacity=capacity)
+    rules = ReplayRules(capacity=capacity)
     evals = entry.need("evals")
     exact, rounded = [Fraction(str(value)) for value in evals], np.array(evals, dtype=np.float32).astype(float)
     mean = sum(exact) / len(exact)
@@ -151,23 +151,23 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
         "max_std": (sum((value - mean) ** 2 for value in exact) / len(exact) < Fraction(1, 400), rounded.std() < 0.05),
         "max_mean": (mean < Fraction(1, 5), rounded.mean() < 0.2),
     }
-    changes = {"success_above": 0.0999999}
+    changes: dict[str, float] = {"success_above": 0.0999999}
     for name, (here, there) in below.items():
-        changes[name] = getattr(settings, name) + 1e-6 * (int(there) - int(here))
+        changes[name] = getattr(rules, name) + 1e-6 * (int(there) - int(here))
     conditions = {SINGLE_PRECISION: 0.1 in evals, ON_THE_LIMIT: any(here != there for here, there in below.values())}
     why = "; ".join(reason for reason, holds in conditions.items() if holds)
     fresh = [f"{entry.need('step')}_{i}" for i, value in enumerate(exact) if value > Fraction(1, 10)]
     return Deviation(
-        _replayed(entry, file, settings),
+        _replayed(entry, file, rules),
         why,
-        _replayed(entry, file, settings.model_copy(update=changes)),
+        _replayed(entry, file, replace(rules, **changes)),
         {"buffer_after": [*_stored_before(entry, file), *fresh][-capacity:]},
     )
 
 
-def _replayed(entry: Entry, file: Sequence[Entry], settings: ReplaySettings) -> dict[str, list[str]]:
+def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[str, list[str]]:
     """One visit of a task. Which stored sample is injected is random, so any sample that was stored is right."""
-    buffer = ReplayBuffer(settings, seed=0)
+    buffer = ReplayBuffer(ReplaySettings(enabled=True), seed=0, rules=rules)
     names: dict[TrajectoryId, str] = {}
     before = _stored_before(entry, file)
     for i, name in enumerate(before):

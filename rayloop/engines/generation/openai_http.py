@@ -36,6 +36,10 @@ REFUSED = frozenset({400, 413, 422})
 """Status codes that blame the request's content."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 """Never reached through a proxy."""
+ATTEMPTS = 6
+"""How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds between, a restart of it."""
+TIMEOUT = 600.0
+"""Seconds for one answer; the caller bounds all attempts together (``environment.episode.request_timeout``)."""
 IMAGE = "<|image_pad|>"
 
 
@@ -60,7 +64,7 @@ class OpenAiHttpEngine:
         self._url, self._root = str(url), str(url.copy_with(path="/")).rstrip("/")
         self._http = httpx.AsyncClient(
             trust_env=url.host not in LOOPBACK,
-            timeout=settings.timeout,
+            timeout=TIMEOUT,
             headers=_key(settings.api_key_env),
             limits=httpx.Limits(max_connections=None),
         )
@@ -201,7 +205,7 @@ class OpenAiHttpEngine:
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer. Raises WorkerLost when the attempts are spent, DataFailure or ConfigError when refused."""
-        for attempt in range(self._settings.retries + 1):
+        for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(2 ** (attempt - 1))
             try:
@@ -216,7 +220,7 @@ class OpenAiHttpEngine:
                 raise DataFailure(url, failure)
             if response.status_code not in BUSY and response.status_code < 500:
                 raise ConfigError(f"rollout.engine: {failure}")
-        raise WorkerLost(f"the server failed {self._settings.retries + 1} times, last: {failure}")
+        raise WorkerLost(f"the server failed {ATTEMPTS} times, last: {failure}")
 
 
 def _key(variable: str | None) -> dict[str, str]:

@@ -23,6 +23,8 @@ from rayloop.transports.manifest import verify
 
 TESTED = "0.5.23"
 """The release whose Python files the tests compare with what is passed here."""
+BUCKET_BYTES = 2**30
+"""Published tensors are handed to SGLang's processes in parts of at most this size: what is on its way is in GPU memory twice."""
 
 
 class SglangEngine:
@@ -89,7 +91,7 @@ class SglangEngine:
         self._version = None
         verify(manifest, tensors)
         _check(manifest, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
-        for bucket in buckets(manifest, self._settings.bucket_bytes):
+        for bucket in buckets(manifest, BUCKET_BYTES):
             on_gpu = [(name, tensors[name].cuda()) for name in bucket.offsets]  # kept until the next bucket replaces it
             parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
             request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)

@@ -24,6 +24,13 @@ from rayloop.engines.models import hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES, verify
 
+BATCH_WAIT = 0.05
+"""Seconds without a new request after which a batch that is not full starts: a shorter wait cuts a step's requests into more,
+slower batches (docs/performance.md), a longer one delays every turn."""
+COHORT_WAIT = 120.0
+"""Seconds that the other members of a group (a cohort) are waited for with ``rollout.deterministic``. Then those that are there
+fail, and are played again each on its own: such a run is not repeated bit for bit, but goes on."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
@@ -141,7 +148,7 @@ class TransformersEngine:
             return [], None
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
-            deadlines.append(members[0].arrival + self._settings.cohort_wait)
+            deadlines.append(members[0].arrival + COHORT_WAIT)
             missing = self._missing(cohort, members)
             if missing <= 0:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
@@ -149,7 +156,7 @@ class TransformersEngine:
                 self._give_up(cohort, members, missing)
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
-            deadlines.append(free[-1].arrival + self._settings.batch_wait)
+            deadlines.append(free[-1].arrival + BATCH_WAIT)
             if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
                 return free[: self._settings.max_batch], None
         return [], max(0.0, min(deadlines) - now)
@@ -160,8 +167,8 @@ class TransformersEngine:
 
     def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
         """A batch without them would give other bits than the same run did or will do, and nobody would know."""
-        waited = f"{missing} of group {cohort} did not come within {self._settings.cohort_wait:g} s"
-        why = f"rollout.deterministic: {waited}. Raise rollout.engine.cohort_wait, or give the machine less to do"
+        waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
+        why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
         for request in members:
             _fail(request, InfrastructureFailure(why))
 

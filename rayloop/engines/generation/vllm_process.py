@@ -27,7 +27,7 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
 
     Raises ConfigError when vLLM is missing or of an untested version.
     """
-    if settings.enforce_eager:
+    if settings.extra.get("enforce_eager"):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -70,7 +70,6 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
         "gpu_memory_utilization": settings.memory_fraction,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "max_num_seqs": settings.max_sequences,
-        "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "trust_remote_code": False,
         "generation_config": "vllm",

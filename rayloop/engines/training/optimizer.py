@@ -15,6 +15,9 @@ from rayloop.core.failures import Diverged
 from rayloop.engines.settings import OptimizerSettings
 from rayloop.engines.training.sharding import local
 
+MAX_SKIPPED = 3
+"""Updates in a row that may be skipped because the gradient is not finite: one is a freak of a batch, four are divergence."""
+
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
     """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to its minimum.
@@ -68,10 +71,10 @@ class Optimizer:
             self.updates += 1
         self._skipped = 0 if applied else self._skipped + 1
         self._optimizer.zero_grad()
-        if self._skipped > self._settings.max_skipped:
+        if self._skipped > MAX_SKIPPED:
             raise Diverged(
                 f"the gradient was not finite in {self._skipped} updates in a row (after {self.updates} good ones). "
-                f"Lower optimizer.lr or inspect the last batch; optimizer.max_skipped is {self._settings.max_skipped}"
+                "Lower policy.optimizer.lr, or inspect the last batch"
             )
         return Step(norm, lr, applied)
 
