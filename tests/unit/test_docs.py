@@ -15,11 +15,13 @@ TOPS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "bench
 PAGES = sorted(
     [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
 )
-TEXTS = sorted([*PAGES, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that one tells of what is gone
+TEXTS = sorted([*PRESENT, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
 """Pages, and the modules whose docstrings and comments also name files."""
 FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
+DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
 COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m cluster ([a-z]+)\b", re.MULTILINE)
 TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)
 
@@ -71,9 +73,35 @@ def test_every_command_that_is_quoted_exists() -> None:
     wrong += [
         f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS
     ]
-    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PAGES) if match[1] not in targets]
+    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PRESENT) if match[1] not in targets]
     assert len(ours) > 30, "the pattern finds nothing any more"
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_and_name_that_is_quoted_exists() -> None:
+    places = [(place, match[1], match[2]) for _, place, match in found(DOTTED, PRESENT)]
+    absent = [f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)]
+    assert len(places) > 20, "the pattern finds nothing any more"
+    assert not absent, "\n".join(absent)
+
+
+def defined(dotted: str, name: str | None) -> bool:
+    """Whether a module (of it a name), or a name of a module, stands at ``dotted``; nothing is imported."""
+    path = ROOT.joinpath(*dotted.split("."))
+    if name is None and not (path.is_dir() or path.with_suffix(".py").exists()):
+        path, name = path.parent, path.name
+    sources = [path.with_suffix(".py"), path / "__init__.py"]
+    return any(file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text())) for file in sources)
+
+
+def test_the_changelog_says_where_modules_are() -> None:
+    rows = re.findall(r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    moved = [
+        f"{folder}.{module.rpartition('now ')[2].rstrip(')')}" for folder, all in rows for module in all.split(", ")
+    ]
+    assert len(moved) > 100
+    gone = [module for module in moved if not defined(module, None)]
+    assert not gone, f"say in CHANGELOG.md where these are now: {gone}"
 
 
 def test_the_index_names_every_page() -> None:
@@ -85,3 +113,22 @@ def test_the_index_names_every_page() -> None:
         if page != DOCS / "README.md" and page not in named and page.parent not in folders
     ]
     assert not lost, f"docs/README.md does not say what these answer: {lost}"
+
+
+def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for names, _ in rows for word in names.split(", ")]
+    absent = [
+        f"{word}: {file}"
+        for names, file in rows
+        for word in names.split(", ")
+        if not (ROOT / file).is_file() or not re.search(pattern(word), (ROOT / file).read_text(), re.IGNORECASE)
+    ]
+    assert len(words) > 50, "the rows are not found any more"
+    assert len(set(words)) == len(words), "a word stands twice"
+    assert not absent, "\n".join(absent)
+
+
+def pattern(word: str) -> str:
+    """The word as text, as a name, or as a class."""
+    return r"[\s_-]*".join(map(re.escape, re.split(r"[ -]", word)))

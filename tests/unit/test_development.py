@@ -1,0 +1,47 @@
+"""What a contributor runs: make, the hooks before a commit, hosted CI and the page about them say the same."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PAGE = (ROOT / "docs/development.md").read_text()
+CI = (ROOT / ".ci/run").read_text()
+
+
+def test_every_lane_is_on_the_page_and_in_ci() -> None:
+    lanes = set(re.findall(r"^(lint|fast|test[\w-]*):", MAKEFILE, re.MULTILINE))
+    assert {"lint", "fast", "test", "test-faults"} <= lanes
+    assert set(re.findall(r"^\| `make ([\w-]+)` \|", PAGE, re.MULTILINE)) == lanes
+    assert {f"test-{name}" for name in re.findall(r"^lane (\w+)", CI, re.MULTILINE)} == lanes - {"lint", "fast", "test"}
+
+
+def test_every_folder_of_tests_is_on_the_page() -> None:
+    folders = {path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert set(re.findall(r"^\| `tests/(\w+)` \|", PAGE, re.MULTILINE)) == folders
+
+
+def test_the_hooks_before_a_commit_check_what_lint_checks() -> None:
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
+    checks = {
+        line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check") for line in recipe.splitlines()
+    }
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --fix") for hook in repo["hooks"]}
+    assert hooks == checks
+    assert all(hook["language"] == "system" for hook in repo["hooks"]), "a hook that is downloaded is another version"
+
+
+def test_hosted_ci_runs_the_script_on_the_python_that_is_checked() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if step.get("run", "").startswith(".ci")] == [".ci/run"]
+    (budget,) = re.findall(r"^budget=(\d+)", CI, re.MULTILINE)
+    assert job["timeout-minutes"] > int(budget)
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
+    assert job["container"]["image"].startswith(f"python:{checked}-")
