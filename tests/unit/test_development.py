@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from cluster.cli import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGE = (ROOT / "docs/development.md").read_text()
@@ -45,3 +47,9 @@ def test_hosted_ci_runs_the_script_on_the_python_that_is_checked() -> None:
     assert job["timeout-minutes"] > int(budget)
     checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
     assert job["container"]["image"].startswith(f"python:{checked}-")
+
+
+def test_the_page_says_where_the_code_of_every_command_is() -> None:
+    section = PAGE.partition("## Where the code of a command is")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \|", section, re.MULTILINE)
+    assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == set(COMMANDS)
