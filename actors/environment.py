@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from actors.base import Actor
-from actors.lease import Lease, LeasedEngine
+from actors.handles import Handle
+from actors.lease import Engine, Lease, LeasedEngine, LeasesEngines
 from actors.lost import cause
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
@@ -43,7 +44,7 @@ class EnvironmentActor(Actor):
         return self._running
 
     async def play(
-        self, request: PlayRequest, lease: Lease, driver: Any
+        self, request: PlayRequest, lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[Summary | PlayFailed, Trajectory | None]:
         """Play one episode (call with ``num_returns=2``). A failure is a value; it comes without a trajectory.
 

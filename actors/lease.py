@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from ray.exceptions import ObjectLostError, RayActorError
 
+from actors.handles import Handle, submit
 from actors.lost import cause
 from rayloop.core.failures import WorkerLost
 from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
@@ -20,13 +21,36 @@ LOST = (RayActorError, ObjectLostError, WorkerLost, TimeoutError)
 logger = logging.getLogger(__name__)
 
 
+A_co = TypeVar("A_co", covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Generic[A_co]):
     """The right to use one worker: its serial number in the pool, its actor handle, and its slot, which a replacement takes."""
 
     worker: int
-    handle: Any
+    handle: Handle[A_co]
     slot: int = 0
+
+
+class Engine(Protocol):
+    """What an episode asks of a rollout actor."""
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn."""
+        ...
+
+    async def leave(self, cohort: str) -> None:
+        """One episode of the cohort will ask for no more turns."""
+        ...
+
+
+class LeasesEngines(Protocol):
+    """The actor that owns the pools: the driver, or an evaluation's."""
+
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[Engine]:
+        """Another engine for an episode (``<trajectory>@<attempt>``) whose request failed on engine ``lost``."""
+        ...
 
 
 class LeasedEngine:
@@ -36,7 +60,9 @@ class LeasedEngine:
     loss, or in a later attempt, the episode generates alone.
     """
 
-    def __init__(self, request: PlayRequest, lease: Lease, driver: Any, timeout: float) -> None:
+    def __init__(
+        self, request: PlayRequest, lease: Lease[Engine], driver: Handle[LeasesEngines], timeout: float
+    ) -> None:
         self._lease, self._driver, self._timeout = lease, driver, timeout
         self._key = f"{request.id}@{request.attempt}"
         self._cohort: Cohort | None = None
@@ -53,16 +79,16 @@ class LeasedEngine:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
             try:
                 async with asyncio.timeout(self._timeout):
-                    return await self._lease.handle.generate.remote(sent, sampling)
+                    return await submit(self._lease.handle, Engine.generate, sent, sampling)
             except Exception as error:
                 if not isinstance(cause(error), LOST):
                     raise
                 logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
                 self._cohort = None
                 why = f"{type(cause(error)).__name__}: {cause(error)}".splitlines()[0]
-                self._lease = await self._driver.lease_engine.remote(self._key, self._lease.worker, why)
+                self._lease = await submit(self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why)
 
     def leave(self) -> None:
         """The episode has ended: its cohort no longer waits for it."""
         if self._cohort is not None:
-            self._lease.handle.leave.remote(self._cohort.key)
+            submit(self._lease.handle, Engine.leave, self._cohort.key)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError, RayTaskError
+
+from rayloop.core.references import Ref
+
+T = TypeVar("T")
 
 
 def cause(error: BaseException) -> BaseException:
@@ -25,14 +29,15 @@ def object_lost(error: BaseException) -> bool:
     return isinstance(cause(error), ObjectLostError)
 
 
-def fetch(refs: Sequence[Any]) -> tuple[dict[Any, Any], set[Any]]:
+def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
     """What the references stand for, each fetched once, and the references whose objects are gone."""
     distinct = list(dict.fromkeys(refs))
     try:
         return dict(zip(distinct, ray.get(distinct), strict=True)), set()
     except ObjectLostError:
         pass
-    found, gone = {}, set()
+    found: dict[Ref[T], T] = {}
+    gone: set[Ref[T]] = set()
     for ref in distinct:
         try:
             [found[ref]] = ray.get([ref])

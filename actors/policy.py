@@ -12,7 +12,8 @@ import ray
 from actors.base import Actor
 from actors.lost import fetch
 from rayloop.core.protocols import BroadcastGroup, Manifest, TrainItem
-from rayloop.core.types import TrajectoryId, Version
+from rayloop.core.references import Ref
+from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.settings import TransportSettings
@@ -28,9 +29,9 @@ class Assignment:
     """One trajectory to train on, by reference: ``payload`` and ``reference`` are object references."""
 
     id: TrajectoryId
-    payload: Any
+    payload: Ref[Trajectory]
     advantage: float
-    reference: Any = None
+    reference: Ref[Any] | None = None
     on_policy: bool = False
     lag: int = 0
 
@@ -143,7 +144,7 @@ class PolicyRank(Actor):
         )
         return {**report, "timing_s/fetch": seconds}
 
-    def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> list[dict[str, float]]:
+    def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:
         """Behaviour log-probs against the trainer's, one row of sums per trajectory that is not lost (see ``LogprobGap``)."""
         fetched, _ = fetch(payloads)
         trajectories = [fetched[ref] for ref in payloads if ref in fetched]

@@ -9,7 +9,12 @@ from typing import Any
 
 from actors.base import Actor
 from actors.lost import fetch
+from rayloop.core.references import Ref
+from rayloop.core.types import Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
+
+Annotation = tuple[list[int], *tuple[Any, ...]]
+"""Positions of lost payloads, then for each payload its log-probs [sampled_tokens] float32, or None."""
 
 
 class ReferenceActor(Actor):
@@ -24,14 +29,14 @@ class ReferenceActor(Actor):
     def health(self) -> None:
         return None
 
-    async def annotate(self, payloads: Sequence[Any]) -> tuple[Any, ...]:
+    async def annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:
         """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only.
 
         Payloads are references to trajectories. ``lost`` are the positions of those that are gone; their arrays are None.
         """
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._annotate, payloads)
 
-    def _annotate(self, payloads: Sequence[Any]) -> tuple[Any, ...]:
+    def _annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:
         found, gone = fetch(payloads)
         arrays = dict(zip(found, self.scorer.logprobs(list(found.values())), strict=True)) if found else {}
         return [i for i, ref in enumerate(payloads) if ref in gone], *(arrays.get(ref) for ref in payloads)

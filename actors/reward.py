@@ -71,7 +71,7 @@ class RewardActor(Actor):
         finally:
             self._scoring -= 1
 
-    def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:
+    async def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """For the run folder: a record of each member of ``group`` (in order), and the images that travelled with them."""
         images = {sha: data for trajectory in trajectories for sha, data in trajectory.image_bytes.items()}
         pairs = zip(group.members, trajectories, strict=True)

@@ -100,11 +100,12 @@ def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[st
 def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
     import ray
 
-    from benchmarks.simulated import simulated_driver
+    from actors.handles import submit
+    from benchmarks.simulated import SimulatedDriver, simulated_driver
 
     with tempfile.TemporaryDirectory() as folder:
         driver = simulated_driver(_config(load, Path(folder)), folder, load, latencies)
-        found: dict[str, Any] = ray.get(driver.measure.remote(WARM), timeout=3600)
+        found: dict[str, Any] = ray.get(submit(driver, SimulatedDriver.measure, WARM), timeout=3600)
         ray.kill(driver)
     return found
 

@@ -8,11 +8,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import ray
-
-from actors.base import GROUPS
+from actors.base import Actor
+from actors.handles import Handle, create, submit
 from actors.lease import Lease
 from benchmarks.load import Load
 from cluster.driver import Driver
@@ -29,7 +28,7 @@ NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
 """Of the ledger's counts."""
 
 
-class World:
+class World(Actor):
     """All engines, environments and graders. An episode waits for a slot of its engine, then as long as its latency."""
 
     def __init__(self, load: Load, latencies: Sequence[float]) -> None:
@@ -47,7 +46,7 @@ class World:
     async def load(self, manifest: Manifest, source: Any) -> None:
         self._version = manifest.version
 
-    async def play(self, request: PlayRequest, lease: Lease, driver: Any) -> tuple[Summary, None]:
+    async def play(self, request: PlayRequest, lease: Lease[Any], driver: Handle[Any]) -> tuple[Summary, None]:
         key = hash((request.id.group, request.id.sample))
         async with self._slots[lease.worker]:
             version, began = self._version, time.monotonic()
@@ -97,13 +96,13 @@ class SimulatedServices(TrainingServices):
     latencies: Sequence[float]
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
-        self.world = (
-            ray.remote(World).options(num_cpus=0, max_concurrency=4 * CONCURRENCY).remote(self.load, self.latencies)
-        )
+        options = {"num_cpus": 0, "max_concurrency": 4 * CONCURRENCY}
+        self.world = create(World, options, self.load, self.latencies)
+        world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
-        self.rollout = Pool("rollout", self.load.engines, lambda _: self.world, settings, self._event, admit_engine)
+        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._event, admit_engine)
         self.environment, self.reward = (
-            Pool(role, 4, lambda _: self.world, settings, self._event) for role in ("environment", "reward")
+            Pool(role, 4, lambda _: world, settings, self._event) for role in ("environment", "reward")
         )
         self.pools = [self.rollout, self.environment, self.reward]
         self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]
@@ -130,7 +129,7 @@ class SimulatedDriver(Driver):
 
     async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
         await super().record(report, groups)
-        busy = await self.simulated.world.busy.remote()
+        busy = await submit(self.simulated.world, World.busy)
         self.marks.append((time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts())))
 
     async def measure(self, warm: int) -> dict[str, float]:
@@ -153,10 +152,10 @@ class SimulatedDriver(Driver):
         }
 
 
-def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Any:
+def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Handle[SimulatedDriver]:
     """The driver as an actor."""
     config = load_config(path, (), RunConfig)
     run = Path(folder) / config.name
     run.mkdir()
-    actor = ray.remote(concurrency_groups=GROUPS)(SimulatedDriver).options(num_cpus=0, max_concurrency=CONCURRENCY)
-    return actor.remote(config, str(run), load, list(latencies))
+    options = {"num_cpus": 0, "max_concurrency": CONCURRENCY}
+    return create(SimulatedDriver, options, config, str(run), load, list(latencies))

@@ -17,8 +17,11 @@ import ray
 from ray.exceptions import RayError
 
 from actors.base import Actor
+from actors.handles import Handle
 from actors.lease import Lease
 from actors.lost import cause
+from actors.reference import ReferenceActor
+from actors.rollout import RolloutActor
 from cluster.loop.activity import doing
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
@@ -279,10 +282,9 @@ class Driver(Actor):
         if self.services.reference is None or not kept:
             return group
         c = self.config.reference
-        payloads = [member.payload for _, member in kept]
-        lost, *arrays = await self.services.reference.call(
-            "annotate", payloads, deadline=c.timeout, attempts=c.attempts, returns=1 + len(kept)
-        )
+        payloads = [member.payload for _, member in kept if member.payload is not None]
+        reference = self.services.reference.within(c.timeout, c.attempts)
+        lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads)
         group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
             ids = {kept[i][1].summary.id for i in lost}
@@ -374,7 +376,7 @@ class Driver(Actor):
 
     # What other processes call -------------------------------------------------------------------------------------
 
-    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
         return await self.player.replace_engine(episode, lost, why)
 
@@ -382,7 +384,7 @@ class Driver(Actor):
         """For the console: what was reported after the first ``since`` reports, and what is being done now."""
         return self.reporter.updates[since:], doing(self)
 
-    async def workers(self) -> dict[str, list[Any]]:
+    async def workers(self) -> dict[str, list[Handle[Any]]]:
         """Live actor handles by role (for monitoring and fault injection)."""
         roles = {pool.role: [w.handle for w in pool.workers.values()] for pool in self.services.pools}
         return {**roles, "policy": list(self.services.policy.ranks)}

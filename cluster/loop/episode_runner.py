@@ -6,18 +6,23 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from actors.lease import Lease
+from actors.environment import EnvironmentActor
+from actors.handles import Handle, resolved, submit_pair
+from actors.lease import Lease, LeasesEngines
 from actors.lost import object_lost
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
 from cluster.roles.pool import brief, is_lost, is_spent
 from cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import Group, Member, Outcome, PlayFailed, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, PlayRequest, Summary, Task, Version
+from rayloop.core.references import Ref
+from rayloop.core.types import EndReason, PlayRequest, Summary, Task, Trajectory, Version
 from rayloop.production.blame import Blame
 from rayloop.production.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
@@ -44,7 +49,7 @@ class EpisodeRunner:
         self,
         config: RunConfig,
         services: Services,
-        driver: Any,
+        driver: Handle[LeasesEngines],
         on_event: Callable[..., None],
         on_bad_data: BadData | None = None,
         blame: Blame | None = None,
@@ -88,7 +93,7 @@ class EpisodeRunner:
 
     async def episode(
         self, request: PlayRequest, begins: Callable[[], None] = lambda: None, bad_data: BadData | None = None
-    ) -> PlayFailed | tuple[Summary, Any]:
+    ) -> PlayFailed | tuple[Summary, Ref[Trajectory]]:
         """Play again elsewhere while infrastructure fails. A re-issue keeps sample index and seed; its attempt grows.
 
         Only what failed by itself is one of ``environment.attempts``; the same bug on a second actor is not tried a third time, and
@@ -97,7 +102,7 @@ class EpisodeRunner:
         """
         failed = PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played"))
         avoid = _Avoid()
-        doubted: list[tuple[Lease, PlayFailed]] = []
+        doubted: list[tuple[Lease[Any], PlayFailed]] = []
         attempts, paid, before = self.config.environment.attempts, 0, ""
         for attempt in range(attempts + SPARED):
             if hangs := self.blame.hangs(request.id.group):
@@ -128,7 +133,7 @@ class EpisodeRunner:
 
     async def _play_once(
         self, request: PlayRequest, avoid: _Avoid
-    ) -> tuple[Lease, Lease, PlayFailed | tuple[Summary, Any]]:
+    ) -> tuple[Lease[EnvironmentActor], Lease[RolloutActor], PlayFailed | tuple[Summary, Ref[Trajectory]]]:
         """On an environment actor and an engine whose slots are not ones to ``avoid``, if there are others; both, and what came of
         it."""
         environments, key, affinity = (
@@ -144,7 +149,7 @@ class EpisodeRunner:
             raise
         self._engines[key] = engine.worker
         self.blame.begins(request.id.group, lease.worker)
-        result, payload = lease.handle.play.options(num_returns=2).remote(request, engine, self._driver)
+        result, payload = submit_pair(lease.handle, EnvironmentActor.play, request, engine, self._driver)
         well, served = None, None
         try:
             what = f"episode {key} of task {request.task.id} on {environments.name(lease)}"
@@ -162,24 +167,24 @@ class EpisodeRunner:
             self.services.rollout.release(self._engines.pop(key), affinity, served)
         if not isinstance(summary, PlayFailed):
             self.blame.succeeded(lease.worker)
-            return lease, engine, (summary, payload)
+            return lease, engine, (summary, cast(Ref[Trajectory], payload))  # one that was played has a payload
         if summary.own and summary.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
             self._environment_failed(request, lease, summary)
         return lease, engine, summary
 
-    def _confirmed(self, doubted: Sequence[tuple[Lease, PlayFailed]]) -> bool:
+    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], PlayFailed]]) -> bool:
         """Whether as many actors found the data bad as can be asked, up to two."""
         by = {(failed.own, lease.slot) for lease, failed in doubted}
         pool = self.services.environment if doubted[-1][1].own else self.services.rollout
         return len(by) >= min(2, pool.size)
 
-    def _refuted(self, request: PlayRequest, doubted: Sequence[tuple[Lease, PlayFailed]]) -> None:
+    def _refuted(self, request: PlayRequest, doubted: Sequence[tuple[Lease[Any], PlayFailed]]) -> None:
         """Another actor played a task whose data these found bad. Engines have their misses in the pool."""
         for lease, failed in doubted:
             if failed.own:
                 self._environment_failed(request, lease, failed)
 
-    def _lost(self, request: PlayRequest, lease: Lease, error: Exception) -> PlayFailed:
+    def _lost(self, request: PlayRequest, lease: Lease[Any], error: Exception) -> PlayFailed:
         """The episode's actor is gone. It was the episode's own doing unless it was ended because of another one."""
         pool, why = self.services.environment, f"the environment actor was lost: {brief(error)}"
         if is_spent(error):
@@ -192,14 +197,14 @@ class EpisodeRunner:
             pool.lost(lease.worker, error)
         return failed
 
-    def _environment_failed(self, request: PlayRequest, lease: Lease, failed: PlayFailed) -> None:
+    def _environment_failed(self, request: PlayRequest, lease: Lease[Any], failed: PlayFailed) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
         pool, why = self.services.environment, failed.outcome.reason
         sick = self.blame.failed(request.id.group, request.task.id, lease.worker, lease.slot, why, hung=failed.hung)
         if failed.hung or sick:
             pool.retire(lease.worker, sick or why, charged=bool(sick))
 
-    async def replace_engine(self, episode: str, lost: int, why: str) -> Lease:
+    async def replace_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """A request of an episode failed on engine ``lost``: take it out of service, lease another for the episode."""
         pool = self.services.rollout
         pool.lost(lost, f"a request of episode {episode} failed: {why}")
@@ -211,27 +216,19 @@ class EpisodeRunner:
             pool.release(lease.worker, affinity)
         return lease
 
-    async def score(self, payload: Any, request: PlayRequest, step: int) -> Outcome:
+    async def score(self, payload: Ref[Trajectory], request: PlayRequest, step: int) -> Outcome:
         """Ask the reward pool. A dead reward actor, a lost payload or a deadline is never a number; an actor around which something
         fails (a full disk) has not the last word."""
         c = self.config.reward
         try:
-            outcome: Outcome = await self.services.reward.call(
-                "score",
-                payload,
-                request.task,
-                step,
-                deadline=2 * c.timeout + 10,
-                attempts=c.attempts,
-                unable=_unavailable,
-            )
+            reward = self.services.reward.within(2 * c.timeout + 10, c.attempts, _unavailable)
+            return await reward.call(RewardActor.score, resolved(payload), request.task, step)
         except WorkerLost as error:
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
         except Exception as error:
             if object_lost(error):
                 return Unscored(UnscoredKind.PAYLOAD_LOST, brief(error))
             raise
-        return outcome
 
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
@@ -241,15 +238,13 @@ class EpisodeRunner:
         )
         c = self.config.reward
         try:
-            found: tuple[list[RolloutRecord], dict[str, bytes]] = await self.services.reward.call(
-                "describe", bare, *(m.payload for m in members), deadline=c.timeout, attempts=c.attempts
-            )
+            reward = self.services.reward.within(c.timeout, c.attempts)
+            return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):
                 raise
             self._event("rollouts_not_written", group=group.issue, why=brief(error))
             return [], {}
-        return found
 
 
 def _went_well(summary: Summary | PlayFailed) -> tuple[bool | None, bool | None]:

@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from actors.handles import Handle, submit
 from actors.policy import LogprobGap
+from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
@@ -68,16 +70,15 @@ class Publisher:
             raise failure
 
     async def _load(self, manifest: Manifest, source: Any) -> None:
-        await self.services.rollout.everywhere("load", manifest, source, deadline=self.config.publish.timeout)
+        await self.services.rollout.within(self.config.publish.timeout).everywhere(RolloutActor.load, manifest, source)
 
-    async def admit(self, engine: Any) -> None:
+    async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Bring a new engine to the current weights (none before the first publication)."""
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            await with_deadline(
-                self.config.publish.timeout, engine.load.remote(*loaded), "load of a new rollout engine", engine
-            )
+            answer = submit(engine, RolloutActor.load, *loaded)
+            await with_deadline(self.config.publish.timeout, answer, "load of a new rollout engine", engine)
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).

@@ -7,9 +7,9 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from actors.base import dump
+from actors.base import Actor, dump
+from actors.handles import Handle, submit
 from rayloop.core.deadlines import WAITS, Wait
 from rayloop.core.failures import Stalled
 from rayloop.run.config import RecoverySettings
@@ -58,10 +58,9 @@ async def _stacks(waiting: list[Wait]) -> str:
     return "\n\n".join([*parts, f"=== driver ===\n{dump()}\n\ntasks\n{tasks}"]) + "\n"
 
 
-async def _ask(actor: Any) -> str:
+async def _ask(actor: Handle[Actor]) -> str:
     try:
         async with asyncio.timeout(ANSWER):
-            stacks: str = await actor.stacks.remote()
-            return stacks
+            return await submit(actor, Actor.stacks)
     except Exception as error:
         return f"does not answer: {type(error).__name__} {error}".splitlines()[0]

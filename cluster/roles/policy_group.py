@@ -4,56 +4,60 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from actors.handles import Handle, resolved, submit, submit_pair
 from actors.lost import cause
-from actors.policy import Assignment, LogprobGap
+from actors.policy import Assignment, LogprobGap, PolicyRank
 from cluster.roles.pool import brief, is_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import BroadcastGroup, Manifest
-from rayloop.core.types import TrajectoryId, Version
+from rayloop.core.references import Ref
+from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.grpo.balance import shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
 from rayloop.run.config import PolicySettings
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class PolicyGroup:
     """Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt (``rebuild``)."""
 
-    def __init__(self, settings: PolicySettings, spawn: Callable[[int], Any]) -> None:
+    def __init__(self, settings: PolicySettings, spawn: Callable[[int], Handle[PolicyRank]]) -> None:
         self.settings = settings
         self._spawn = spawn
-        self.ranks: list[Any] = []
+        self.ranks: list[Handle[PolicyRank]] = []
 
     async def start(self) -> None:
+        """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        meeting = (await self._all("address", deadline=self.settings.start_timeout))[0]
-        await self._all("join", meeting, deadline=self.settings.start_timeout)
+        within = self.settings.start_timeout
+        meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
+        assert meeting is not None, "the first rank opens the place where all meet"
+        await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``."""
         self.stop()
         await self.start()
 
-    async def _all(self, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> list[Any]:
-        return await self._each(method, [args] * len(self.ranks), deadline=deadline, **kwargs)
+    async def _all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a method on all ranks with the same arguments."""
+        return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
-    async def _each(
-        self, method: str, args: Sequence[tuple[Any, ...]], *, deadline: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call a method on all ranks, each with its own arguments."""
-        refs = [getattr(rank, method).remote(*a, **kwargs) for rank, a in zip(self.ranks, args, strict=True)]
-        return await self._results(method, refs, deadline or self.settings.step_timeout)
-
-    async def _results(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
-        """One answer per rank; the first failure counts, since the others then wait for a peer that will not come."""
+    async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
+        """One answer per rank, within ``policy.step_timeout``; the first failure counts, since the others then wait for a peer that
+        will not come."""
+        within = deadline or self.settings.step_timeout
         calls = [
-            asyncio.ensure_future(with_deadline(deadline, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
+            asyncio.ensure_future(with_deadline(within, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
             for rank, ref in enumerate(refs)
         ]
         try:
@@ -78,6 +82,7 @@ class PolicyGroup:
 
         def assignment(member: Member) -> Assignment:
             assert member.advantage is not None
+            assert member.payload is not None
             return Assignment(
                 member.summary.id, member.payload, member.advantage, member.reference,
                 on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
@@ -89,19 +94,23 @@ class PolicyGroup:
             members = [member for index in update for member in groups[index].kept]
             for rank, share in enumerate(shares([m.summary.length for m in members], len(self.ranks))):
                 plan[rank].append([assignment(members[i]) for i in share])
-        return {id for lost in await self._each("fetch", [(p,) for p in plan]) for id in lost}
+        refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
+        return {id for lost in await self._answers("fetch", refs) for id in lost}
 
     async def train(self) -> dict[str, float]:
         """One training step on what was fetched last. Returns the trainer's metrics."""
-        return (await self._all("train"))[0]
+        return (await self._all(PolicyRank.train))[0]
 
-    async def compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> LogprobGap:
+    async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories.
 
         Raises WorkerLost when all of them are gone.
         """
-        args = [([payloads[i] for i in share],) for share in shares([1] * len(payloads), len(self.ranks))]
-        rows = [row for part in await self._each("compare", args, swap_images=swap_images) for row in part]
+        refs = [
+            submit(rank, PolicyRank.compare, [payloads[i] for i in share], swap_images=swap_images)
+            for rank, share in zip(self.ranks, shares([1] * len(payloads), len(self.ranks)), strict=True)
+        ]
+        rows = [row for part in await self._answers("compare", refs) for row in part]
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
@@ -110,37 +119,44 @@ class PolicyGroup:
             sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
         )  # fmt: skip
 
-    async def export(self, version: Version) -> tuple[Manifest, Any]:
+    async def export(self, version: Version) -> tuple[Manifest, Ref[Any]]:
         """Gather the weights. Returns the manifest and a *reference* to the source, owned by the driver."""
-        refs = [rank.export.options(num_returns=2).remote(version) for rank in self.ranks]
-        manifests = await self._results("export", [manifest for manifest, _ in refs], self.settings.step_timeout)
-        return manifests[0], refs[0][1]
+        exports = [submit_pair(rank, PolicyRank.export, version) for rank in self.ranks]
+        manifest, *_ = await self._answers("export", [manifest for manifest, _ in exports])
+        assert manifest is not None, "the first rank gathers"
+        return manifest, exports[0][1]
 
     async def invite(self, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
         """A meeting of the first rank with these rollout actors, for ``send``; a new one after another failure."""
-        answer = self.ranks[0].invite.remote(receivers, failures)
-        return (await self._results("invite", [answer], self.settings.step_timeout))[0]
+        return (await self._answers("invite", [submit(self.ranks[0], PolicyRank.invite, receivers, failures)]))[0]
 
-    async def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
+    async def send(self, manifest: Manifest, source: Ref[Any], meeting: BroadcastGroup) -> None:
         """The first rank broadcasts an export. Raises BroadcastFailed."""
-        await self._results("send", [self.ranks[0].send.remote(manifest, source, meeting)], self.settings.step_timeout)
+        sent = submit(self.ranks[0], PolicyRank.send, manifest, resolved(source), meeting)
+        await self._answers("send", [sent])
 
     async def parameter_groups(self) -> list[str]:
-        return (await self._all("parameter_groups"))[0]
+        """The names of what ``perturb`` can change, the same on all ranks."""
+        return (await self._all(PolicyRank.parameter_groups))[0]
 
     async def perturb(self, group: str) -> None:
-        await self._all("perturb", group)
+        """Visibly change one parameter group, until ``restore_parameters``."""
+        await self._all(PolicyRank.perturb, group)
 
     async def restore_parameters(self) -> None:
-        await self._all("restore_parameters")
+        """Undo ``perturb``, bit for bit."""
+        await self._all(PolicyRank.restore_parameters)
 
     async def save(self, folder: str) -> None:
-        await self._all("save", folder)
+        """Write the trainer's state into a folder that all ranks see."""
+        await self._all(PolicyRank.save, folder)
 
     async def load(self, folder: str) -> None:
-        await self._all("load", folder)
+        """Take over what ``save`` wrote."""
+        await self._all(PolicyRank.load, folder)
 
     def stop(self) -> None:
+        """End all ranks."""
         for rank in self.ranks:
             ray.kill(rank)
         self.ranks = []

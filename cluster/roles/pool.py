@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from actors.handles import Handle, submit, submit_split
 from actors.lease import Lease
 from actors.lost import cause, object_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
+from rayloop.core.references import Ref
 from rayloop.run.config import RecoverySettings
 
 LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
@@ -47,23 +49,36 @@ def last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
 
 
+class Pooled(Protocol):
+    """What every actor of a pool answers."""
+
+    def health(self) -> Any:
+        """What it has to do, for the driver's figures; that it answers at all is what matters."""
+
+
+A = TypeVar("A", bound=Pooled)
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
 @dataclass
-class Worker:
+class Worker(Generic[A]):
     """``misses``: failures since its last success, also of those that had its slot before; ``leased``: when it last was."""
 
     serial: int
     slot: int
-    handle: Any
+    handle: Handle[A]
     leases: int = 0
     misses: int = 0
     leased: int = 0
     affinities: Counter[str] = field(default_factory=Counter)
 
 
-class Pool:
-    """Workers of one role.
+class Pool(Generic[A]):
+    """Workers of one role, actors of class ``A``.
 
-    ``spawn(slot)`` creates an actor (a Ray handle); ``admit(handle)`` prepares it for service and is awaited at the start
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service and is awaited at the start
     and after each replacement. Raises RolesExhausted once ``replacements`` are used up.
     """
 
@@ -71,13 +86,13 @@ class Pool:
         self,
         role: str,
         size: int,
-        spawn: Callable[[int], Any],
+        spawn: Callable[[int], Handle[A]],
         settings: RecoverySettings,
         on_event: Callable[..., None],
-        admit: Callable[[Any], Awaitable[None]] | None = None,
+        admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
     ) -> None:
         self.role, self.size, self.settings = role, size, settings
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
         self.ended: set[int] = set()
         """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
@@ -97,12 +112,8 @@ class Pool:
         self._serial += 1
         worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
         try:
-            await with_deadline(
-                self.settings.start_timeout,
-                worker.handle.health.remote(),
-                f"start of {self.role} {slot}",
-                worker.handle,
-            )
+            healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {slot}"
+            await with_deadline(self.settings.start_timeout, healthy, what, worker.handle)
             if self._admit is not None:
                 await self._admit(worker.handle)
         except RayActorError as error:
@@ -113,7 +124,7 @@ class Pool:
         self.workers[worker.serial] = worker
         self._changed.set()
 
-    async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease:
+    async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease[A]:
         """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid`` either.
 
         A failure weighs as much as a lease until the worker succeeds, so that one that fails fast does not attract the work; of
@@ -136,7 +147,7 @@ class Pool:
             worker.affinities[affinity] += 1
         return Lease(worker.serial, worker.handle, worker.slot)
 
-    def name(self, lease: Lease) -> str:
+    def name(self, lease: Lease[A]) -> str:
         """The leased worker for people: its role and slot."""
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
@@ -195,72 +206,39 @@ class Pool:
             self._event("worker_replaced", role=self.role, worker=serial, seconds=round(time.monotonic() - began, 3))
             return
 
-    async def call(
-        self, method: str, *args: Any, deadline: float, attempts: int, returns: int = 1,
-        unable: Callable[[Any], bool] | None = None,
-    ) -> Any:  # fmt: skip
-        """Run one call on some worker; a lost worker is replaced and the call made again elsewhere, ``attempts`` times.
+    def within(self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None) -> Calls[A]:
+        """The terms of a call, before it is made: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
 
-        Only for calls that may run twice. With ``returns`` > 1 the first returned value is awaited and the others stay
-        references that the caller owns: (value, ref, ...). ``unable`` says of an answer that something around the worker failed:
-        that is a miss, and another slot is asked once. Raises what the method raised, or WorkerLost when the attempts are spent.
+        ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable`` says of an
+        answer that something around the worker failed: that is a miss, and another slot is asked once.
         """
-        error: BaseException | None = None
-        avoid: set[int] = set()
-        lost, asked_again = 0, unable is None or self.size == 1
-        while lost < attempts:
-            lease = await self.lease(avoid=avoid)
-            well = None
+        return Calls(self, deadline, attempts, unable)
+
+    async def check(self) -> list[Any]:
+        """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
+        healthy = [(worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()]
+        answers = await self.answers("health", healthy, self.settings.health_timeout, counts=False)
+        if self._failure is not None:
+            raise self._failure
+        return answers
+
+    async def answers(
+        self, method: str, asked: Sequence[tuple[Worker[A], Ref[R]]], deadline: float, *, counts: bool = True
+    ) -> list[R]:
+        """What these workers answer; one that is lost is replaced and gives none. Raises the first failure, when all have ended."""
+
+        async def one(worker: Worker[A], answer: Ref[R]) -> list[R]:
+            what = f"{method} of {self.role} {worker.slot}"
             try:
-                refs = getattr(lease.handle, method).options(num_returns=returns).remote(*args)
-                answer = refs if returns == 1 else refs[0]
-                value = await with_deadline(deadline, answer, f"{method} of {self.name(lease)}", lease.handle)
-                if unable is not None:
-                    well = not unable(value)
-                if well is not False or asked_again:
-                    return value if returns == 1 else (value, *refs[1:])
-                asked_again = True
-                avoid.add(lease.slot)
-            except Exception as caught:
-                if not is_lost(caught):
-                    raise
-                error, lost = caught, lost + 1
-                avoid.add(lease.slot)
-                if is_spent(caught):
-                    self.retire(lease.worker, brief(caught))
-                else:
-                    self.lost(lease.worker, caught)
-            finally:
-                self.release(lease.worker, well=well)
-        raise WorkerLost(f"{self.role}.{method} failed {attempts} times, last: {error}") from error
-
-    async def everywhere(self, method: str, *args: Any, deadline: float) -> list[Any]:
-        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
-
-        Returns the answers, or raises the first failure, when all have ended.
-        """
-
-        async def one(worker: Worker) -> Any:
-            try:
-                answer, what = getattr(worker.handle, method).remote(*args), f"{method} of {self.role} {worker.slot}"
-                return await with_deadline(deadline, answer, what, worker.handle, counts=method != "health")
+                return [await with_deadline(deadline, answer, what, worker.handle, counts=counts)]
             except Exception as error:
                 if not is_lost(error):
                     raise
                 self.lost(worker.serial, error)
+                return []
 
-        ends = await asyncio.gather(*map(one, list(self.workers.values())), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return [end for end in ends if end is not None]
-
-    async def check(self) -> list[Any]:
-        """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
-        answers = await self.everywhere("health", deadline=self.settings.health_timeout)
-        if self._failure is not None:
-            raise self._failure
-        return answers
+        ends = await asyncio.gather(*(one(*each) for each in asked), return_exceptions=True)
+        return [answer for end in ends for answer in _unless_raised(end)]
 
     def stop(self) -> None:
         """End all workers and replacements under way."""
@@ -269,3 +247,88 @@ class Pool:
         for worker in self.workers.values():
             ray.kill(worker.handle)
         self.workers.clear()
+
+
+def _unless_raised(end: R | BaseException) -> R:
+    if isinstance(end, BaseException):
+        raise end
+    return end
+
+
+@dataclass(frozen=True, slots=True)
+class Calls(Generic[A]):
+    """Calls of a pool's workers on the terms that ``Pool.within`` explains."""
+
+    pool: Pool[A]
+    deadline: float
+    attempts: int
+    unable: Callable[[Any], bool] | None
+
+    async def call(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run one call on some worker; a lost worker is replaced and the call made again elsewhere.
+
+        Only for calls that may run twice. Raises what the method raised, or WorkerLost when the attempts are spent.
+        """
+
+        def begin(handle: Handle[A]) -> tuple[Ref[R]]:
+            return (submit(handle, method, *args, **kwargs),)
+
+        value, _ = await self._attempt(method.__name__, begin)
+        return value
+
+    async def split(
+        self,
+        returns: int,
+        method: Callable[Concatenate[A, P], Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, Sequence[Ref[S]]]:
+        """``call`` of a method that gives ``returns`` values: the first, and references to the others, which the caller owns."""
+
+        def begin(handle: Handle[A]) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
+            return submit_split(handle, returns, method, *args, **kwargs)
+
+        return await self._attempt(method.__name__, begin)
+
+    async def everywhere(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
+
+        Returns the answers, or raises the first failure, when all have ended.
+        """
+        asked = [(worker, submit(worker.handle, method, *args, **kwargs)) for worker in self.pool.workers.values()]
+        return await self.pool.answers(method.__name__, asked, self.deadline)
+
+    async def _attempt(
+        self, method: str, begin: Callable[[Handle[A]], tuple[Ref[R], *tuple[Ref[S], ...]]]
+    ) -> tuple[R, Sequence[Ref[S]]]:
+        pool, error = self.pool, None
+        avoid: set[int] = set()
+        lost, asked_again = 0, self.unable is None or pool.size == 1
+        while lost < self.attempts:
+            lease = await pool.lease(avoid=avoid)
+            well = None
+            try:
+                answer, *others = begin(lease.handle)
+                value = await with_deadline(self.deadline, answer, f"{method} of {pool.name(lease)}", lease.handle)
+                if self.unable is not None:
+                    well = not self.unable(value)
+                if well is not False or asked_again:
+                    return value, others
+                asked_again = True
+                avoid.add(lease.slot)
+            except Exception as caught:
+                if not is_lost(caught):
+                    raise
+                error, lost = caught, lost + 1
+                avoid.add(lease.slot)
+                if is_spent(caught):
+                    pool.retire(lease.worker, brief(caught))
+                else:
+                    pool.lost(lease.worker, caught)
+            finally:
+                pool.release(lease.worker, well=well)
+        raise WorkerLost(f"{pool.role}.{method} failed {self.attempts} times, last: {error}") from error

@@ -8,23 +8,25 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.base import GROUPS
 from actors.environment import EnvironmentActor
+from actors.handles import Handle, create
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from cluster.roles.pool import Pool, Pooled
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 from rayloop.run.config import Placement, RunConfig
+
+A = TypeVar("A", bound=Pooled)
 
 CONCURRENCY = 1000
 """Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
@@ -127,25 +129,25 @@ class Services:
         for index, (role, _) in enumerate(demand(config, self.trains)):
             self._first.setdefault(role, index)
 
-    async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
+    async def start(self, admit_engine: Callable[[Handle[RolloutActor]], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c, began = self.config, time.monotonic()
         self._event("starting", actors=dict(Counter(role for role, _ in demand(c, self.trains))))
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
         self.rollout = self._pool(
-            RolloutActor, "rollout", c.rollout.actors, c.rollout.placement,
-            c.model, c.engine, c.publish.transport, self._weights, admit=admit_engine,
+            "rollout", c.rollout.actors, c.rollout.placement,
+            lambda options: create(RolloutActor, options, c.model, c.engine, c.publish.transport, self._weights),
+            admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
-            EnvironmentActor,
-            "environment",
-            c.environment.actors,
-            c.environment.placement,
-            c.model,
-            c.environment.episode,
-        )
-        self.reward = self._pool(RewardActor, "reward", c.reward.actors, c.reward.placement, c.model, c.reward)
-        self.pools = [self.rollout, self.environment, self.reward]
+            "environment", c.environment.actors, c.environment.placement,
+            lambda options: create(EnvironmentActor, options, c.model, c.environment.episode),
+        )  # fmt: skip
+        self.reward = self._pool(
+            "reward", c.reward.actors, c.reward.placement,
+            lambda options: create(RewardActor, options, c.model, c.reward),
+        )  # fmt: skip
+        self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
         self._event("started", seconds=round(time.monotonic() - began, 1))
 
@@ -157,16 +159,18 @@ class Services:
         self.up += actors
 
     def _pool(
-        self, actor: type, role: str, size: int, placement: Placement, *args: Any,
-        admit: Callable[[Any], Awaitable[None]] | None = None,
-    ) -> Pool:  # fmt: skip
-        def spawn(slot: int) -> Any:
-            return self._spawn(actor, role, slot, placement, *args)
+        self, role: str, size: int, placement: Placement, make: Callable[[dict[str, Any]], Handle[A]],
+        admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
+    ) -> Pool[A]:  # fmt: skip
+        """``make`` creates an actor of the role with Ray's options."""
+
+        def spawn(slot: int) -> Handle[A]:
+            return make(self._options(role, slot, placement))
 
         return Pool(role, size, spawn, self.config.recovery, self._event, admit)
 
-    def _spawn(self, actor: type, role: str, slot: int, placement: Placement, *args: Any) -> Any:
-        """Create one actor in its bundle. The dashboard shows it under the name of its role."""
+    def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
+        """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._first[role] + slot)
         options: dict[str, Any] = {
             "name": actor_name(f"{role}-{slot}"),
@@ -178,7 +182,7 @@ class Services:
         }
         if role != "policy":
             options["max_concurrency"] = CONCURRENCY
-        return ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args)
+        return options
 
     def stop(self) -> None:
         """End every actor and give the resources back."""
@@ -203,17 +207,20 @@ class TrainingServices(Services):
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
-        self.policy = PolicyGroup(
-            c.policy, spawn=lambda rank: self._spawn(PolicyRank, "policy", rank, placement, settings, rank, ranks)
-        )
-        self.reference: Pool | None = None
+
+        def spawn(rank: int) -> Handle[PolicyRank]:
+            return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
+
+        self.policy = PolicyGroup(c.policy, spawn)
+        self.reference: Pool[ReferenceActor] | None = None
 
     def _starts(self) -> list[Awaitable[None]]:
         c = self.config
         if c.reference.kind == "actor":
             self.reference = self._pool(
-                ReferenceActor, "reference", c.reference.actors, c.reference.placement, c.model, c.policy.engine
-            )
+                "reference", c.reference.actors, c.reference.placement,
+                lambda options: create(ReferenceActor, options, c.model, c.policy.engine),
+            )  # fmt: skip
             self.pools.append(self.reference)
         return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]
 

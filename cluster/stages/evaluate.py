@@ -12,9 +12,11 @@ from typing import Any
 
 import ray
 
+from actors.base import Actor
+from actors.handles import Handle, create, resolved, submit
 from actors.lease import Lease
 from actors.lost import cause
-from actors.rollout import start_weights
+from actors.rollout import RolloutActor, start_weights
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
 from cluster.roles.services import Services, bundles, total
@@ -23,6 +25,8 @@ from rayloop.config.settings import dump
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
+from rayloop.core.protocols import Manifest
+from rayloop.core.references import Ref
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import serves_its_own_weights
 from rayloop.measure.controls import Item, summarise, table
@@ -66,9 +70,9 @@ def evaluate(
 
 
 def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:
-    actor = ray.remote(Evaluator).options(num_cpus=0, max_concurrency=CONCURRENCY).remote(config, str(out.resolve()))
+    actor = create(Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve()))
     try:
-        return str(ray.get(actor.main.remote(missing)))
+        return str(ray.get(submit(actor, Evaluator.main, missing)))
     except ray.exceptions.RayTaskError as error:
         if isinstance(cause(error), RayloopError):
             raise cause(error) from error
@@ -77,7 +81,7 @@ def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:
         ray.kill(actor)
 
 
-class Evaluator:
+class Evaluator(Actor):
     """The actor that owns the others during an evaluation, and writes the items."""
 
     def __init__(self, config: RunConfig, out: str) -> None:
@@ -85,7 +89,7 @@ class Evaluator:
         self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
         self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
-        self.weights: tuple[Any, Any] | None = None
+        self.weights: tuple[Manifest, Ref[Any]] | None = None
         self.why = self.trace = ""
 
     async def main(self, missing: Sequence[Play]) -> str:
@@ -105,19 +109,18 @@ class Evaluator:
             services.stop()
         return self.why
 
-    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease:
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
         return await self.player.replace_engine(episode, lost, why)
 
-    async def _admit(self, engine: Any) -> None:
+    async def _admit(self, engine: Handle[RolloutActor]) -> None:
         if self.weights is None:
             return
         manifest, source = self.weights
-        await with_deadline(
-            self.config.publish.timeout, engine.load.remote(manifest, source), "load of a rollout engine", engine
-        )
+        loaded = submit(engine, RolloutActor.load, manifest, resolved(source))
+        await with_deadline(self.config.publish.timeout, loaded, "load of a rollout engine", engine)
 
-    def _pack(self) -> tuple[Any, Any]:
+    def _pack(self) -> tuple[Manifest, Ref[Any]]:
         """The weights of ``model.path``, as a publication."""
         manifest, source = start_weights(self.config.model, self.config.rollout.engine.dtype)
         return manifest, ray.put(source)

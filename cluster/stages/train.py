@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.base import GROUPS
+from actors.handles import Handle, create, submit
 from actors.lost import cause
 from cluster.driver import Driver
 from cluster.roles.pool import brief
@@ -120,8 +120,7 @@ def _run(
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": here,
         }
-        made = ray.remote(concurrency_groups=GROUPS)(Driver).options(**options)
-        driver = made.remote(config, path, origin.resume, hashes, origin.since)
+        driver = create(Driver, options, config, path, origin.resume, hashes, origin.since)
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
@@ -150,19 +149,19 @@ def _never() -> float:
 
 
 def _follow(
-    driver: Any, progress: Progress, silence: float, until: Callable[[], float], origin: Origin
+    driver: Handle[Driver], progress: Progress, silence: float, until: Callable[[], float], origin: Origin
 ) -> dict[str, Any]:
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
     Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
     must have ended (``time.monotonic``) is over.
     """
-    running, seen, heard = driver.main.remote(), 0, time.monotonic()
+    running, seen, heard = submit(driver, Driver.main), 0, time.monotonic()
     while True:
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:
-            updates, doing = ray.get(driver.updates.remote(seen), timeout=patience)
+            updates, doing = ray.get(submit(driver, Driver.updates, seen), timeout=patience)
             heard = time.monotonic()
         except RayActorError:
             updates, doing = [], ""  # ``running`` will tell
@@ -217,7 +216,7 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 
 @contextmanager
-def _stop_on_signal(driver: Any, progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
+def _stop_on_signal(driver: Handle[Driver], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
     """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
 
     Gives a function that tells until when (``time.monotonic``) the driver must have ended: ``grace`` seconds after a signal.
@@ -232,7 +231,7 @@ def _stop_on_signal(driver: Any, progress: Progress, grace: float) -> Iterator[C
         )
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sys.exit(1))
-        driver.stop.remote()
+        submit(driver, Driver.stop)
 
     with _handling(stop, signal.SIGTERM, signal.SIGINT):
         yield lambda: until

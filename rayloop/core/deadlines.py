@@ -40,8 +40,8 @@ WAITS = Waits()
 
 
 async def with_deadline(
-    deadline: float, awaitable: Awaitable[Any], what: str, actor: Any = None, *, counts: bool = True
-) -> Any:
+    deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True
+) -> T:
     """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
 
     With ``counts=False`` (health checks) its end does not tell that anything moves.

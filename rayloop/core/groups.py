@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rayloop.core.types import Summary, Task, TrajectoryId
+from rayloop.core.references import Ref
+from rayloop.core.types import Summary, Task, Trajectory, TrajectoryId
 
 
 class UnscoredKind(StrEnum):
@@ -98,9 +99,9 @@ class Member:
 
     summary: Summary
     outcome: Outcome
-    payload: Any = None
+    payload: Ref[Trajectory] | None = None
     advantage: float | None = None
-    reference: Any = None
+    reference: Ref[Any] | None = None
     replayed: bool = False
     fate: Fate | None = None
 
@@ -140,6 +141,6 @@ class Group:
         """The same group with the members at the given positions replaced."""
         return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
 
-    def with_references(self, references: Mapping[int, Any]) -> Group:
+    def with_references(self, references: Mapping[int, Ref[Any]]) -> Group:
         """The same group with reference log-probs attached to the members at the given positions."""
         return self.map({i: dataclasses.replace(self.members[i], reference=r) for i, r in references.items()})

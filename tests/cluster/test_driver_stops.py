@@ -134,7 +134,10 @@ class Services:
     async def start(self, admit: Any) -> None:
         await asyncio.sleep(0)
 
-    async def everywhere(self, method: str, *args: Any, deadline: float) -> None:
+    def within(self, deadline: float) -> Services:
+        return self
+
+    async def everywhere(self, method: Any, *args: Any) -> None:
         await asyncio.sleep(0)
 
     def stop(self) -> None: ...
@@ -251,11 +254,11 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
         self.stopping.set()
         await until_stopped(self.stopping, asyncio.sleep(30))
 
-    def full(self: Any, folder: str) -> None:
+    def save(self: Any, folder: str) -> None:
         raise CheckpointError("no space left on device")
 
     monkeypatch.setattr(Driver, "evaluate", evaluate)
-    monkeypatch.setattr(PolicyRank, "save", full)
+    monkeypatch.setattr(PolicyRank, "save", save)
     driver = stage.driver(tmp_path / "run")
     with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
         asyncio.run(driver.main())

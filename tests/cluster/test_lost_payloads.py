@@ -221,10 +221,13 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     class Reference:
         """One of the payloads does not survive."""
 
-        async def call(self, method: str, payloads: list[Any], returns: int, **_: Any) -> list[Any]:
+        def within(self, deadline: float, attempts: int) -> Reference:
+            return self
+
+        async def split(self, returns: int, method: Any, payloads: list[Any]) -> tuple[list[int], list[Any]]:
             asked.append(len(payloads))
-            assert (method, returns) == ("annotate", 1 + len(payloads))
-            return [[0] if len(asked) == 1 else [], *(ray.put("log-probs") for _ in payloads)]
+            assert (method, returns) == (ReferenceActor.annotate, 1 + len(payloads))
+            return [0] if len(asked) == 1 else [], [ray.put("log-probs") for _ in payloads]
 
     async def nothing(folder: str) -> None: ...
 

@@ -16,7 +16,8 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.base import GROUPS, Actor
+from actors.base import Actor
+from actors.handles import create, submit
 from actors.lost import cause
 from cluster.roles.pool import Pool
 from cluster.roles.services import bundles, reserve
@@ -37,8 +38,7 @@ def _cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@ray.remote(num_cpus=1)
-class Worker:
+class Worker(Actor):
     def __init__(self, broken: bool = False) -> None:
         if broken:
             raise OSError("no model at /models/gone")
@@ -75,7 +75,7 @@ class Fixture:
 
     def _spawn(self, slot: int) -> Any:
         self.spawned += 1
-        return Worker.remote(self.spawned > self.good)
+        return create(Worker, {"num_cpus": 1}, self.spawned > self.good)
 
     def _event(self, kind: str, **fields: Any) -> None:
         self.events.append({"event": kind, **fields})
@@ -83,7 +83,7 @@ class Fixture:
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
-    def run(self, test: Callable[[Pool], Coroutine[Any, Any, None]]) -> None:
+    def run(self, test: Callable[[Pool[Worker]], Coroutine[Any, Any, None]]) -> None:
         async def all_of_it() -> None:
             await self.pool.start()
             try:
@@ -99,12 +99,12 @@ class Fixture:
             await asyncio.sleep(0.02)
 
 
-async def pid_of(pool: Pool, serial: int) -> int:
+async def pid_of(pool: Pool[Worker], serial: int) -> int:
     return int(await pool.workers[serial].handle.health.remote())
 
 
 def test_leases_go_to_the_same_worker_for_an_affinity_else_to_the_least_loaded() -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         first, second = await pool.lease("a"), await pool.lease("b")
         assert first.worker != second.worker
         assert (await pool.lease("a")).worker == first.worker
@@ -125,14 +125,14 @@ def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
 
     fixture = Fixture(1, admit=admit)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         pid = await pid_of(pool, 1)
-        working = asyncio.create_task(pool.call("work", 0.5, deadline=20, attempts=2))
+        working = asyncio.create_task(pool.within(20, attempts=2).call(Worker.work, 0.5))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         assert await working != pid, "the call was made again elsewhere"
         assert list(pool.workers) == [2]
-        assert await pool.call("version", deadline=5, attempts=1) == 7
+        assert await pool.within(5).call(Worker.version) == 7
 
     fixture.run(test)
     [lost], [back] = fixture.named("worker_lost"), fixture.named("worker_replaced")
@@ -143,7 +143,7 @@ def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
 def test_a_late_complaint_does_no_harm() -> None:
     fixture = Fixture(2)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         lease = await pool.lease("a")
         pool.lost(lease.worker, "gone")
         pool.lost(lease.worker, "gone, says another")
@@ -161,9 +161,9 @@ def test_a_late_complaint_does_no_harm() -> None:
 def test_an_error_of_the_work_is_no_loss_of_the_worker() -> None:
     fixture = Fixture(1)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         with pytest.raises(ValueError, match="the work is wrong"):
-            await pool.call("fail", deadline=5, attempts=3)
+            await pool.within(5, attempts=3).call(Worker.fail)
         assert pool.workers[1].leases == 0
 
     fixture.run(test)
@@ -174,12 +174,12 @@ def test_an_error_of_the_work_is_no_loss_of_the_worker() -> None:
 def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> None:
     fixture = Fixture(1)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         process = psutil.Process(await pid_of(pool, 1))
         process.suspend()
         began = time.monotonic()
         if notice == "call":
-            assert await pool.call("work", deadline=1.0, attempts=2) != process.pid
+            assert await pool.within(1.0, attempts=2).call(Worker.work) != process.pid
         else:
             await pool.check()
             await fixture.back()
@@ -193,11 +193,11 @@ def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> No
 
 
 def test_a_call_gives_up_after_its_attempts() -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         with pytest.raises(
             WorkerLost, match=r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"
         ):
-            await pool.call("work", 30.0, deadline=0.3, attempts=2)
+            await pool.within(0.3, attempts=2).call(Worker.work, 30.0)
 
     Fixture(1).run(test)
 
@@ -205,7 +205,7 @@ def test_a_call_gives_up_after_its_attempts() -> None:
 def test_the_role_is_exhausted_when_replacements_keep_failing() -> None:
     fixture = Fixture(1, replacements=2, good=1)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: Pool[Worker]) -> None:
         pool.lost(1, "gone")
         with pytest.raises(RolesExhausted, match=r"tester role lost 3 workers, recovery\.replacements allows 2"):
             await pool.lease()
@@ -284,6 +284,6 @@ class Parent(Actor):
 def test_an_actor_learns_how_its_children_end(tmp_path: Path) -> None:
     """Also under Ray's subreaper, which makes workers ignore SIGCHLD (a plain worker here sees 0)."""
     plain = ray.remote(lambda: subprocess.run(["sh", "-c", "exit 7"], check=False).returncode)
-    parent = ray.remote(concurrency_groups=GROUPS)(Parent).remote()
-    assert ray.get([plain.remote(), parent.child.remote()], timeout=60) == [0, 7]
-    assert "pid " in ray.get(parent.stacks.remote(), timeout=60)
+    parent = create(Parent, {})
+    assert ray.get([plain.remote(), submit(parent, Parent.child)], timeout=60) == [0, 7]
+    assert "pid " in ray.get(submit(parent, Parent.stacks), timeout=60)

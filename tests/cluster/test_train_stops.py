@@ -31,12 +31,9 @@ class Stage:
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
 
-    def options(self, **_: Any) -> Any:
-        def remote(config: Any, path: str, resume: str, hashes: Any, since: int) -> Any:
-            self.told.append((resume, since))
-            return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
-
-        return SimpleNamespace(remote=remote)
+    def create(self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int) -> Any:
+        self.told.append((resume, since))
+        return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
 
     def follow(self, *_: Any) -> dict[str, Any]:
         if len(self.told) > len(self.lives):
@@ -50,9 +47,9 @@ class Stage:
 
     def run(self, monkeypatch: pytest.MonkeyPatch, resume: str = "auto") -> RayloopError | None:
         context = SimpleNamespace(get_node_id=lambda: "00" * 28)
-        monkeypatch.setattr(train, "ray", SimpleNamespace(
-            get_runtime_context=lambda: context, remote=lambda **_: lambda actor: self, kill=lambda driver: None
-        ))  # fmt: skip
+        here = SimpleNamespace(get_runtime_context=lambda: context, kill=lambda driver: None)
+        monkeypatch.setattr(train, "ray", here)
+        monkeypatch.setattr(train, "create", self.create)
         monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
         monkeypatch.setattr(train, "_follow", self.follow)
         origin = Origin.of(self.folder.checkpoints, resume)

@@ -36,7 +36,7 @@ class Handle:
         self.played: list[str] = []
         self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
         self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
-        self.score = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._score))
+        self.score = SimpleNamespace(remote=self._score)
 
     def _play(self, request: PlayRequest, lease: Any, driver: Any) -> tuple[Awaitable[Any], object]:
         self.played.append(request.task.id)
