@@ -25,7 +25,7 @@ Made by `python -m rayloop.config.pages {target}`; do not edit. {count} keys.
 A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
 new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
 relative to the current directory, with `~` for the home folder. Where a component has a default, its `with` can be set
-without its `use`. Which values to choose: [settings.md](settings.md); what `use` can name:
+without its `use`. Which values to choose: [choosing_settings.md](choosing_settings.md); what `use` can name:
 [components.md](components.md), [own_task.md](own_task.md).
 
 """

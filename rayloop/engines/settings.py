@@ -158,7 +158,7 @@ class OptimizerSettings(SettingsModel):
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
-    (docs/settings.md)."""
+    (docs/choosing_settings.md)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
     eps: float = 1e-8
@@ -189,7 +189,7 @@ class LoraSettings(SettingsModel):
     """Train low-rank adapters instead of the model (peft)."""
 
     rank: int = Field(8, gt=0)
-    """Size of the adapters. More can express more, and costs memory (docs/settings.md)."""
+    """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -30,6 +30,7 @@ from rayloop.grpo.settings import (
 )
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
+from rayloop.run import durations
 from rayloop.transports.settings import CollectiveTransport, CudaIpcTransport, ObjectStoreTransport, TransportSettings
 
 
@@ -216,8 +217,9 @@ class RecoverySettings(SettingsModel):
     """Seconds for placing and starting an actor."""
     stall_report: float = Field(30.0, gt=0)
     """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks."""
-    stall_timeout: float = Field(3600.0, gt=0)
-    """The same before the run stops. Above the longest single call, which is a step of the trainer or an episode."""
+    stall_timeout: float = Field(4500.0, gt=0)
+    """The same before the run stops. Above the longest single call, a step of the trainer or an episode, or the two race: raise it
+    with them (docs/choosing_settings.md has the order of all durations)."""
 
 
 class PreemptionSettings(SettingsModel):
@@ -298,6 +300,7 @@ def read(path: Path, overrides: list[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig)
     check_components(config)
+    durations.check(config)
     return config
 
 
@@ -371,17 +374,11 @@ def _transport_problems(c: RunConfig) -> Any:
     """Where the policy and the engines are placed decides which ways weights can take between them."""
     transport, policy, rollout = c.publish.transport, c.policy.placement.num_gpus, c.rollout.placement.num_gpus
     gpus = f"policy.placement.num_gpus is {policy:g} and rollout.placement.num_gpus is {rollout:g}"
-    if isinstance(transport, CollectiveTransport):
-        if transport.timeout >= c.publish.timeout:
-            yield (
-                f"publish.transport.timeout ({transport.timeout:g} s) must be less than publish.timeout ({c.publish.timeout:g} s), "
-                "so that a broadcast that fails can be made up for"
-            )
-        if transport.backend == "nccl" and min(policy, rollout) < 1:
-            yield (
-                f"publish.transport.backend: nccl sends between GPUs that are not shared, and {gpus}. Give each at least one, "
-                "or use backend: gloo; on one shared GPU kind: cuda_ipc"
-            )
+    if isinstance(transport, CollectiveTransport) and transport.backend == "nccl" and min(policy, rollout) < 1:
+        yield (
+            f"publish.transport.backend: nccl sends between GPUs that are not shared, and {gpus}. Give each at least one, "
+            "or use backend: gloo; on one shared GPU kind: cuda_ipc"
+        )
     together = c.policy.ranks * policy + c.rollout.actors * rollout
     if isinstance(transport, CudaIpcTransport) and (min(policy, rollout) <= 0 or together > 1):
         yield (

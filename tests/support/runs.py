@@ -178,8 +178,8 @@ class Run:
 
 
 @contextmanager
-def run(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> Iterator[Run]:
-    """Start a run; when the block ends, whatever still lives of it is killed."""
+def run(config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = "cluster") -> Iterator[Run]:
+    """Start a run, by ``python -m module train``; when the block ends, whatever still lives of it is killed."""
     folder = Path(config["output"])
     number = len(list(folder.glob("run-*.yaml")))
     path = folder / f"run-{number}.yaml"
@@ -190,7 +190,7 @@ def run(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> Iterator[Ru
     before = frozenset(os.listdir("/dev/shm"))
     with output.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "train", str(path), *overrides],
+            [sys.executable, "-m", module, "train", str(path), *overrides],
             cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     made = Run(process, folder / config["name"], temporary, tag, output, before)

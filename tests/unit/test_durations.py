@@ -1,0 +1,81 @@
+"""The order of all durations of a run: it holds by default, and a configuration that breaks it is refused with keys and values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from rayloop.config.explain import keys, walk
+from rayloop.config.yaml_source import dotted
+from rayloop.core.failures import ConfigError
+from rayloop.run.config import RunConfig, read
+from rayloop.run.durations import DURATIONS, check, table, value_of
+from tests.support.runs import ROOT, settings
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    return RunConfig.model_validate(settings(folder, folder, **changes))
+
+
+def test_the_order_holds_by_default(tmp_path: Path) -> None:
+    check(config(tmp_path))
+    check(config(tmp_path, publish={"transport": {"kind": "collective"}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recovery__stall_timeout": 3600.0},
+         r"recovery\.stall_timeout \(3600 s\) must be longer than environment\.episode_timeout \(3600 s\), "
+         r"policy\.step_timeout \(3600 s\), which it waits for. Raise it, or lower what is named"),
+        ({"policy__step_timeout": 7200.0}, r"stall_timeout \(4500 s\) must be longer than policy\.step_timeout \(7200 s\)"),
+        ({"reward__timeout": 2400.0}, r"stall_timeout \(4500 s\) must be longer than 2 x reward\.timeout \(4800 s\)"),
+        ({"environment__episode__request_timeout": 4000.0},
+         r"environment\.episode_timeout \(3600 s\) must be longer than environment\.episode\.request_timeout \(4000 s\)"),
+        ({"policy__engine__collective_timeout": 3600.0}, r"policy\.step_timeout .* policy\.engine\.collective_timeout"),
+        ({"publish": {"transport": {"kind": "collective"}, "timeout": 60}},
+         r"publish\.timeout \(60 s\) must be longer than publish\.transport\.timeout \(60 s\)"),
+        ({"recovery__start_timeout": 20.0}, r"recovery\.start_timeout \(20 s\) .* recovery\.health_timeout \(30 s\)"),
+    ],
+)  # fmt: skip
+def test_a_wait_that_would_give_up_first_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config(tmp_path, **changes))
+
+
+def test_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path)))
+    read(file, [])
+    with pytest.raises(ConfigError, match=r"recovery\.stall_timeout \(60 s\) must be longer than"):
+        read(file, ["recovery.stall_timeout=60"])
+
+
+def seconds() -> set[str]:
+    """The keys of a run that are seconds by their description."""
+    return {
+        dotted((*path, key))
+        for path, model in walk(RunConfig)
+        for key in keys(model)
+        if (model.model_fields.get(key) or model.model_fields[f"{key}_"]).annotation is float
+        and re.match(r"Seconds\b", (model.model_fields.get(key) or model.model_fields[f"{key}_"]).description or "")
+    }
+
+
+def test_every_duration_is_in_the_table() -> None:
+    assert seconds() - {each.key for each in DURATIONS} == set()
+
+
+def test_the_table_names_keys_that_exist(tmp_path: Path) -> None:
+    known: BaseModel = config(tmp_path, publish={"transport": {"kind": "collective"}})
+    assert [each.key for each in DURATIONS if value_of(known, each.key) is None] == []
+    assert {each.within for each in DURATIONS} - {""} <= {each.key for each in DURATIONS}
+
+
+def test_the_page_has_the_table(tmp_path: Path) -> None:
+    page = (ROOT / "docs/choosing_settings.md").read_text()
+    assert table(RunConfig.model_validate(settings(tmp_path, tmp_path) | {"recovery": {}})) in page
