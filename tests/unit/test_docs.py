@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from cluster.cli import COMMANDS
+import pytest
+
+from cluster.cli import COMMANDS, parsed
+from rayloop.config.explain import keys, walk
+from rayloop.run.config import RunConfig
+from rayloop.sft.stage import SftConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +29,10 @@ LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
 COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m cluster ([a-z]+)\b", re.MULTILINE)
+WHOLE = re.compile(
+    r"`(?:\S*python3? -m cluster) ([^`]+ [^`]+)`|^ {4}(?:\S*python3? -m cluster) ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
+)
+"""A command with its arguments: between backticks, or a line of a block that may be continued."""
 TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)
 
 
@@ -76,6 +86,45 @@ def test_every_command_that_is_quoted_exists() -> None:
     wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PRESENT) if match[1] not in targets]
     assert len(ours) > 30, "the pattern finds nothing any more"
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_command_that_is_quoted_in_full_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, understood = [], 0
+    for _, place, match in found(WHOLE, PRESENT):
+        words = shlex.split(re.split(r"\s#| {3,}", (match[1] or match[2]).replace("\\\n", ""))[0])
+        if any(word[0] in "[." or "|" in word or word in ("ACTION", "RECIPE") for word in words):
+            continue  # a form, not a command
+        understood += 1
+        try:
+            parsed(words)
+        except SystemExit as end:
+            if end.code:
+                wrong.append(f"{place}: {capsys.readouterr().err.splitlines()[-1]}")
+    assert understood > 30, "the pattern finds nothing any more"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_key_of_a_configuration_that_is_quoted_exists() -> None:
+    known = {
+        tuple(part for part in [*path, key] if part != "*")
+        for root in (RunConfig, SftConfig)
+        for path, model in walk(root)
+        for key in keys(model)
+    }
+    sections = sorted({str(part) for path in known for part in path[:-1]})
+    quoted = re.compile(rf"`((?:{'|'.join(sections)})(?:\.[a-z_]+)+)(?:[:=][^`]*)?`")
+    places = [(place, match[1]) for _, place, match in found(quoted, TEXTS)]
+    ends = {path[-length:] for path in known for length in range(1, len(path) + 1)}
+    others = {"logprobs.content"}  # of OpenAI's answers
+    absent = [
+        f"{place}: {key}"
+        for place, key in places
+        if tuple(re.sub(r"\.(with|resources)\..*", r".\1", key).split(".")) not in ends
+        and not key.endswith((".py", ".html", ".png", ".json"))
+        and key not in others
+    ]
+    assert len(places) > 100, "the pattern finds nothing any more"
+    assert not absent, "\n".join(absent)
 
 
 def test_every_module_and_name_that_is_quoted_exists() -> None:
