@@ -1,0 +1,29 @@
+"""docs/bring_your_own/data.md: the rows of the page are made as it says, and a run can use them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+
+PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/data.md").read_text()
+
+
+def test_the_rows_of_the_page_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ((name, program),) = re.findall(r"```python title=(\S+)\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / name).write_text(program)
+    subprocess.run([sys.executable, name], cwd=tmp_path, check=True, timeout=60)
+    file = tmp_path / "train.jsonl"
+    assert main(["data", "validate", str(file)]) == 0
+    assert "2 rows read by rayloop.data.dataset:ChatRows, 0 problems" in capsys.readouterr().out
+    spoilt = [json.loads(line) for line in file.read_text().splitlines()]
+    spoilt[1]["images"] = ["absent.png"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in spoilt))
+    assert main(["data", "validate", str(file)]) == 1
+    assert f"{file}:2: " in capsys.readouterr().out
