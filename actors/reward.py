@@ -6,12 +6,12 @@ import asyncio
 import copy
 import inspect
 import logging
-import math
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from actors.base import Actor
+from actors.lost import fetch
 from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
@@ -23,29 +23,30 @@ from rayloop.core.failures import (
     WorkerSpent,
 )
 from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
-from rayloop.core.protocols import RewardSource, ScoreContext
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.references import Ref
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import EndReason, Task, Trajectory
-from rayloop.rewards.functions import as_source
+from rayloop.rewards.functions import around, as_source
+from rayloop.rewards.outcomes import as_outcome, as_outcomes
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord, rollout_record
 
 logger = logging.getLogger(__name__)
 
-_UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
-"""What a grader raises when something around it fails (network, disk, memory): never the policy's doing."""
 TRACE = 8000
 """Characters of a traceback that travel to the driver: its end."""
 
 
 class RewardActor(Actor):
-    """Scores many trajectories at once: one thread each, or a coroutine when the source is asynchronous."""
+    """Scores many trajectories at once: one thread each (or per group), or a coroutine when the source is asynchronous."""
 
     def __init__(self, model: ModelSettings, settings: RewardSettings) -> None:
         self._settings = settings
         self._tokenizer = load_tokenizer(model_folder(model.path))
-        self._source: RewardSource = as_source(settings.source.build(), settings.source.use)
+        self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
+        self._around = around(self._source)
         self._scoring = 0
 
     def health(self) -> int:
@@ -53,23 +54,37 @@ class RewardActor(Actor):
         return self._scoring
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Outcome:
-        """The outcome of one trajectory, meant for training at ``step``. Takes at most twice the timeout.
+        """The outcome of one trajectory: a ``judge`` of one."""
+        return (await self.judge([trajectory], task, step))[0]
 
-        A grader that raises or hangs is asked once more, and what comes of the second failure is ``reward.on_error``'s to say.
-        Failures of network, disk or memory, and all of a source that declares its exceptions ``infrastructure``, leave the
-        trajectory unscored. A tool that the policy's action hung is the failing value, without asking.
+    async def score_group(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
+        """The outcomes of a group's trajectories, given as references (``reward.per: group``): a ``judge`` of those that are there.
+
+        The others are ``payload_lost``.
+        """
+        found, gone = await asyncio.to_thread(fetch, payloads)
+        there = iter(await self.judge([found[ref] for ref in payloads if ref not in gone], task, step))
+        lost = Unscored(UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before its group was scored")
+        return [lost if ref in gone else next(there) for ref in payloads]
+
+    async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:
+        """The outcomes of trajectories that are scored together, meant for training at ``step``. Takes at most twice the timeout.
+
+        A grader that raises or hangs is asked once more, and what comes of the second failure is ``reward.on_error``'s to say, for
+        all of them. Failures of network, disk or memory, and what a source declares ``infrastructure``, leave them unscored. One
+        whose action hung a tool gets the failing value, and the grader does not see it.
         Raises RewardLost and ConfigError, with which a source ends the run, and WorkerSpent.
         """
         if (stuck := hanging()) >= self._settings.hung_threads:
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process (reward.hung_threads)")
-        if trajectory.end_reason is EndReason.TOOL_DEADLINE:
-            return Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
-        self._scoring += 1
+        hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
+        asked = [trajectory for trajectory in trajectories if trajectory.end_reason is not EndReason.TOOL_DEADLINE]
+        self._scoring += len(asked)
         try:
-            texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
-            return await self._attempts(trajectory, task, ScoreContext(step, texts, self._settings.timeout))
+            outcomes = iter(await self._attempts(asked, task, [self._context(t, step) for t in asked]) if asked else ())
         finally:
-            self._scoring -= 1
+            self._scoring -= len(asked)
+        return [hung if t.end_reason is EndReason.TOOL_DEADLINE else next(outcomes) for t in trajectories]
 
     async def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """For the run folder: a record of each member of ``group`` (in order), and the images that travelled with them."""
@@ -78,43 +93,63 @@ class RewardActor(Actor):
         plain, whole = lambda ids: self._tokenizer.decode(list(ids)), lambda ids: shown(self._tokenizer, ids)
         return [rollout_record(group, member, t, plain, whole) for member, t in pairs], images
 
-    async def _attempts(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+    def _context(self, trajectory: Trajectory, step: int) -> ScoreContext:
+        texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
+        return ScoreContext(step, texts, self._settings.timeout)
+
+    async def _attempts(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> list[Outcome]:
         errors: list[Exception] = []
         while len(errors) < 2:
             try:
-                return as_outcome(await self._ask(trajectory, task, context))
+                return await self._ask(trajectories, task, contexts)
             except DataFailure as error:
-                return Unscored(UnscoredKind.BAD_DATA, str(error))
+                return [Unscored(UnscoredKind.BAD_DATA, str(error))] * len(trajectories)
             except (RewardLost, ConfigError):
                 raise
             except Exception as error:
-                logger.warning("the grader failed on trajectory %s of %s", trajectory.id, task.id, exc_info=error)
+                ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
+                logger.warning("the grader failed on %s of task %s", ids, task.id, exc_info=error)
                 errors.append(error)
                 if isinstance(error, DeadlineExceeded) and self._settings.on_error == "exclude":
                     break  # asking again could only cost another thread
-        return self._failed(errors)
+        return [self._failed(errors)] * len(trajectories)
 
     def _failed(self, errors: list[Exception]) -> Outcome:
         """What a trajectory is whose grader failed in these ways, one after the other."""
         last = errors[-1]
-        infrastructure = getattr(self._source, "infrastructure", False)
         reason = f"{self._settings.source.use}: {_last_line(last)}"
         if isinstance(last, DeadlineExceeded):
-            if self._settings.on_error == "fail" and not infrastructure and type(errors[0]) is type(last):
+            client = bool(getattr(self._source, "infrastructure", False))  # what it asks may have hung it
+            if self._settings.on_error == "fail" and not client and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
         trace = own_frames(last)[-TRACE:]
-        if infrastructure or isinstance(last, _UNAVAILABLE) or type(errors[0]) is not type(last):
+        if isinstance(last, self._around) or type(errors[0]) is not type(last):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason, trace)
         if self._settings.on_error == "fail":
             return Scored(self._settings.failing_value, flags=("grader_error",), trace=trace)
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 
-    async def _ask(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
-        """What the source returns. It gets a task of its own: one that it changed would be another row when it is asked again."""
+    async def _ask(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> list[Outcome]:
+        """The source's outcomes. It gets a task and lists of its own: what it changed would be others when it is asked again.
+
+        A trajectory that is alone is given to ``score`` where the source has it, also with ``per: group``.
+        """
+        task, source = copy.deepcopy(task), self._source
+        if len(trajectories) == 1 and hasattr(source, "score"):
+            return [as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))]
+        answer = await self._answer(source.score_group, list(trajectories), task, list(contexts))
+        return as_outcomes(answer, len(trajectories))
+
+    async def _answer(self, method: Callable[..., Any], *args: Any) -> Any:
+        """What a plain or coroutine method returns, within the timeout. Raises DeadlineExceeded, and what it raises."""
         loop = asyncio.get_running_loop()
-        until, task = loop.time() + self._settings.timeout, copy.deepcopy(task)
-        result: Any = await in_thread(self._source.score, trajectory, task, context, timeout=self._settings.timeout)
+        until = loop.time() + self._settings.timeout
+        result: Any = await in_thread(method, *args, timeout=self._settings.timeout)
         if not inspect.isawaitable(result):
             return result
         running = asyncio.ensure_future(_contained(result))
@@ -139,33 +174,3 @@ async def _contained(result: Awaitable[Any]) -> Any:
 
 def _last_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
-
-
-def as_outcome(result: Any) -> Outcome:
-    """What a source returned, as an outcome: an Outcome, or whatever ``float`` makes a finite number of (a bool, a scalar of
-    numpy, a tensor without dimensions); anything else, texts included, is an invalid reward.
-
-    Components that are no finite numbers are dropped and flagged ``invalid_component``.
-    """
-    if isinstance(result, Unscored):
-        return result
-    scored = result if isinstance(result, Scored) else Scored(result)
-    value = _number(scored.value)
-    if value is None:
-        return Unscored(
-            UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number"
-        )
-    components = {name: number for name, given in scored.components.items() if (number := _number(given)) is not None}
-    dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
-    return Scored(value, components, (*scored.flags, *dropped))
-
-
-def _number(value: Any) -> float | None:
-    """``float(value)`` if that is finite, None for all else; arrays and tensors have to be without dimensions."""
-    if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None

@@ -15,7 +15,8 @@ import math
 import random
 import selectors
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -106,6 +107,11 @@ class World:
             observation_images=0, images_consistent=True, first_version=first, last_version=self.version,
         )  # fmt: skip
         return Member(summary, Scored(self.reward(request)))
+
+    async def play_together(
+        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
+    ) -> list[Member]:
+        return await asyncio.gather(*(self.play(request, step, partial(begins, request)) for request in asked))
 
     def reward(self, request: PlayRequest) -> float:
         """What an answer earns. All of a group fail in a share ``uniform`` of the groups, which the filter removes."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import ray
 
@@ -16,7 +17,7 @@ from actors.lease import Lease, LeasesEngines
 from actors.lost import object_lost
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
-from cluster.roles.pool import brief, is_lost, is_spent
+from cluster.roles.pool import Calls, brief, is_lost, is_spent
 from cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
@@ -28,6 +29,7 @@ from rayloop.production.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
 
+R = TypeVar("R")
 BadData = Callable[[Task, str, str], None]
 """What is told of a task, the file at fault and the reason."""
 SPARED = 10
@@ -90,6 +92,31 @@ class EpisodeRunner:
             return Member(summary, await self.score(payload, request, step), payload)
         finally:
             self.playing -= 1
+
+    async def play_together(
+        self,
+        asked: Sequence[PlayRequest],
+        step: int,
+        begins: Callable[[PlayRequest], None] = lambda request: None,
+        bad_data: BadData | None = None,
+    ) -> list[Member]:
+        """Play several episodes of one task, and score them at once when the last has ended (``reward.per: group``).
+
+        Those that could not be played have no part in it.
+        """
+        self.playing += len(asked)
+        try:
+            played = await asyncio.gather(*(self.episode(r, partial(begins, r), bad_data) for r in asked))
+            payloads = [one[1] for one in played if not isinstance(one, PlayFailed)]
+            outcomes = iter(await self.score_group(payloads, asked[0].task, step) if payloads else ())
+            return [
+                Member(_no_summary(request, one), one.outcome)
+                if isinstance(one, PlayFailed)
+                else Member(one[0], next(outcomes), one[1])
+                for request, one in zip(asked, played, strict=True)
+            ]
+        finally:
+            self.playing -= len(asked)
 
     async def episode(
         self, request: PlayRequest, begins: Callable[[], None] = lambda: None, bad_data: BadData | None = None
@@ -219,16 +246,17 @@ class EpisodeRunner:
     async def score(self, payload: Ref[Trajectory], request: PlayRequest, step: int) -> Outcome:
         """Ask the reward pool. A dead reward actor, a lost payload or a deadline is never a number; an actor around which something
         fails (a full disk) has not the last word."""
+        asked = self._reward().call(RewardActor.score, resolved(payload), request.task, step)
+        return await _or_unscored(asked)
+
+    async def score_group(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
+        """The same for what is scored together: one outcome per payload. A lost payload costs the others nothing."""
+        found = await _or_unscored(self._reward().call(RewardActor.score_group, list(payloads), task, step))
+        return [found] * len(payloads) if isinstance(found, Unscored) else found
+
+    def _reward(self) -> Calls[RewardActor]:
         c = self.config.reward
-        try:
-            reward = self.services.reward.within(2 * c.timeout + 10, c.attempts, _unavailable)
-            return await reward.call(RewardActor.score, resolved(payload), request.task, step)
-        except WorkerLost as error:
-            return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
-        except Exception as error:
-            if object_lost(error):
-                return Unscored(UnscoredKind.PAYLOAD_LOST, brief(error))
-            raise
+        return self.services.reward.within(2 * c.timeout + 10, c.attempts, _unavailable)
 
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
@@ -255,8 +283,21 @@ def _went_well(summary: Summary | PlayFailed) -> tuple[bool | None, bool | None]
     return (False, None) if summary.own else (None, False if bad else None)
 
 
-def _unavailable(outcome: Outcome) -> bool:
-    return isinstance(outcome, Unscored) and outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+async def _or_unscored(call: Coroutine[Any, Any, R]) -> R | Unscored:
+    """What a reward actor answers, or why nothing is scored."""
+    try:
+        return await call
+    except WorkerLost as error:
+        return Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))
+    except Exception as error:
+        if object_lost(error):
+            return Unscored(UnscoredKind.PAYLOAD_LOST, brief(error))
+        raise
+
+
+def _unavailable(answer: Outcome | list[Outcome]) -> bool:
+    outcomes = answer if isinstance(answer, list) else [answer]
+    return any(isinstance(o, Unscored) and o.kind is UnscoredKind.REWARD_UNAVAILABLE for o in outcomes)
 
 
 def _no_summary(request: PlayRequest, failed: PlayFailed) -> Summary:

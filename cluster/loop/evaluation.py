@@ -11,7 +11,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, TrajectoryId
 from rayloop.measure.controls import Item
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import jsonable
+from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
 
 AT_ONCE = 128
@@ -22,37 +22,66 @@ async def play(
     keep: Callable[[Item, dict[str, bytes]], None], hear: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
     """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash, and ``hear``
-    what was played and scored: an item has no traceback."""
-    gate = asyncio.Semaphore(AT_ONCE)
+    what was played and scored: an item has no traceback.
 
-    async def one(index: int, asked: Play) -> Item:
-        seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
-        request = PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
+    With ``reward.per: group`` all answers of an arm to a task are scored together: one, or its samples.
+    """
+    together = _together(asked) if config.reward.per == "group" else [[index] for index in range(len(asked))]
+    gate = asyncio.Semaphore(max(AT_ONCE // max(map(len, together), default=1), 1))
+    items: dict[int, Item] = {}
+
+    async def some(indices: Sequence[int]) -> None:
+        requests = [_request(config, asked[index], index) for index in indices]
         async with gate:
             try:
-                member = await player.play(request, step, bad_data=player.tell_bad_data)
+                members = await _members(config, player, requests, step)
             finally:
-                player.blame.forget(request.id.group)
-            records, images = await player.describe(Group(-1 - index, asked.task, (member,)))
-        outcome = member.outcome
-        scored = outcome if isinstance(outcome, Scored) else None
-        item = Item(
-            asked.arm, asked.task.id, asked.task.source, asked.sample,
-            reward=scored.value if scored else None,
-            components=scored.components if scored else {},
-            unscored=None if isinstance(outcome, Scored) else f"{outcome.kind}: {outcome.reason}",
-            text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
-            truth=jsonable(asked.task.ground_truth),
-            images=tuple(image for record in records for image in record.images),
-        )  # fmt: skip
-        keep(item, images)
-        done = player.evaluation[0] if player.evaluation else 0
-        player.evaluation = done + 1, total
-        return item
+                for request in requests:
+                    player.blame.forget(request.id.group)
+            for index, member in zip(indices, members, strict=True):
+                hear(member)
+                records, images = await player.describe(Group(-1 - index, asked[index].task, (member,)))
+                items[index] = _item(asked[index], member, records)
+                keep(items[index], images)
+                player.evaluation = len(items), len(asked)
 
-    total = len(asked)
-    player.evaluation = 0, total
+    player.evaluation = 0, len(asked)
     try:
-        return list(await asyncio.gather(*(one(index, asked) for index, asked in enumerate(asked))))
+        await asyncio.gather(*map(some, together))
     finally:
         player.evaluation = None
+    return [items[index] for index in range(len(asked))]
+
+
+def _together(asked: Sequence[Play]) -> list[list[int]]:
+    """The positions of the answers of each arm to each task."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, play in enumerate(asked):
+        found.setdefault((play.arm, play.task.id), []).append(index)
+    return list(found.values())
+
+
+def _request(config: RunConfig, asked: Play, index: int) -> PlayRequest:
+    seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
+    return PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
+
+
+async def _members(
+    config: RunConfig, player: EpisodeRunner, requests: Sequence[PlayRequest], step: int
+) -> list[Member]:
+    if config.reward.per == "group":
+        return await player.play_together(requests, step, bad_data=player.tell_bad_data)
+    return [await player.play(request, step, bad_data=player.tell_bad_data) for request in requests]
+
+
+def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:
+    scored = member.outcome if isinstance(member.outcome, Scored) else None
+    return Item(
+        asked.arm, asked.task.id, asked.task.source, asked.sample,
+        reward=scored.value if scored else None,
+        components=scored.components if scored else {},
+        unscored=None if isinstance(member.outcome, Scored) else f"{member.outcome.kind}: {member.outcome.reason}",
+        text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
+        truth=jsonable(asked.task.ground_truth),
+        images=tuple(image for record in records for image in record.images),
+    )  # fmt: skip

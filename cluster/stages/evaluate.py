@@ -54,19 +54,27 @@ def evaluate(
     make_folder(out, "--out")
     _claim(out / "identity.json", identity)
     done = read_items(out)
-    keys = {item.key for item in done}
-    missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in keys]
+    missing = _missing(config, asked, {item.key for item in done})
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
     why = ""
     if missing:
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
             why = _play(config, out, missing)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
-    items = [item for item in read_items(out) if item.key in wanted] + blinds
+    items = [item for key, item in {item.key: item for item in read_items(out)}.items() if key in wanted] + blinds
     summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
+
+
+def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]) -> list[Play]:
+    """The answers that are not on record. What is scored together is played together: all of them when one is missing."""
+    missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in done]
+    if config.reward.per == "trajectory":
+        return missing
+    again = {(p.arm, p.task.id) for p in missing}
+    return [p for p in asked if (p.arm, p.task.id) in again]
 
 
 def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:

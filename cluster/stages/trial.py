@@ -13,7 +13,7 @@ import logging
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -128,7 +128,8 @@ class _Trial:
         if self.seen is not None:
             self._tell_prompt(self.seen)
             self._tell_truth(task)
-        scored = [await self._answered(number, one, task) for number, one in enumerate(played, start=1)]
+        outcomes = await self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
+        scored = [self._answered(number, one, outcomes) for number, one in enumerate(played, start=1)]
         self.tell(
             f"\n{sum(scored)} of {ANSWERS} answers have a reward"
             + ("" if all(scored) else "; fix that before you train")
@@ -180,8 +181,18 @@ class _Trial:
         text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
         self.tell(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
 
-    async def _answered(self, number: int, played: Trajectory | BaseException, task: Task) -> bool:
-        """Tell about one answer, and have it scored. False when it has no reward."""
+    async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
+        """What the reward says about the answers: one by one, or (``reward.per: group``) about what was played of the two."""
+        parts = [list(played)] if self.config.reward.per == "group" else [[one] for one in played]
+        with _silent("actors.reward"):
+            judged = [await self.reward.judge(part, task, 0) for part in parts]
+        outcomes = [outcome for part in judged for outcome in part]
+        return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
+
+    def _answered(
+        self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]
+    ) -> bool:
+        """Tell about one answer. False when it has no reward."""
         if isinstance(played, BaseException):
             self.tell(f"\nanswer {number} could not be played")
             self._tell_error(played)
@@ -194,8 +205,7 @@ class _Trial:
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
             self.tell(_indented(role + self.renderer.shown(turn.token_ids)))
-        with _silent("actors.reward"):
-            outcome = await self.reward.score(played, task, 0)
+        outcome = outcomes[played.id]
         self.tell(_worded(outcome))
         if outcome.trace:
             self._tell_once(outcome.trace)

@@ -69,6 +69,10 @@ class Role:
     methods: tuple[str, ...]
     function: Callable[[Callable[..., Any], str], Any] | None = None
 
+    def of(self, settings: BaseModel) -> Role:
+        """The role where the component stands in these settings: the same, unless another of their values decides it."""
+        return self
+
     def check(self, component: Component) -> None:
         """Raises ConfigError when the component cannot play this role."""
         found = component.resolve()
@@ -265,7 +269,8 @@ Found = tuple[KeyPath, Component, Role | None]
 def _with_roles(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[Found]:
     for name, info in type(settings).model_fields.items():
         role = next((part for part in info.metadata if isinstance(part, Role)), None)
-        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name), role)
+        here = None if role is None else role.of(settings)
+        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name), here)
 
 
 def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Iterator[Found]:

@@ -161,11 +161,27 @@ class RewardSource(Protocol):
     ``reward.on_error: fail`` was asked for (docs/rewards.md).
 
     ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
-    with ``infrastructure = True`` (a class attribute; absent means False) declares that whatever it raises is a failure of
-    something around it, as for a client of a judge: raising twice is then ``reward_unavailable``, never a number.
+    may declare what is a failure of something around it, as for a client of a judge: ``infrastructure = True`` (a class attribute)
+    for whatever it raises, or a tuple of exception types. Raising such twice is ``reward_unavailable``, never a number.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
+
+
+class GroupRewardSource(Protocol):
+    """Judges the trajectories of a group together (``reward.per: group``): rankings, pairwise judges, diversity.
+
+    It is called once per group, when all its episodes have ended, with those that have something to score: not with episodes that
+    could not be played, whose payloads are lost, or that ended as ``tool_deadline``. There may be fewer than the group's size, but
+    at least one; they are in the order of their samples, and so are ``contexts`` and the outcomes, one for each. What it raises
+    concerns all of them, as in ``RewardSource``; another number of outcomes counts as raising.
+
+    One that is alone (a held-out answer) is given to ``score`` instead, where the source has that too.
+    """
+
+    def score_group(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> Sequence[Outcome] | Awaitable[Sequence[Outcome]]: ...
 
 
 Box = tuple[float, float, float, float]

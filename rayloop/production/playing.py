@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rayloop.core.groups import Group, Member, Scored
@@ -24,10 +25,15 @@ class Issue:
 
 
 class Player(Protocol):
-    """Plays and scores one trajectory, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
+    """Plays and scores trajectories, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
 
     async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
         """``step``: the one that the trajectory is meant for. ``begins`` is called whenever its episode is let into the engines."""
+
+    async def play_together(
+        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
+    ) -> list[Member]:
+        """The same for the episodes of a group that are scored at once (``reward.per: group``)."""
 
 
 def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
@@ -56,23 +62,31 @@ class Playing:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
         asked = requests(self.config, task, self.ids(issue), issue.visit)
         self._began[issue.number] = {}
-        members = await asyncio.gather(*(self._member(request, player) for request in asked))
+        if self.config.reward.per == "group":
+            members = await player.play_together(asked, self.version.step, self._begins)
+            for member in members:
+                self._ended(member)
+        else:
+            members = await asyncio.gather(*(self._member(request, player) for request in asked))
         return Group(issue.number, task, tuple(members))
 
     async def _member(self, request: PlayRequest, player: Player) -> Member:
+        member = await player.play(request, self.version.step, partial(self._begins, request))
+        self._ended(member)
+        return member
+
+    def _begins(self, request: PlayRequest) -> None:
         began, sample = self._began[request.id.group], request.id.sample
+        again, began[sample] = sample in began, self.version
+        if again:
+            self._changed()
 
-        def begins() -> None:
-            again, began[sample] = sample in began, self.version
-            if again:
-                self._changed()
-
-        member = await player.play(request, self.version.step, begins)
+    def _ended(self, member: Member) -> None:
+        began, sample = self._began[member.summary.id.group], member.summary.id.sample
         if isinstance(member.outcome, Scored):
             began[sample] = member.summary.first_version
         else:
             began.pop(sample, None)
-        return member
 
     def any_due(self, training: Version, inherited: dict[int, int]) -> bool:
         """Whether a group holds what ``training`` is the last version to train on."""

@@ -1,9 +1,11 @@
 """Plain functions as rewards: rayloop's own form, TRL's and verl's, told apart by the names of their parameters.
 
-- ``score(trajectory, task, context)``: as ``RewardSource.score``.
+- ``score(trajectory, task, context)``: as ``RewardSource.score``; ``score_group(trajectories, task, contexts)``: as
+  ``GroupRewardSource.score_group``, with ``reward.per: group``.
 - TRL (GRPOTrainer's ``reward_funcs``): ``f(completions, ...)`` returns one number or None per completion. It is called with one
-  trajectory, by keyword, with lists of length 1: ``prompts``, ``completions``, ``completion_ids`` and every column of the row;
-  beside them ``trainer_state`` (``global_step`` only), ``log_metric`` (its values become components), ``log_extra`` (ignored).
+  trajectory (``per: group``: with those of a group), by keyword, with lists of that length: ``prompts``, ``completions``,
+  ``completion_ids`` and every column of the row; beside them ``trainer_state`` (``global_step`` only), ``log_metric`` (its values
+  become components), ``log_extra`` (ignored).
 - verl (``custom_reward_function``): ``f(data_source, solution_str, ground_truth, extra_info)`` returns a number, or a dict whose
   ``score`` is the reward and whose other numbers become components.
 
@@ -13,39 +15,56 @@ All may be coroutine functions. A parameter that nothing fills and that has no d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
-from rayloop.core.protocols import RewardSource, ScoreContext
+from rayloop.core.protocols import GroupRewardSource, RewardSource, ScoreContext
 from rayloop.core.types import ImageSource, Task, Trajectory
 from rayloop.data.dataset import TRUTHS
+from rayloop.rewards.outcomes import elements
 
+Per = Literal["trajectory", "group"]
+METHODS: dict[Per, str] = {"trajectory": "score", "group": "score_group"}
+"""What a class must have, by ``reward.per``."""
 OWN = ("trajectory", "task", "context")
+GROUP = ("trajectories", "task", "contexts")
+UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
+"""What a grader raises when something around it fails, whatever it declares."""
 
 
 class FunctionReward:
-    """A function as a reward source. ``arguments`` makes its keyword arguments, ``outcome`` an outcome of its result."""
+    """A function as a source. ``arguments`` of its form makes its keyword arguments, ``outcome(s)`` an outcome of its result.
+
+    ``infrastructure`` may be an attribute of the function, and is then that of the source.
+    """
 
     def __init__(self, function: Callable[..., Any], form: Form) -> None:
         self._function, self._form = function, form
         self._takes = inspect.signature(function).parameters
+        self.infrastructure = getattr(getattr(function, "func", function), "infrastructure", False)
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
-        offered, components = self._form.arguments(self._takes, trajectory, task, context), dict[str, Any]()
+    def _call(
+        self,
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        contexts: Sequence[ScoreContext],
+        read: Callable[[Any, dict[str, Any]], Any],
+    ) -> Any:
+        offered, components = self._form.arguments(self._takes, trajectories, task, contexts), dict[str, Any]()
         if "log_metric" in offered:
             offered["log_metric"] = components.__setitem__
         result = self._function(**self._chosen(offered))
-        if inspect.isawaitable(result):
-            return self._later(result, components)
-        return self._form.outcome(result, components)
+        if not inspect.isawaitable(result):
+            return read(result, components)
 
-    async def _later(self, result: Any, components: dict[str, Any]) -> Any:
-        return self._form.outcome(await result, components)
+        async def later() -> Any:
+            return read(await result, components)
+
+        return later()
 
     def _chosen(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What the function takes of what is offered. Raises TypeError that names what it lacks."""
@@ -62,16 +81,52 @@ class FunctionReward:
         return chosen
 
 
+class TrajectoryFunction(FunctionReward):
+    """Called with one trajectory (``reward.per: trajectory``)."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
+        return self._call([trajectory], task, [context], self._form.outcome)
+
+
+class GroupFunction(FunctionReward):
+    """Called with the trajectories of a group (``reward.per: group``)."""
+
+    def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> Any:
+        return self._call(
+            trajectories, task, contexts, lambda result, parts: self._form.outcomes(result, len(trajectories), parts)
+        )
+
+
 class Form:
-    """One library's way to write a reward function. ``arguments`` offers more than most functions take."""
+    """One library's way to write a reward function: here our own. ``arguments`` offers more than most functions take."""
 
     def arguments(
-        self, takes: Mapping[str, inspect.Parameter], trajectory: Trajectory, task: Task, context: ScoreContext
+        self,
+        takes: Mapping[str, inspect.Parameter],
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        contexts: Sequence[ScoreContext],
     ) -> dict[str, Any]:
-        return {"trajectory": trajectory, "task": task, "context": context}
+        return {"trajectory": trajectories[0], "task": task, "context": contexts[0]}
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
         return result
+
+    def outcomes(self, result: Any, count: int, components: dict[str, Any]) -> Any:
+        return result
+
+
+class GroupForm(Form):
+    """Our own, of a group."""
+
+    def arguments(
+        self,
+        takes: Mapping[str, inspect.Parameter],
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        contexts: Sequence[ScoreContext],
+    ) -> dict[str, Any]:
+        return {"trajectories": trajectories, "task": task, "contexts": contexts}
 
 
 @dataclass(frozen=True)
@@ -89,45 +144,58 @@ class TrlForm(Form):
     ``prompt`` is a text, or the parameter is annotated as ``list[str]``."""
 
     def arguments(
-        self, takes: Mapping[str, inspect.Parameter], trajectory: Trajectory, task: Task, context: ScoreContext
+        self,
+        takes: Mapping[str, inspect.Parameter],
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        contexts: Sequence[ScoreContext],
     ) -> dict[str, Any]:
         plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
         messages = [{"role": m.role, "content": "".join(map(_text, m.parts))} for m in task.messages]
-        turns = [{"role": "assistant", "content": text} for text in context.texts]
-        ids = [token for turn in trajectory.sampled_turns for token in turn.token_ids]
         columns = {**_columns(task), **_truths(takes, task)}
         return {
-            **{name: [value] for name, value in columns.items()},
-            "prompts": ["\n".join(m["content"] for m in messages) if plain else messages],
-            "completions": ["\n".join(context.texts) if plain else turns],
-            "completion_ids": [ids],
-            "trainer_state": TrainerState(context.step),
+            **{name: [value] * len(trajectories) for name, value in columns.items()},
+            "prompts": ["\n".join(m["content"] for m in messages) if plain else messages] * len(trajectories),
+            "completions": [_completion(context.texts, plain) for context in contexts],
+            "completion_ids": [[id for turn in t.sampled_turns for id in turn.token_ids] for t in trajectories],
+            "trainer_state": TrainerState(contexts[0].step),
             "log_metric": None,
             "log_extra": lambda name, values: None,
         }
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
-        """None of TRL means that the function does not apply to this row: no reward, and no failure."""
-        values = _first_two(result)
+        values = elements(result, 2) or []
         if len(values) != 1:
             kind = UnscoredKind.INVALID_REWARD
             return Unscored(
                 kind, f"the reward function returned {result!r:.200} for one completion, not a list of one number"
             )
-        if values[0] is None:
+        return self._one(values[0], components)
+
+    def outcomes(self, result: Any, count: int, components: dict[str, Any]) -> Any:
+        values = elements(result, count + 1)
+        return result if values is None else [self._one(value, components) for value in values]
+
+    def _one(self, value: Any, components: dict[str, Any]) -> Scored | Unscored:
+        """None of TRL means that the function does not apply to this row: no reward, and no failure."""
+        if value is None:
             return Unscored(UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row")
-        return Scored(values[0], components)
+        return Scored(value, components)
 
 
 class VerlForm(Form):
     """``solution_str`` is the text of all sampled turns."""
 
     def arguments(
-        self, takes: Mapping[str, inspect.Parameter], trajectory: Trajectory, task: Task, context: ScoreContext
+        self,
+        takes: Mapping[str, inspect.Parameter],
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        contexts: Sequence[ScoreContext],
     ) -> dict[str, Any]:
         return {
             "data_source": task.source,
-            "solution_str": "\n".join(context.texts),
+            "solution_str": "\n".join(contexts[0].texts),
             "ground_truth": task.ground_truth,
             "extra_info": task.extra.get("extra_info") or task.extra,
         }
@@ -144,21 +212,50 @@ class VerlForm(Form):
         return Scored(result["score"], rest)
 
 
-def as_source(source: Any, use: str) -> RewardSource:
-    """The reward source itself, or a function of one of the three forms as one. Raises ConfigError that says what is expected."""
-    if hasattr(source, "score"):
+def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | GroupRewardSource:
+    """The reward source itself, or a function of one of the forms as one. Raises ConfigError that says what is expected."""
+    if hasattr(source, METHODS[per]):
         return source
+    kind, own = (TrajectoryFunction, OWN) if per == "trajectory" else (GroupFunction, GROUP)
     takes = inspect.signature(source).parameters
+    made: FunctionReward | None = None
     if "completions" in takes:
-        return FunctionReward(source, TrlForm())
-    if "solution_str" in takes:
-        return FunctionReward(source, VerlForm())
-    if set(OWN) & set(takes) and set(_required(takes)) <= set(OWN):
-        return FunctionReward(source, Form())
+        made = kind(source, TrlForm())
+    elif "solution_str" in takes and per == "trajectory":
+        made = kind(source, VerlForm())
+    elif set(own) & set(takes) and set(_required(takes)) <= set(own):
+        made = kind(source, Form() if per == "trajectory" else GroupForm())
+    if made is None:
+        raise ConfigError(_no_reward(use, takes, per))
+    return made  # type: ignore[return-value] # of the kind that fits per
+
+
+def around(source: Any) -> tuple[type[BaseException], ...]:
+    """The exceptions of a source that are failures of something around it (network, disk, memory), never the policy's doing.
+
+    Raises ConfigError when ``infrastructure`` is neither True nor a tuple of exception types.
+    """
+    declared = getattr(source, "infrastructure", False)
+    if isinstance(declared, bool):
+        return (Exception,) if declared else UNAVAILABLE
+    types = declared if isinstance(declared, tuple) else (declared,)
+    if not all(isinstance(one, type) and issubclass(one, BaseException) for one in types):
+        raise ConfigError(f"infrastructure must be True or a tuple of exception types, not {declared!r:.200}")
+    return (*UNAVAILABLE, *types)
+
+
+def _no_reward(use: str, takes: Mapping[str, inspect.Parameter], per: Per) -> str:
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     shown = [stars.get(p.kind, "") + name for name, p in takes.items()]
     remedy = _HIDDEN if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else ""
-    raise ConfigError(
+    if per == "group":
+        return (
+            f"use: {use!r} is a function of ({', '.join(shown)}), which is no reward with per: group. Write "
+            f"score_group(trajectories, task, contexts), or TRL's f(prompts, completions, **kwargs){remedy}"
+        )
+    if "trajectories" in takes:
+        remedy = ". One that is given all trajectories of a group needs reward.per: group"
+    return (
         f"use: {use!r} is a function of ({', '.join(shown)}), which is no reward. Write "
         "score(trajectory, task, context), or TRL's f(prompts, completions, **kwargs), or "
         f"verl's f(data_source, solution_str, ground_truth, extra_info){remedy}"
@@ -169,17 +266,6 @@ _HIDDEN = (
     ". The form is known by the names of the parameters: write those that are used before **kwargs; a decorator that hides them "
     "needs functools.wraps(function) on its wrapper"
 )
-
-
-def _first_two(result: Any) -> list[Any]:
-    """Of a list, an array, a tensor or a generator; nothing of what is no such thing."""
-    if (
-        not isinstance(result, Iterable)
-        or isinstance(result, str | bytes | Mapping)
-        or getattr(result, "shape", None) == ()
-    ):
-        return []
-    return list(islice(result, 2))
 
 
 def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
@@ -200,6 +286,10 @@ def _truths(takes: Mapping[str, inspect.Parameter], task: Task) -> dict[str, Any
     """The ground truth under the usual name that the function asks for, when the row has no column of that name."""
     columns = _columns(task)
     return {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
+
+
+def _completion(texts: Sequence[str], plain: bool) -> Any:
+    return "\n".join(texts) if plain else [{"role": "assistant", "content": text} for text in texts]
 
 
 def _text(part: str | ImageSource) -> str:

@@ -1,15 +1,42 @@
-"""Settings of the actors that own some. Light: no torch, no ray."""
+"""Settings of the reward: its source, what that is given at a time, and what happens when it fails. No torch, no ray."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from rayloop.config.settings import Component, Role, SettingsModel
-from rayloop.rewards.functions import as_source
+from rayloop.core.failures import ConfigError
+from rayloop.rewards.functions import METHODS, Per, around, as_source
 
-REWARD = Role("reward", ("score",), as_source)
+
+@dataclass(frozen=True)
+class RewardRole(Role):
+    """A reward has another method when it judges the answers of a group together."""
+
+    per: Per = "trajectory"
+
+    def of(self, settings: BaseModel) -> Role:
+        return ROLES[settings.per] if isinstance(settings, RewardSettings) else self
+
+    def check(self, component: Component) -> None:
+        found = component.resolve()
+        for per, method in METHODS.items():
+            if isinstance(found, type) and hasattr(found, method) and not hasattr(found, self.methods[0]):
+                raise ConfigError(
+                    f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per: {per}"
+                )
+        around(found)
+        super().check(component)
+
+
+ROLES: dict[Per, RewardRole] = {
+    per: RewardRole("reward", (method,), partial(as_source, per=per), per) for per, method in METHODS.items()
+}
+REWARD = ROLES["trajectory"]
 
 
 class RewardSettings(SettingsModel):
@@ -29,8 +56,12 @@ class RewardSettings(SettingsModel):
             )
         return value
 
+    per: Per = "trajectory"
+    """What the source is given at a time: one trajectory, as soon as its episode has ended; or those of a group that were played,
+    when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that compare
+    answers: rankings, pairwise judges, diversity."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds for scoring one trajectory; beyond it the trajectory is unscored. A judge that is down is waited for within them:
+    """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A judge that is down is waited for within them:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
     on_error: Literal["exclude", "fail"] = "exclude"
     """A grader that raises, or hangs, twice on the same trajectory: leave it out as ``grader_error`` or ``timeout``; or ``fail``:

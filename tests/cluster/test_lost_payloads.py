@@ -19,13 +19,15 @@ from actors.base import GROUPS
 from actors.lost import fetch, object_lost
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
+from actors.reward import RewardActor
 from cluster.driver import Driver
+from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.state import capture
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState
+from rayloop.core.groups import Fate, Group, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
@@ -178,6 +180,34 @@ def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_mode
     policy.ranks = [NothingFound()]
     with pytest.raises(WorkerLost, match="all 2 trajectories to compare were lost"):
         asyncio.run(policy.compare(["a", "b"]))
+
+
+# Rewards of groups -----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, digits_model: Path) -> None:
+    ranking = {"reward__per": "group", "reward__source": {"use": "tests.support.rewards:TokenRanking", "with": {}}}
+    stage = Stage(tmp_path, digits_model, LOST, **ranking)
+    c, group = stage.config, stage.groups[0]
+    actor = ray.remote(concurrency_groups=GROUPS)(RewardActor)
+
+    def spawn(slot: int) -> Any:
+        return actor.options(num_cpus=0, max_concurrency=4).remote(c.model, c.reward)
+
+    async def score() -> tuple[list[Outcome], list[Outcome]]:
+        pool = stage.driver.services.reward = Pool("reward", 1, spawn, c.recovery, stage.driver.reporter.event)
+        await pool.start()
+        player = EpisodeRunner(c, stage.driver.services, None, stage.driver.reporter.event)
+        payloads = [member.payload for member in group.members]
+        whole = await player.score_group(payloads, group.task, 1)
+        stage.lose()
+        return whole, await player.score_group(payloads, group.task, 1)
+
+    whole, rest = asyncio.run(score())
+    assert [type(outcome) for outcome in whole] == [Scored] * 4
+    lost = [isinstance(o, Unscored) and o.kind is UnscoredKind.PAYLOAD_LOST for o in rest]
+    assert lost == [False, False, True, False], "1/2 is in LOST"
+    assert [type(outcome) for outcome in rest] == [Scored, Scored, Unscored, Scored]
 
 
 # The reference ---------------------------------------------------------------------------------------------------------

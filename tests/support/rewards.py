@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rayloop.config.settings import SettingsModel
+from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 
@@ -43,3 +45,21 @@ class TokenReward:
             return 0.0
         sampled = [token for turn in trajectory.sampled_turns for token in turn.token_ids]
         return sum(token % 2 == 0 for token in sampled) / len(sampled)
+
+
+class TokenRanking(TokenReward):
+    """Ranks the answers of a group by that share: 0 for the least, 1 for the best; each call leaves a mark with their number.
+
+    An answer that is alone is scored by itself.
+    """
+
+    def score_group(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> list[Outcome]:
+        if self._settings.marks is not None:
+            (Path(self._settings.marks) / f"group-{time.time_ns()}-{len(trajectories)}").touch()
+        shares = [self.score(*pair) for pair in zip(trajectories, [task] * len(contexts), contexts, strict=True)]
+        below = [sum(other < share for other in shares) for share in shares]
+        return [
+            Scored(rank / max(len(shares) - 1, 1), {"share": share}) for rank, share in zip(below, shares, strict=True)
+        ]

@@ -37,6 +37,7 @@ class Handle:
         self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
         self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
         self.score = SimpleNamespace(remote=self._score)
+        self.score_group = SimpleNamespace(remote=self._score_group)
 
     def _play(self, request: PlayRequest, lease: Any, driver: Any) -> tuple[Awaitable[Any], object]:
         self.played.append(request.task.id)
@@ -55,6 +56,9 @@ class Handle:
 
     def _score(self, payload: Any, task: Any, step: int) -> Awaitable[Scored | Unscored]:
         return self.world.score(self)
+
+    def _score_group(self, payloads: list[Any], task: Any, step: int) -> Awaitable[list[Scored | Unscored]]:
+        return self._unless_dead(self.world.score_group(self, payloads))
 
 
 def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:
@@ -104,6 +108,10 @@ class World:
         """What a reward actor answers. Tests replace it."""
         await asyncio.sleep(0)
         return Scored(self.random.random())
+
+    async def score_group(self, actor: Handle, payloads: list[Any]) -> list[Scored | Unscored]:
+        """The same with ``reward.per: group``."""
+        return [await self.score(actor) for _ in payloads]
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == kind]

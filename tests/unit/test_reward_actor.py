@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.reward import RewardActor, as_outcome
+from actors.reward import RewardActor
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel
@@ -25,6 +25,7 @@ from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.rewards.outcomes import as_outcome
 from rayloop.rewards.settings import RewardSettings
 
 TASK = Task("t1", (), ground_truth=3)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from actors.reward import as_outcome
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
@@ -22,6 +21,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.data.dataset import ChatRows
 from rayloop.rewards.functions import as_source
+from rayloop.rewards.outcomes import as_outcome
 from rayloop.rewards.settings import REWARD, RewardSettings
 
 TURN = Turn("assistant", (5, 6, 7), logprobs=(-1.0,) * 3)

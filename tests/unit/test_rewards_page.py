@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.reward import as_outcome
 from rayloop.config.settings import Component
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId
-from rayloop.rewards.settings import REWARD
+from rayloop.rewards.functions import as_source
+from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.settings import REWARD, ROLES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", PAGE, re.DOTALL))
@@ -45,7 +46,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str, Task, Outcome]]] = {
 
 
 def test_every_example_is_tried() -> None:
-    assert EXAMPLES.keys() == CASES.keys()
+    assert EXAMPLES.keys() == CASES.keys() | {"own_group"}
     assert len(EXAMPLES) == PAGE.count("```python")
 
 
@@ -59,6 +60,16 @@ def test_an_example_earns_what_it_looks_like(tmp_path: Path, example: str) -> No
         assert REWARD.function is not None
         source = REWARD.function(component.build(), component.use)
         assert as_outcome(source.score(TRAJECTORY, task, ScoreContext(0, [text]))) == expected
+
+
+def test_the_example_of_a_group_pays_what_others_did_not_say(tmp_path: Path) -> None:
+    file = tmp_path / "own_group.py"
+    file.write_text(EXAMPLES["own_group"])
+    component = Component(use=f"{file}:score_group")
+    ROLES["group"].check(component)
+    source: Any = as_source(component.build(), component.use, "group")
+    contexts = [ScoreContext(0, [text]) for text in ("3", "4", "3")]
+    assert source.score_group([TRAJECTORY] * 3, TASK, contexts) == [0.5, 0.0, 0.5]
 
 
 def test_the_configuration_of_the_page_is_one() -> None:

@@ -1,0 +1,63 @@
+"""What a reward source returned, as outcomes: numbers that are none are never rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import islice
+from typing import Any
+
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
+
+
+def as_outcome(result: Any) -> Outcome:
+    """What a source returned, as an outcome: an Outcome, or whatever ``float`` makes a finite number of (a bool, a scalar of
+    numpy, a tensor without dimensions); anything else, texts included, is an invalid reward.
+
+    Components that are no finite numbers are dropped and flagged ``invalid_component``.
+    """
+    if isinstance(result, Unscored):
+        return result
+    scored = result if isinstance(result, Scored) else Scored(result)
+    value = _number(scored.value)
+    if value is None:
+        return Unscored(
+            UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number"
+        )
+    components = {name: number for name, given in scored.components.items() if (number := _number(given)) is not None}
+    dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
+    return Scored(value, components, (*scored.flags, *dropped))
+
+
+def _number(value: Any) -> float | None:
+    """``float(value)`` if that is finite, None for all else; arrays and tensors have to be without dimensions."""
+    if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_outcomes(result: Any, count: int) -> list[Outcome]:
+    """What a source returned for ``count`` trajectories, each element as ``as_outcome``.
+
+    Raises TypeError when it has no elements (or is a generator, which would run here), ValueError when their number is another:
+    nobody could say whose they are.
+    """
+    found = None if isinstance(result, Iterator) else elements(result, count + 1)
+    if found is None:
+        raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {result!r:.200}")
+    if len(found) != count:
+        raise ValueError(
+            f"{count} outcomes were expected, one per trajectory, not {len(found) if len(found) < count else 'more'}"
+        )
+    return [as_outcome(one) for one in found]
+
+
+def elements(result: Any, most: int) -> list[Any] | None:
+    """The first ``most`` of a list, an array, a tensor or a generator; None for what is no such thing."""
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping | Set):
+        return None
+    return None if getattr(result, "shape", None) == () else list(islice(result, most))
