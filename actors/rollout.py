@@ -38,8 +38,8 @@ def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str
 
 def scratch() -> str:
     """A new folder within Ray's own, with which it goes: an actor that is killed cannot remove anything."""
-    node = ray._private.worker._global_node
-    return tempfile.mkdtemp(prefix="rollout-", dir=node.get_temp_dir_path() if node else None)
+    folder = ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None
+    return tempfile.mkdtemp(prefix="rollout-", dir=folder)
 
 
 def start_weights(model: ModelSettings, dtype: Dtype) -> tuple[Manifest, Any]:

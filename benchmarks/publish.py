@@ -85,8 +85,9 @@ def _publish(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory() as folder:
         import ray  # reads the environment
 
-        store = (4 * arguments.mib + 256) * 2**20
-        ray.init("local", _temp_dir=temporary, include_dashboard=False, log_to_driver=False, object_store_memory=store)
+        from cluster.roles.session import start
+
+        start(temporary, store=(4 * arguments.mib + 256) * 2**20)
         ways = {name: _way(name, arguments, folder) for name in arguments.transports}
         plain = _plain(*_ends("object_store", arguments, folder))
         for number in range(arguments.rounds + 1):

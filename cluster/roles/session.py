@@ -1,4 +1,4 @@
-"""Connecting to Ray, or starting a private local cluster on this machine."""
+"""Connecting to Ray, or starting a private local cluster on this machine. The only file that uses private names of Ray."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -42,21 +43,30 @@ def session(needed: Mapping[str, float], address: str | None, temporary: str | N
             )
         clean = functools.partial(_clean_up, folder)
         atexit.register(clean)
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0))),
-            resources={name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")},
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+        cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
+        others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
+        start(folder, num_cpus=cpus, resources=others)
         try:
             yield
         finally:
             ray.shutdown()
             _keep_logs(Path(folder), logs)
             atexit.unregister(clean)
+
+
+def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
+    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``."""
+    ray.init(
+        address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store, _temp_dir=folder, **options
+    )  # fmt: skip
+
+
+def serve_details() -> dict[str, Any] | None:
+    """What Ray Serve in this cluster says of its address, options and applications; None when it does not run here."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else dict(client.get_serve_details())
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:

@@ -13,11 +13,10 @@ from typing import NoReturn
 import ray
 from ray import serve as ray_serve
 from ray.exceptions import RayError
-from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
-from cluster.roles.session import session
+from cluster.roles.session import serve_details, session
 from judge.discovery import Address, announce, withdraw
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from serve_apps.judge.address import publish, unclaimed
@@ -68,10 +67,9 @@ def room(application: ApplicationSettings, wanted: HttpOptions) -> int:
 
     Raises ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name.
     """
-    client = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
+    found = serve_details()
+    if found is None:
         return 0
-    found = client.get_serve_details()
     host, port = found["http_options"]["host"], found["http_options"]["port"]
     if application.name in found["applications"]:
         raise ConfigError(

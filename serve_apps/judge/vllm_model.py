@@ -53,4 +53,4 @@ class VllmModel(CompletionModel):
 
 def _scratch() -> str:
     """A new folder within Ray's own, with which it goes: a replica that is killed cannot remove anything."""
-    return tempfile.mkdtemp(prefix="judge-", dir=ray._private.worker._global_node.get_temp_dir_path())
+    return tempfile.mkdtemp(prefix="judge-", dir=ray.get_runtime_context().get_temp_dir())
