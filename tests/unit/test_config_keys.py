@@ -72,8 +72,8 @@ def paths() -> set[str]:
 
 PATHS = paths()
 SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-1]} - {"*"}
-FOREIGN = {"logprobs.content", "reference.annotate"}
-"""A field of OpenAI's answers, and a call of the design."""
+FOREIGN = {"logprobs.content"}
+"""A field of OpenAI's answers."""
 ENDINGS = {
     "py",
     "md",
@@ -106,19 +106,17 @@ def mentioned(text: str) -> Iterator[str]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """What a person reads: strings of the code (messages, docstrings), the pages and the shipped files."""
+    """What a person reads: strings of the code (messages, docstrings) and the shipped files; tests/unit/test_docs.py has the pages."""
     for package in ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
-        for path in sorted((*(ROOT / package).rglob("*.md"), *(ROOT / package).rglob("*.yaml"))):
+        for path in sorted((ROOT / package).rglob("*.yaml")):
             yield str(path.relative_to(ROOT)), path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        yield str(path.relative_to(ROOT)), path.read_text()
 
 
-def test_every_key_that_a_message_or_a_page_names_exists() -> None:
+def test_every_key_that_a_message_names_exists() -> None:
     unknown = [f"{where}: {key}" for where, text in texts() for key in mentioned(text) if not exists(key)]
     assert unknown == []
 
