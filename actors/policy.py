@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import ray
 
 from actors.base import Actor
 from actors.lost import fetch
-from rayloop.core.protocols import BroadcastGroup, Manifest, TrainItem
+from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
+from rayloop.transports.seam import Sender
 from rayloop.transports.settings import TransportSettings
 
 Address = tuple[str, int]
-
-if TYPE_CHECKING:
-    from rayloop.transports.collective import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class RankSettings:
     loss: LossSettings
     transport: TransportSettings
     folder: str
-    """Where the filesystem transport writes publications."""
+    """Where the transport may write publications."""
     seed: int
     adapter_reference: bool = False
     """``reference: adapter_off``: this engine, with its adapter disabled, is the reference."""
@@ -78,6 +76,7 @@ class PolicyRank(Actor):
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
+        self.sender: Sender[Any] | None = None
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
 
@@ -111,7 +110,8 @@ class PolicyRank(Actor):
             s.model, s.engine, s.optimizer, s.loss,
             rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,
         )  # fmt: skip
-        self.transport = transport(s.transport, s.folder)
+        if self.rank == 0:
+            self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Get hold of this rank's share of the next step; waits for no other rank.
@@ -165,17 +165,16 @@ class PolicyRank(Actor):
         return rows
 
     def export(self, version: Version) -> tuple[Manifest | None, Any]:
-        """Gather the weights; rank 0 returns manifest and source, the others (None, None)."""
+        """Gather the weights; rank 0 returns the manifest and what the transport's sender made, the others (None, None)."""
         tensors = self.engine.export(version)
-        return self.transport.pack(version, tensors) if self.rank == 0 else (None, None)
+        if self.sender is None:
+            return None, None
+        publication = self.sender.pack(version, tensors)
+        return publication.manifest, publication.source
 
-    def invite(self, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Where this rank and the rollout actors with these serial numbers meet for a broadcast (``collective``)."""
-        return cast("Collective", self.transport).invite(ray.util.get_node_ip_address(), receivers, failures)
-
-    def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
-        """Broadcast an export to those who come to the meeting. Raises BroadcastFailed."""
-        cast("Collective", self.transport).send(manifest, source, meeting)
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the transport's sender, for its half in the driver (``rayloop.transports.seam.Policy``)."""
+        return getattr(self.sender, method)(*args, **kwargs)
 
     def parameter_groups(self) -> list[str]:
         return self.engine.parameter_groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from typing import Any
 
@@ -12,6 +11,9 @@ from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import Dtype, GenerationSettings, ModelSettings
+from rayloop.transports.choose import transport as choose
+from rayloop.transports.object_store import Arrays, ArraySender
+from rayloop.transports.seam import Publication
 from rayloop.transports.settings import TransportSettings
 
 
@@ -42,13 +44,12 @@ def scratch() -> str:
     return tempfile.mkdtemp(prefix="rollout-", dir=folder)
 
 
-def start_weights(model: ModelSettings, dtype: Dtype) -> tuple[Manifest, Any]:
+def start_weights(model: ModelSettings, dtype: Dtype) -> Publication[Arrays]:
     """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
     from rayloop.engines.models import hf_state, load_model
     from rayloop.transports.manifest import DTYPES
-    from rayloop.transports.object_store import ObjectStore
 
-    return ObjectStore().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
+    return ArraySender().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
 
 
 class RolloutActor(Actor):
@@ -57,10 +58,8 @@ class RolloutActor(Actor):
     def __init__(
         self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str
     ) -> None:
-        from rayloop.transports.choose import transport as choose
-
         self.engine = build_engine(model, settings, folder)
-        self.transport = choose(transport, folder)
+        self.receiver = choose(transport, folder).receiver()
 
     def health(self) -> EngineHealth:
         return self.engine.health()
@@ -72,10 +71,5 @@ class RolloutActor(Actor):
         await self.engine.leave(cohort)
 
     async def load(self, manifest: Manifest, source: Any) -> None:
-        """Take over a publication: pause, verify, load, resume whatever happened. Raises PublicationError."""
-        tensors = await asyncio.to_thread(self.transport.unpack, manifest, source)
-        await self.engine.pause()
-        try:
-            await self.engine.load(manifest, tensors)
-        finally:
-            await self.engine.resume()
+        """Take over a publication, whose ``source`` only the transport understands. Raises PublicationError."""
+        await self.receiver.take(self.engine, manifest, source)

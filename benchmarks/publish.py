@@ -7,11 +7,13 @@ A transport does the same and describes and checks every tensor (CRC-32 on both 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +23,11 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from benchmarks.measure import machine
-from rayloop.core.protocols import BroadcastGroup, Manifest
+from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster
+from rayloop.transports.choose import transport
+from rayloop.transports.seam import Publication
 from rayloop.transports.settings import TransportSettings
 
 DEADLINE = 600.0
@@ -39,45 +43,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _End:
-    """The tensors of one side, in bfloat16, and its transport."""
+    """The tensors of one side, in bfloat16."""
 
     def __init__(self, mib: int, count: int, settings: TransportSettings, folder: str) -> None:
         import torch
 
-        from rayloop.transports.choose import transport
-
         torch.manual_seed(0)
         size = mib * 2**20 // count // 2
         self.tensors = {f"tensor.{n}": torch.randn(size).bfloat16() for n in range(count)}
-        self.transport: Any = transport(settings, folder)
+        self.transport = transport(settings, folder)
 
 
-class Sender(_End):
+class Sending(_End):
+    """In place of the policy's first rank."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sender = self.transport.sender("127.0.0.1")
+
     def plain(self) -> dict[str, npt.NDArray[np.uint8]]:
         from rayloop.transports.manifest import raw
 
         return {name: raw(tensor) for name, tensor in self.tensors.items()}
 
-    def pack(self, step: int) -> tuple[Manifest, Any]:
-        return self.transport.pack(Version(1, step), self.tensors)
+    def export(self, version: Version) -> tuple[Manifest, Any]:
+        publication = self.sender.pack(version, self.tensors)
+        return publication.manifest, publication.source
 
-    def invite(self) -> BroadcastGroup:
-        return self.transport.invite("127.0.0.1", (0,), 0)
-
-    def send(self, manifest: Manifest, source: Any, meeting: BroadcastGroup) -> None:
-        self.transport.send(manifest, source, meeting)
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.sender, method)(*args, **kwargs)
 
 
-class Receiver(_End):
+class Receiving(_End):
+    """In place of a rollout actor."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.receiver = self.transport.receiver()
+
     def copy(self, arrays: Mapping[str, npt.NDArray[np.uint8]]) -> None:
         import torch
 
         for name, tensor in self.tensors.items():
             tensor.view(torch.uint8).copy_(torch.from_numpy(arrays[name]))
 
-    def take(self, manifest: Manifest, source: Any) -> None:
-        for name, tensor in self.transport.unpack(manifest, source).items():
+    def load(self, manifest: Manifest, source: Any) -> None:
+        for name, tensor in self.receiver.unpack(manifest, source).items():
             self.tensors[name].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One sender and one receiver: the policy and the engines as a transport sees them (``rayloop.transports.seam``)."""
+
+    sending: Any
+    receiving: Any
+    members = (0,)
+
+    async def export(self, version: Version) -> Publication[Any]:
+        manifest, source = self.sending.export.options(num_returns=2).remote(version)
+        return Publication(await manifest, source)
+
+    async def ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await self.sending.ask.remote(method.__name__, *args, **kwargs)
+
+    def keep(self, publication: Publication[Any]) -> None: ...
+
+    async def load(self, publication: Publication[Any]) -> None:
+        await self.receiving.load.remote(publication.manifest, publication.source)
+
+    def fell_back(self, version: Version, error: Exception) -> None:
+        raise error
 
 
 def _publish(arguments: argparse.Namespace) -> int:
@@ -89,7 +125,7 @@ def _publish(arguments: argparse.Namespace) -> int:
 
         start(temporary, store=(4 * arguments.mib + 256) * 2**20)
         ways = {name: _way(name, arguments, folder) for name in arguments.transports}
-        plain = _plain(*_ends("object_store", arguments, folder))
+        plain = _plain(_ends("object_store", arguments, folder))
         for number in range(arguments.rounds + 1):
             for name, way in (("plain", plain), *ways.items()):
                 began = time.perf_counter()
@@ -109,40 +145,34 @@ def _publish(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ends(kind: str, arguments: argparse.Namespace, folder: str) -> tuple[Any, Any]:
+def _settings(kind: str) -> TransportSettings:
+    chosen: TransportSettings = TypeAdapter(TransportSettings).validate_python({"kind": kind})
+    return chosen
+
+
+def _ends(kind: str, arguments: argparse.Namespace, folder: str) -> _Pair:
     import ray
 
-    settings: TransportSettings = TypeAdapter(TransportSettings).validate_python({"kind": kind})
     where = str(Path(folder) / kind)
-    sender, receiver = (
-        ray.remote(num_cpus=0)(end).remote(arguments.mib, arguments.tensors, settings, where)
-        for end in (Sender, Receiver)
-    )
-    return sender, receiver
+    given = (arguments.mib, arguments.tensors, _settings(kind), where)
+    return _Pair(*(ray.remote(num_cpus=0)(end).remote(*given) for end in (Sending, Receiving)))
 
 
-def _plain(sender: Any, receiver: Any) -> Callable[[int], None]:
+def _plain(ends: _Pair) -> Callable[[int], None]:
     import ray
 
     def way(number: int) -> None:
-        ray.get(receiver.copy.remote(sender.plain.remote()), timeout=DEADLINE)
+        ray.get(ends.receiving.copy.remote(ends.sending.plain.remote()), timeout=DEADLINE)
 
     return way
 
 
 def _way(kind: str, arguments: argparse.Namespace, folder: str) -> Callable[[int], None]:
-    """One publication, as cluster/loop/publication.py does it."""
-    import ray
-
-    sender, receiver = _ends(kind, arguments, folder)
+    """One publication, as a run does it."""
+    ends = _ends(kind, arguments, folder)
+    chosen = transport(_settings(kind), str(Path(folder) / kind))
 
     def way(number: int) -> None:
-        manifest, source = sender.pack.options(num_returns=2).remote(number)
-        if kind == "collective":
-            meeting = sender.invite.remote()
-            sent = sender.send.remote(manifest, source, meeting)
-            ray.get([sent, receiver.take.remote(manifest, meeting)], timeout=DEADLINE)
-        else:
-            ray.get(receiver.take.remote(manifest, source), timeout=DEADLINE)
+        asyncio.run(asyncio.wait_for(chosen.deliver(ends, ends, Version(1, number)), DEADLINE))
 
     return way

@@ -23,6 +23,7 @@ from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
+from rayloop.transports.seam import Publication
 
 NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
 """Of the ledger's counts."""
@@ -76,8 +77,8 @@ class SimulatedPolicy:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    async def export(self, version: Version) -> tuple[Manifest, None]:
-        return Manifest(version, {}), None
+    async def export(self, version: Version) -> Publication[None]:
+        return Publication(Manifest(version, {}), None)
 
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
         return set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from actors.handles import Handle, submit
@@ -14,21 +15,14 @@ from cluster.loop.episode_runner import EpisodeRunner
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import (
-    BroadcastFailed,
-    DataFailure,
-    EnvironmentFailed,
-    ParityError,
-    PublicationError,
-    WorkerLost,
-)
+from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PublicationError, WorkerLost
 from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
-from rayloop.core.protocols import Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
-from rayloop.transports.settings import CollectiveTransport
+from rayloop.transports.choose import transport
+from rayloop.transports.seam import Publication, Transport
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
@@ -39,45 +33,51 @@ ARRIVED = 1 / 3
 
 
 class Publisher:
-    """Exports the policy's weights and loads them into every engine. A replacement engine is admitted with the current ones."""
+    """Brings the policy's weights into every engine; a replacement engine is admitted with the current ones.
+
+    For the transport, which decides how, it is the engines in service (``rayloop.transports.seam.Rollouts``).
+    """
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
-        self._current: tuple[Manifest, Any] | None = None
-        self._failed_broadcasts = 0
+        self._current: Publication[Any] | None = None
         self._unplayable: set[str] = set()
+
+    @cached_property
+    def _transport(self) -> Transport[Any]:
+        return transport(self.config.publish.transport, self.services.weights)
 
     async def publish(self, version: Version) -> None:
         """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
 
         Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
         """
-        manifest, source = self._current = await self.services.policy.export(version)
-        if isinstance(self.config.publish.transport, CollectiveTransport):
-            try:
-                return await self._broadcast(manifest, source)
-            except BroadcastFailed as error:
-                self._failed_broadcasts += 1
-                self.reporter.event("broadcast_failed", version=str(version), why=brief(error))
-        await self._load(manifest, source)
+        await self._transport.deliver(self.services.policy, self, version)
 
-    async def _broadcast(self, manifest: Manifest, source: Any) -> None:
-        """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
-        meeting = await self.services.policy.invite(tuple(self.services.rollout.workers), self._failed_broadcasts)
-        sending = self.services.policy.send(manifest, source, meeting)
-        ends = await asyncio.gather(sending, self._load(manifest, meeting), return_exceptions=True)
-        for failure in filter(None, ends):
-            raise failure
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Serial numbers of the engines in service."""
+        return tuple(self.services.rollout.workers)
 
-    async def _load(self, manifest: Manifest, source: Any) -> None:
-        await self.services.rollout.within(self.config.publish.timeout).everywhere(RolloutActor.load, manifest, source)
+    def keep(self, publication: Publication[Any]) -> None:
+        """What engines load that come from now on."""
+        self._current = publication
+
+    async def load(self, publication: Publication[Any]) -> None:
+        """Into every engine in service. Raises the first failure, when all have ended."""
+        engines = self.services.rollout.within(self.config.publish.timeout)
+        await engines.everywhere(RolloutActor.load, publication.manifest, publication.source)
+
+    def fell_back(self, version: Version, error: Exception) -> None:
+        """The transport's own way failed; a slower one follows."""
+        self.reporter.event("broadcast_failed", version=str(version), why=brief(error))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Bring a new engine to the current weights (none before the first publication)."""
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            answer = submit(engine, RolloutActor.load, *loaded)
+            answer = submit(engine, RolloutActor.load, loaded.manifest, loaded.source)
             await with_deadline(self.config.publish.timeout, answer, "load of a new rollout engine", engine)
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:

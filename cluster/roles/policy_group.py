@@ -8,20 +8,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from actors.handles import Handle, resolved, submit, submit_pair
+from actors.handles import Handle, submit, submit_pair
 from actors.lost import cause
 from actors.policy import Assignment, LogprobGap, PolicyRank
 from cluster.roles.pool import brief, is_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
-from rayloop.core.protocols import BroadcastGroup, Manifest
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.grpo.balance import shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
 from rayloop.run.config import PolicySettings
+from rayloop.transports.seam import Publication
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,21 +119,17 @@ class PolicyGroup:
             sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
         )  # fmt: skip
 
-    async def export(self, version: Version) -> tuple[Manifest, Ref[Any]]:
-        """Gather the weights. Returns the manifest and a *reference* to the source, owned by the driver."""
+    async def export(self, version: Version) -> Publication[Any]:
+        """Gather the weights. The publication's source is a *reference*, owned by the driver."""
         exports = [submit_pair(rank, PolicyRank.export, version) for rank in self.ranks]
         manifest, *_ = await self._answers("export", [manifest for manifest, _ in exports])
         assert manifest is not None, "the first rank gathers"
-        return manifest, exports[0][1]
+        return Publication(manifest, exports[0][1])
 
-    async def invite(self, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """A meeting of the first rank with these rollout actors, for ``send``; a new one after another failure."""
-        return (await self._answers("invite", [submit(self.ranks[0], PolicyRank.invite, receivers, failures)]))[0]
-
-    async def send(self, manifest: Manifest, source: Ref[Any], meeting: BroadcastGroup) -> None:
-        """The first rank broadcasts an export. Raises BroadcastFailed."""
-        sent = submit(self.ranks[0], PolicyRank.send, manifest, resolved(source), meeting)
-        await self._answers("send", [sent])
+    async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of the transport's sender, which lives in the first rank. Raises what it raises."""
+        answer: Ref[R] = submit(self.ranks[0], PolicyRank.ask, method.__name__, *args, **kwargs)
+        return (await self._answers(method.__name__, [answer]))[0]
 
     async def parameter_groups(self) -> list[str]:
         """The names of what ``perturb`` can change, the same on all ranks."""

@@ -124,7 +124,8 @@ class Services:
         self._event = on_event
         self._group: PlacementGroup | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
-        self._weights = f"{folder}/weights"
+        self.weights = f"{folder}/weights"
+        """Where transports and engines may write publications."""
         self._first: dict[str, int] = {}
         for index, (role, _) in enumerate(demand(config, self.trains)):
             self._first.setdefault(role, index)
@@ -136,7 +137,7 @@ class Services:
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.model, c.engine, c.publish.transport, self._weights),
+            lambda options: create(RolloutActor, options, c.model, c.engine, c.publish.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -203,7 +204,7 @@ class TrainingServices(Services):
         super().__init__(config, folder, on_event)
         c = config
         settings = RankSettings(
-            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self._weights, c.seed,
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from actors.base import Actor
-from actors.handles import Handle, create, resolved, submit
+from actors.handles import Handle, create, submit
 from actors.lease import Lease
 from actors.lost import cause
 from actors.rollout import RolloutActor, start_weights
@@ -25,8 +25,6 @@ from rayloop.config.settings import dump
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
-from rayloop.core.protocols import Manifest
-from rayloop.core.references import Ref
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import serves_its_own_weights
 from rayloop.measure.controls import Item, summarise, table
@@ -34,6 +32,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays
 from rayloop.run.jsonl import JsonLines
+from rayloop.transports.seam import Publication
 from rayloop.transports.settings import ObjectStoreTransport
 
 CONCURRENCY = 10_000
@@ -97,7 +96,7 @@ class Evaluator(Actor):
         self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
         self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
-        self.weights: tuple[Manifest, Ref[Any]] | None = None
+        self.weights: Publication[Any] | None = None
         self.why = self.trace = ""
 
     async def main(self, missing: Sequence[Play]) -> str:
@@ -124,14 +123,13 @@ class Evaluator(Actor):
     async def _admit(self, engine: Handle[RolloutActor]) -> None:
         if self.weights is None:
             return
-        manifest, source = self.weights
-        loaded = submit(engine, RolloutActor.load, manifest, resolved(source))
+        loaded = submit(engine, RolloutActor.load, self.weights.manifest, self.weights.source)
         await with_deadline(self.config.publish.timeout, loaded, "load of a rollout engine", engine)
 
-    def _pack(self) -> tuple[Manifest, Ref[Any]]:
+    def _pack(self) -> Publication[Any]:
         """The weights of ``model.path``, as a publication."""
-        manifest, source = start_weights(self.config.model, self.config.rollout.engine.dtype)
-        return manifest, ray.put(source)
+        start = start_weights(self.config.model, self.config.rollout.engine.dtype)
+        return Publication(start.manifest, ray.put(start.source))
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:

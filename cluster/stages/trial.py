@@ -141,7 +141,8 @@ class _Trial:
         settings, began = local_engine(self.config), time.monotonic()
         actor = RolloutActor(self.config.model, settings, ObjectStoreTransport(), self.folder)
         if not serves_its_own_weights(settings):
-            await actor.load(*await asyncio.to_thread(start_weights, self.config.model, settings.dtype))
+            start = await asyncio.to_thread(start_weights, self.config.model, settings.dtype)
+            await actor.load(start.manifest, start.source)
         instead = "" if settings is self.config.rollout.engine else f" (for {self.config.rollout.engine.kind})"
         seconds = time.monotonic() - began
         self.tell(f"model {self.config.model.path}, engine {settings.kind}{instead}, loaded in {seconds:.1f} s")

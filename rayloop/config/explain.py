@@ -71,10 +71,12 @@ def kind_of(model: type[BaseModel]) -> str | None:
 def choose(annotation: Any, value: Any) -> type[BaseModel] | None:
     """The settings class that validates ``value`` at a place with this annotation, or None when there is none.
 
-    The first one of a tagged union is meant when there is no ``kind``.
+    The first one of a tagged union is meant when there is no ``kind``, and the component when there is a ``use``.
     """
     found = models(annotation)
-    if len(found) > 1:
+    if len(found) > 1 and isinstance(value, Mapping) and "use" in value:
+        found = tuple(model for model in found if "use" in model.model_fields)
+    elif len(found) > 1:
         kind = value.get("kind", kind_of(found[0])) if isinstance(value, Mapping) else None
         found = tuple(model for model in found if kind_of(model) == kind)
     return found[0] if found else None

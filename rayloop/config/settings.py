@@ -17,7 +17,16 @@ from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from rayloop.config.explain import explain
 from rayloop.config.removed import Remembering
@@ -148,6 +157,21 @@ class Component(SettingsModel):
         if options is not None:
             return found(options)
         return functools.partial(found, **self.with_) if self.with_ else found
+
+
+OWN = "a class of your own (use)"
+"""The tag of the Component in a union of settings: ``Annotated[Component, Tag(OWN)]``."""
+
+
+def by_kind(default: str) -> Discriminator:
+    """Tells the members of a union of settings apart: by ``kind``, ``default`` without one, or ``OWN`` where there is a ``use``."""
+
+    def which(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return OWN if "use" in value else str(value.get("kind", default))
+        return OWN if isinstance(value, Component) else str(getattr(value, "kind", ""))
+
+    return Discriminator(which)
 
 
 SETTINGS_ADVICE = """Write in the class:

@@ -41,16 +41,6 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastGroup:
-    """Where the ``size`` members of the weights' process group find each other: at the store of the sender, below ``name``."""
-
-    host: str
-    port: int
-    name: str
-    size: int
-
-
 class GenerationEngine(Protocol):
     """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor.
 

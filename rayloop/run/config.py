@@ -31,7 +31,7 @@ from rayloop.grpo.settings import (
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run import durations
-from rayloop.transports.settings import CollectiveTransport, CudaIpcTransport, ObjectStoreTransport, TransportSettings
+from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
 
 
 class DataSettings(SettingsModel):
@@ -157,7 +157,9 @@ class AlgorithmSettings(SettingsModel):
 
 
 class PublishSettings(SettingsModel):
-    transport: TransportSettings = ObjectStoreTransport()
+    transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = (
+        ObjectStoreTransport()
+    )
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
     self_test: bool = True
@@ -372,17 +374,5 @@ def _engine_problems(c: RunConfig) -> Any:
 
 def _transport_problems(c: RunConfig) -> Any:
     """Where the policy and the engines are placed decides which ways weights can take between them."""
-    transport, policy, rollout = c.publish.transport, c.policy.placement.num_gpus, c.rollout.placement.num_gpus
-    gpus = f"policy.placement.num_gpus is {policy:g} and rollout.placement.num_gpus is {rollout:g}"
-    if isinstance(transport, CollectiveTransport) and transport.backend == "nccl" and min(policy, rollout) < 1:
-        yield (
-            f"publish.transport.backend: nccl sends between GPUs that are not shared, and {gpus}. Give each at least one, "
-            "or use backend: gloo; on one shared GPU kind: cuda_ipc"
-        )
-    together = c.policy.ranks * policy + c.rollout.actors * rollout
-    if isinstance(transport, CudaIpcTransport) and (min(policy, rollout) <= 0 or together > 1):
-        yield (
-            f"publish.transport.kind: cuda_ipc needs the policy and all rollout actors on one GPU, and {gpus}, for "
-            f"{c.policy.ranks} ranks and {c.rollout.actors} rollout actors. Give them fractions of one GPU, or use kind: "
-            "object_store, filesystem or collective"
-        )
+    policy, rollout = c.policy.placement.num_gpus, c.rollout.placement.num_gpus
+    yield from problems(c.publish.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))

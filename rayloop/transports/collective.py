@@ -1,140 +1,156 @@
-"""Publication by broadcast: a process group of the policy's first rank and all rollout actors, apart from the trainer's own.
+"""Weights by broadcast, from the policy's first rank to all rollout actors at once; the object store is what it falls back to.
 
-The manifest carries names, shapes and checksums; the group carries bytes only, in buckets whose layout both sides derive from
-the manifest. A group lives as long as its members: any failure ends it at once for whoever notices, whose closed connections
-tell the others, and no wait is longer than the settings' timeout.
+They meet in a process group of their own, apart from the trainer's. The manifest carries names, shapes and checksums; the group
+carries bytes only, in buckets whose layout both sides derive from the manifest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rayloop.core.failures import BroadcastFailed
-from rayloop.core.protocols import BroadcastGroup, Manifest
-from rayloop.transports.manifest import DTYPES, verify
-from rayloop.transports.object_store import ObjectStore
+from rayloop.core.protocols import Manifest
+from rayloop.core.types import Version
+from rayloop.transports.buckets import buckets
+from rayloop.transports.object_store import ArrayReceiver, Arrays, ArraySender
+from rayloop.transports.seam import Policy, Publication, Receiver, Rollouts, Sender, Transport
 from rayloop.transports.settings import CollectiveTransport
 
-ALIGNMENT = 16
-"""Bytes; tensors of any dtype start at a multiple of it within a bucket."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """``offsets`` [name] in bytes within ``size`` bytes."""
+class BroadcastGroup:
+    """Where the ``size`` members of the weights' process group find each other: at the store of the sender, below ``name``."""
 
+    host: str
+    port: int
+    name: str
     size: int
-    offsets: Mapping[str, int]
 
 
-def buckets(manifest: Manifest, limit: int) -> Iterator[Bucket]:
-    """Cut the manifest's tensors, in order, into buckets of at most ``limit`` bytes; a larger tensor is alone."""
-    size, offsets = 0, dict[str, int]()
-    for name, tensor in manifest.tensors.items():
-        room = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if offsets and size + room > limit:
-            yield Bucket(size, offsets)
-            size, offsets = 0, {}
-        offsets[name] = size
-        size += room
-    if offsets:
-        yield Bucket(size, offsets)
+class Collective(Transport[Arrays | BroadcastGroup]):
+    """The exported copy stays in the object store for engines that come later, and for all of them when a broadcast fails."""
 
-
-class Collective(ObjectStore):
-    """The object store, and beside it the broadcast, whose source is a ``BroadcastGroup``.
-
-    ``invite`` and ``send`` are for the policy's first rank, ``unpack`` is for the rollout actors.
-    """
-
-    def __init__(self, settings: CollectiveTransport) -> None:
+    def __init__(self, settings: CollectiveTransport, folder: str) -> None:
         self._settings = settings
-        self._timeout = timedelta(seconds=settings.timeout)
-        self._device = torch.device("cuda" if settings.backend == "nccl" else "cpu")
-        self._server: dist.TCPStore | None = None
-        self._invited: tuple[tuple[int, ...], int] | None = None
+        self._failures = 0
+
+    def sender(self, host: str) -> BroadcastSender:
+        return BroadcastSender(self._settings, host)
+
+    def receiver(self) -> BroadcastReceiver:
+        return BroadcastReceiver(self._settings)
+
+    async def deliver(self, policy: Policy, rollouts: Rollouts, version: Version) -> None:
+        """Raises PolicyLost, and PublicationError when the weights did not arrive as sent."""
+        publication = await policy.export(version)
+        rollouts.keep(publication)
+        try:
+            await self._broadcast(publication, policy, rollouts)
+        except BroadcastFailed as error:
+            self._failures += 1
+            rollouts.fell_back(version, error)
+            await rollouts.load(publication)
+
+    async def _broadcast(self, publication: Publication[Arrays], policy: Policy, rollouts: Rollouts) -> None:
+        """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
+        manifest, source = publication.manifest, publication.source
+        meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
+        sending = policy.ask(BroadcastSender.send, manifest, source, meeting)
+        receiving = rollouts.load(Publication(manifest, meeting))
+        for end in await asyncio.gather(sending, receiving, return_exceptions=True):
+            if isinstance(end, BaseException):
+                raise end
+
+
+class BroadcastSender(Sender[Arrays | BroadcastGroup]):
+    """Packs for the object store; ``send`` broadcasts the same arrays."""
+
+    def __init__(self, settings: CollectiveTransport, host: str) -> None:
+        from rayloop.transports.process_group import Membership
+
+        self._settings, self._host = settings, host
+        self._membership = Membership(settings.backend, settings.timeout)
         self._meeting: BroadcastGroup | None = None
-        self._group: dist.Backend | None = None
+        self._invited: tuple[tuple[int, ...], int] | None = None
 
-    def invite(self, host: str, receivers: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """A meeting with these receivers, who reach this process at ``host``.
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Arrays | BroadcastGroup]:
+        """As the object store does it."""
+        packed = ArraySender().pack(version, tensors)
+        return Publication(packed.manifest, packed.source)
 
-        It is the last one, whose group exists, as long as neither they nor the number of failed broadcasts have changed.
+    def invite(self, members: tuple[int, ...], failures: int) -> BroadcastGroup:
+        """Where this rank and the rollout actors with these serial numbers meet.
+
+        It is the last meeting, whose group exists, as long as neither they nor the number of failed broadcasts have changed.
         """
-        if self._server is None:
-            self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        if self._meeting is None or self._invited != (receivers, failures):
-            self._leave()
-            self._invited = (receivers, failures)
-            self._meeting = BroadcastGroup(host, self._server.port, secrets.token_hex(8), 1 + len(receivers))
+        port = self._membership.serve(self._host)
+        if self._meeting is None or self._invited != (members, failures):
+            self._invited = (members, failures)
+            self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(8), 1 + len(members))
         return self._meeting
 
-    def send(self, manifest: Manifest, source: Mapping[str, npt.NDArray[np.uint8]], meeting: BroadcastGroup) -> None:
-        """Broadcast what ``pack`` made. Raises BroadcastFailed."""
+    def send(self, manifest: Manifest, source: Arrays, meeting: BroadcastGroup) -> None:
+        """Broadcast what ``pack`` made to those who come to the meeting. Raises BroadcastFailed."""
+        import torch
+
+        membership = self._membership
         try:
-            group = self._join(meeting, first=True)
+            membership.join(meeting.host, meeting.port, meeting.name, meeting.size)
             for bucket in buckets(manifest, self._settings.bucket_bytes):
                 buffer = torch.zeros(bucket.size, dtype=torch.uint8)
                 for name, offset in bucket.offsets.items():
                     buffer[offset : offset + source[name].nbytes] = torch.from_numpy(source[name])
-                self._broadcast(group, buffer.to(self._device))
+                membership.broadcast(buffer.to(membership.device))
         except RuntimeError as error:
-            raise self._failed(manifest, "send", error) from error
+            membership.leave()
+            self._meeting = None
+            raise BroadcastFailed(f"version {manifest.version}: could not send the broadcast: {error}") from error
 
-    def unpack(
-        self, manifest: Manifest, source: BroadcastGroup | Mapping[str, npt.NDArray[np.uint8]]
-    ) -> Mapping[str, Tensor]:
-        """Receive from the meeting, or read the object store's arrays. Raises PublicationError, BroadcastFailed."""
+
+class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
+    """Receives at a meeting, or reads the object store's arrays."""
+
+    def __init__(self, settings: CollectiveTransport) -> None:
+        from rayloop.transports.process_group import Membership
+
+        self._settings = settings
+        self._membership = Membership(settings.backend, settings.timeout)
+
+    def unpack(self, manifest: Manifest, source: Arrays | BroadcastGroup) -> Mapping[str, Tensor]:
+        """The verified CPU tensors. Raises PublicationError, BroadcastFailed."""
+        from rayloop.transports.manifest import verify
+
         if not isinstance(source, BroadcastGroup):
-            return super().unpack(manifest, source)
-        tensors = {}
+            return ArrayReceiver().unpack(manifest, source)
         try:
-            group = self._join(source, first=False)
-            for bucket in buckets(manifest, self._settings.bucket_bytes):
-                buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
-                self._broadcast(group, buffer)
-                received = buffer.cpu()
-                for name, offset in bucket.offsets.items():
-                    expected = manifest.tensors[name]
-                    piece = received[offset : offset + expected.nbytes]
-                    tensors[name] = piece.view(DTYPES[expected.dtype]).view(expected.shape)
+            tensors = self._receive(manifest, source)
         except RuntimeError as error:
-            raise self._failed(manifest, "receive", error) from error
+            self._membership.leave()
+            raise BroadcastFailed(f"version {manifest.version}: could not receive the broadcast: {error}") from error
         verify(manifest, tensors)
         return tensors
 
-    def _join(self, meeting: BroadcastGroup, *, first: bool) -> Any:
-        """The meeting's process group, formed at the first time. Raises RuntimeError when the members do not come."""
-        if self._group is not None and meeting == self._meeting:
-            return self._group
-        if not first:
-            self._leave()
-        server = self._server or dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=self._timeout)
-        store = dist.PrefixStore(meeting.name, server)
-        rank = 0 if first else store.add("joined", 1)
-        if rank >= meeting.size:
-            raise RuntimeError(f"{rank} receivers came to a meeting of {meeting.size - 1}")
-        form = dist.ProcessGroupNCCL if self._settings.backend == "nccl" else dist.ProcessGroupGloo
-        self._group, self._meeting = form(store, rank, meeting.size, self._timeout), meeting
-        return self._group
+    def _receive(self, manifest: Manifest, meeting: BroadcastGroup) -> dict[str, Tensor]:
+        import torch
 
-    def _broadcast(self, group: Any, buffer: Tensor) -> None:
-        group.broadcast(buffer, 0).wait(self._timeout)
+        from rayloop.transports.manifest import DTYPES
 
-    def _failed(self, manifest: Manifest, what: str, error: RuntimeError) -> BroadcastFailed:
-        self._leave()
-        return BroadcastFailed(f"version {manifest.version}: could not {what} the broadcast: {error}")
-
-    def _leave(self) -> None:
-        """Close the connections to the other members."""
-        self._group = self._meeting = None
+        tensors: dict[str, Tensor] = {}
+        membership = self._membership
+        membership.join(meeting.host, meeting.port, meeting.name, meeting.size)
+        for bucket in buckets(manifest, self._settings.bucket_bytes):
+            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=membership.device)
+            membership.broadcast(buffer)
+            received = buffer.cpu()
+            for name, offset in bucket.offsets.items():
+                expected = manifest.tensors[name]
+                piece = received[offset : offset + expected.nbytes]
+                tensors[name] = piece.view(DTYPES[expected.dtype]).view(expected.shape)
+        return tensors

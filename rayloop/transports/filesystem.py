@@ -5,21 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rayloop.core.failures import PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.manifest import manifest, verify
+from rayloop.transports.seam import Publication, Receiver, Sender, Transport
+from rayloop.transports.settings import FilesystemTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Filesystem:
-    """The source is the path of a safetensors file below ``folder``, which every node must see.
+class Filesystem(Transport[str]):
+    """Export, load; the source is the file's path, which every node must see."""
 
-    The file is written aside and renamed, so that a path that exists is complete. The newest ``keep`` versions stay:
+    def __init__(self, settings: FilesystemTransport, folder: str) -> None:
+        self._folder = folder
+
+    def sender(self, host: str) -> FileSender:
+        return FileSender(self._folder)
+
+    def receiver(self) -> FileReceiver:
+        return FileReceiver()
+
+
+class FileSender(Sender[str]):
+    """Writes a file aside and renames it, so that a path that exists is complete. The newest ``keep`` versions stay:
     an engine may still read the one before.
     """
 
@@ -27,7 +39,11 @@ class Filesystem:
         self._folder = Path(folder)
         self._keep = keep
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Manifest, str]:
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[str]:
+        from safetensors.torch import save_file
+
+        from rayloop.transports.manifest import manifest
+
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"weights-{version}.safetensors"
@@ -37,9 +53,22 @@ class Filesystem:
             os.fsync(file.fileno())
         os.replace(aside, path)
         self._prune()
-        return manifest(version, on_cpu), str(path)
+        return Publication(manifest(version, on_cpu), str(path))
 
+    def _prune(self) -> None:
+        files = sorted(self._folder.glob("weights-*.safetensors"), key=lambda path: _version(path))
+        for path in files[: -self._keep]:
+            path.unlink()
+
+
+class FileReceiver(Receiver[str]):
     def unpack(self, manifest: Manifest, source: str) -> Mapping[str, Tensor]:
+        """The verified CPU tensors of the file. Raises PublicationError."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        from rayloop.transports.manifest import verify
+
         try:
             tensors = load_file(source)
         except (OSError, SafetensorError) as error:
@@ -48,11 +77,6 @@ class Filesystem:
             ) from error
         verify(manifest, tensors)
         return tensors
-
-    def _prune(self) -> None:
-        files = sorted(self._folder.glob("weights-*.safetensors"), key=lambda path: _version(path))
-        for path in files[: -self._keep]:
-            path.unlink()
 
 
 def _version(path: Path) -> Version:

@@ -1,6 +1,6 @@
 """What is sent when weights are published, and the check at the receiver (docs/algorithm.md, section 10).
 
-The trainer ``pack``s its tensors into a manifest and a source, the source travels (how: the other files of this folder), and
+A sender ``pack``s its tensors into a manifest and a source, the source travels (how: the other files of this folder), and
 every receiver ``unpack``s it: names, byte counts and checksums must be those of the manifest.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,15 +72,3 @@ def complain(version: Version, faults: list[str]) -> None:
     """Raises PublicationError when there are faults."""
     if faults:
         raise PublicationError(f"version {version}: {len(faults)} tensors did not arrive as sent: {'; '.join(faults)}")
-
-
-class Transport(Protocol):
-    """How weights travel from the trainer to an engine."""
-
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Manifest, Any]:
-        """The manifest and a source that ``unpack`` understands on any node. ``tensors`` are whole, on any device."""
-        ...
-
-    def unpack(self, manifest: Manifest, source: Any) -> Mapping[str, Tensor]:
-        """The verified CPU tensors, to be read only. Raises PublicationError."""
-        ...

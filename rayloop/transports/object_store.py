@@ -1,32 +1,54 @@
-"""Weights through Ray's object store: works everywhere, and is what the other ways fall back to."""
+"""Weights through Ray's object store: a byte array per tensor, which every reader on a node shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.manifest import DTYPES, complain, manifest, name_faults, raw, verify
+from rayloop.transports.seam import Publication, Receiver, Sender, Transport
+from rayloop.transports.settings import ObjectStoreTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Arrays = Mapping[str, npt.NDArray[np.uint8]]
+"""The bytes [nbytes] of every tensor, which Ray's object store hands to every reader without a copy."""
 
 
-class ObjectStore:
-    """The source is a dict of byte arrays [nbytes], which Ray's object store hands to every reader without a copy.
+class ObjectStore(Transport[Arrays]):
+    """Export, load; the driver owns the arrays until the next publication."""
 
-    On CPU the arrays share memory with ``tensors``: return them from the actor before the next update.
-    """
+    def __init__(self, settings: ObjectStoreTransport, folder: str) -> None:
+        del settings, folder
 
-    def pack(
-        self, version: Version, tensors: Mapping[str, Tensor]
-    ) -> tuple[Manifest, dict[str, npt.NDArray[np.uint8]]]:
+    def sender(self, host: str) -> ArraySender:
+        return ArraySender()
+
+    def receiver(self) -> ArrayReceiver:
+        return ArrayReceiver()
+
+
+class ArraySender(Sender[Arrays]):
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Arrays]:
+        """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
+        from rayloop.transports.manifest import manifest, raw
+
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()}
+        return Publication(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
 
-    def unpack(self, manifest: Manifest, source: Mapping[str, npt.NDArray[np.uint8]]) -> Mapping[str, Tensor]:
+
+class ArrayReceiver(Receiver[Arrays]):
+    def unpack(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
+        """The verified CPU tensors, in the store's memory. Raises PublicationError."""
+        import torch
+
+        from rayloop.transports.manifest import DTYPES, complain, name_faults, verify
+
         faults = name_faults(manifest, source)
         for name, expected in manifest.tensors.items():
             if name in source and source[name].nbytes != expected.nbytes:

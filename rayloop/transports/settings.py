@@ -1,32 +1,63 @@
-"""Settings of the ways that weights take from the policy to the engines. Light: neither torch nor ray."""
+"""Settings of the ways that weights take from the policy to the engines: the table of transports. Light: neither torch nor ray."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 
-class ObjectStoreTransport(SettingsModel):
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a run has its weights: ``policy_gpus`` of each of ``ranks``, ``rollout_gpus`` of each of ``actors``."""
+
+    ranks: int
+    policy_gpus: float
+    actors: int
+    rollout_gpus: float
+
+    def __str__(self) -> str:
+        return (
+            f"policy.placement.num_gpus is {self.policy_gpus:g} and rollout.placement.num_gpus is {self.rollout_gpus:g}"
+        )
+
+
+class TransportChoice(SettingsModel):
+    """Base of the settings of the transports that are shipped."""
+
+    implementation: ClassVar[str]
+    """``module:Class``, imported where it is needed."""
+
+    def problems(self, placed: Placed) -> Iterator[str]:
+        """Why this transport cannot serve a run that is placed like that."""
+        yield from ()
+
+
+class ObjectStoreTransport(TransportChoice):
     """Weights travel through Ray's object store, owned by the driver. Works everywhere."""
 
+    implementation = "rayloop.transports.object_store:ObjectStore"
     kind: Literal["object_store"] = "object_store"
 
 
-class FilesystemTransport(SettingsModel):
+class FilesystemTransport(TransportChoice):
     """Weights travel as safetensors files below the run folder, which all nodes must see."""
 
+    implementation = "rayloop.transports.filesystem:Filesystem"
     kind: Literal["filesystem"] = "filesystem"
 
 
-class CollectiveTransport(SettingsModel):
+class CollectiveTransport(TransportChoice):
     """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes.
 
     The object store keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails.
     """
 
+    implementation = "rayloop.transports.collective:Collective"
     kind: Literal["collective"] = "collective"
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: from CPU memory over TCP. nccl: from GPU to GPU; every rollout actor needs a GPU of its own, and so does the
@@ -37,16 +68,45 @@ class CollectiveTransport(SettingsModel):
     """Seconds that a member waits for the others, to meet and for each bucket, before the broadcast fails. Must be less than
     ``publish.timeout``."""
 
+    def problems(self, placed: Placed) -> Iterator[str]:
+        if self.backend == "nccl" and min(placed.policy_gpus, placed.rollout_gpus) < 1:
+            yield (
+                f"publish.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each at least one, "
+                "or use backend: gloo; on one shared GPU kind: cuda_ipc"
+            )
 
-class CudaIpcTransport(SettingsModel):
+
+class CudaIpcTransport(TransportChoice):
     """Weights stay on the GPU, which the policy's only rank and the rollout actors share, and are opened from there.
 
     The policy keeps a second copy of them in GPU memory. Written, and not yet run.
     """
 
+    implementation = "rayloop.transports.cuda_ipc:CudaIpc"
     kind: Literal["cuda_ipc"] = "cuda_ipc"
+
+    def problems(self, placed: Placed) -> Iterator[str]:
+        together = placed.ranks * placed.policy_gpus + placed.actors * placed.rollout_gpus
+        if min(placed.policy_gpus, placed.rollout_gpus) <= 0 or together > 1:
+            yield (
+                f"publish.transport.kind: cuda_ipc needs the policy and all rollout actors on one GPU, and {placed}, for "
+                f"{placed.ranks} ranks and {placed.actors} rollout actors. Give them fractions of one GPU, or use kind: "
+                "object_store, filesystem or collective"
+            )
 
 
 TransportSettings = Annotated[
-    ObjectStoreTransport | FilesystemTransport | CollectiveTransport | CudaIpcTransport, Field(discriminator="kind")
+    Annotated[ObjectStoreTransport, Tag("object_store")]
+    | Annotated[FilesystemTransport, Tag("filesystem")]
+    | Annotated[CollectiveTransport, Tag("collective")]
+    | Annotated[CudaIpcTransport, Tag("cuda_ipc")]
+    | Annotated[Component, Tag(OWN)],
+    by_kind("object_store"),
 ]
+"""A transport of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
+
+
+def problems(settings: TransportSettings, placed: Placed) -> Iterator[str]:
+    """Why the transport cannot serve a run that is placed like that; nothing is known of one of your own."""
+    if isinstance(settings, TransportChoice):
+        yield from settings.problems(placed)

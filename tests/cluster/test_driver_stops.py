@@ -127,6 +127,9 @@ class Begun(Exception):
 class Services:
     """Its engines load whatever they are given."""
 
+    weights = ""
+    workers = ()
+
     def __init__(self, policy: PolicyGroup) -> None:
         self.policy, self.reference, self.rollout = policy, None, self
         self.pools: list[Any] = []

@@ -67,7 +67,10 @@ class Stage:
         self.engine = rollout(c.model, c.rollout.engine, c.publish.transport, str(folder / "weights"))
         environment = EnvironmentActor(c.model, c.environment.episode)
         self.services: Any = SimpleNamespace(
-            policy=self.policy, rollout=self._pool("rollout", self.engine), environment=self._pool("env", environment)
+            policy=self.policy,
+            rollout=self._pool("rollout", self.engine),
+            environment=self._pool("env", environment),
+            weights=str(folder / "weights"),
         )
         self.publisher = Publisher(c, self.services, self.reporter)
         production = Production(c, Ledger(), self.reporter)

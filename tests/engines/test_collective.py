@@ -12,7 +12,8 @@ from torch import Tensor
 from rayloop.core.failures import BroadcastFailed, PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.collective import Collective, buckets
+from rayloop.transports.buckets import buckets
+from rayloop.transports.collective import BroadcastReceiver, BroadcastSender
 from rayloop.transports.manifest import manifest
 from rayloop.transports.settings import CollectiveTransport
 
@@ -32,8 +33,8 @@ class Hall:
     """A sender and receivers, each with a thread of its own; ``serial`` is a receiver's number in the pool."""
 
     def __init__(self) -> None:
-        self.sender = Collective(SETTINGS)
-        self.receivers: dict[int, Collective] = {}
+        self.sender = BroadcastSender(SETTINGS, "127.0.0.1")
+        self.receivers: dict[int, BroadcastReceiver] = {}
         self.failures = 0
 
     def publish(
@@ -44,13 +45,15 @@ class Hall:
         seed: int = 0,
     ) -> list[Any]:
         """What the sender (None) and each present receiver (tensors) returned or raised."""
-        described, source = self.sender.pack(Version(0, seed), tensors(seed))
-        meeting = self.sender.invite("127.0.0.1", tuple(invited), self.failures)
+        packed = self.sender.pack(Version(0, seed), tensors(seed))
+        meeting = self.sender.invite(tuple(invited), self.failures)
         with ThreadPoolExecutor() as threads:
-            sending = threads.submit(self.sender.send, described, source, meeting)
+            sending = threads.submit(self.sender.send, packed.manifest, packed.source, meeting)
             receiving = [
                 threads.submit(
-                    self.receivers.setdefault(serial, Collective(SETTINGS)).unpack, expected or described, meeting
+                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack,
+                    expected or packed.manifest,
+                    meeting,
                 )
                 for serial in (invited if present is None else present)
             ]
@@ -81,7 +84,7 @@ def test_every_receiver_gets_every_publication_in_one_group() -> None:
         assert none is None
         for tensors_of_one in received:
             arrived(tensors_of_one, seed)
-        groups.add(hall.sender._group)
+        groups.add(hall.sender._membership._group)
     assert len(groups) == 1, "the same members keep their group"
 
 
@@ -108,7 +111,7 @@ def test_a_receiver_that_does_not_come_fails_the_broadcast_and_the_next_one_is_a
 def test_a_member_that_left_its_group_fails_the_broadcast_until_a_new_group_is_formed() -> None:
     hall = Hall()
     hall.publish([1, 2])
-    hall.receivers[2]._leave()
+    hall.receivers[2]._membership.leave()
     assert any(isinstance(end, BroadcastFailed) for end in hall.publish([1, 2]))
     hall.failures += 1
     _, *received = hall.publish([1, 2], seed=5)
@@ -133,5 +136,5 @@ def test_bytes_that_are_not_the_manifest_s_are_noticed() -> None:
 
 
 def test_a_receiver_without_a_group_reads_the_object_store() -> None:
-    described, source = Collective(SETTINGS).pack(Version(0, 0), tensors())
-    arrived(dict(Collective(SETTINGS).unpack(described, source)))
+    packed = BroadcastSender(SETTINGS, "127.0.0.1").pack(Version(0, 0), tensors())
+    arrived(dict(BroadcastReceiver(SETTINGS).unpack(packed.manifest, packed.source)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +14,10 @@ from torch import Tensor
 from rayloop.core.failures import PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.choose import transport
-from rayloop.transports.cuda_ipc import CudaIpc
-from rayloop.transports.filesystem import Filesystem
-from rayloop.transports.manifest import Transport, manifest, verify
-from rayloop.transports.object_store import ObjectStore
-from rayloop.transports.settings import FilesystemTransport, ObjectStoreTransport
+from rayloop.transports.cuda_ipc import HandleReceiver, Handles, HandleSender
+from rayloop.transports.filesystem import FileReceiver, FileSender
+from rayloop.transports.manifest import manifest, verify
+from rayloop.transports.object_store import ArrayReceiver, ArraySender
 
 VERSION = Version(1, 7)
 
@@ -67,71 +64,60 @@ def test_verify_names_every_fault() -> None:
         verify(described, {**tensors(), "a.weight": tensors()["a.weight"].view(torch.int32)})
 
 
-@pytest.mark.parametrize("kind", [ObjectStoreTransport(), FilesystemTransport()])
-def test_transports_deliver_the_same_tensors(kind: ObjectStoreTransport | FilesystemTransport, tmp_path: Path) -> None:
-    chosen: Transport = transport(kind, tmp_path)
-    described, source = chosen.pack(VERSION, tensors())
-    assert isinstance(source, dict) == isinstance(kind, ObjectStoreTransport)
-    received = chosen.unpack(described, source)
-    assert received.keys() == tensors().keys()
-    for name, tensor in tensors().items():
-        assert received[name].dtype == tensor.dtype
-        assert torch.equal(received[name], tensor), name
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_object_store_reads_read_only_arrays_and_finds_damage() -> None:
-    store = ObjectStore()
-    described, source = store.pack(VERSION, tensors())
+    packed, receiver = ArraySender().pack(VERSION, tensors()), ArrayReceiver()
+    described, source = packed.manifest, packed.source
     frozen = {name: array.copy() for name, array in source.items()}
     for array in frozen.values():
         array.setflags(write=False)
-    assert torch.equal(store.unpack(described, frozen)["a.weight"], tensors()["a.weight"])
+    assert torch.equal(receiver.unpack(described, frozen)["a.weight"], tensors()["a.weight"])
     with pytest.raises(PublicationError, match=r"a\.weight: 59 of 60 bytes"):
-        store.unpack(described, {**source, "a.weight": source["a.weight"][:-1]})
+        receiver.unpack(described, {**source, "a.weight": source["a.weight"][:-1]})
     damaged = source["b.weight"].copy()
     damaged[5] ^= np.uint8(128)
     with pytest.raises(PublicationError, match=r"b\.weight: corrupt"):
-        store.unpack(described, {**source, "b.weight": damaged})
+        receiver.unpack(described, {**source, "b.weight": damaged})
 
 
 def test_filesystem_prunes_and_finds_damage(tmp_path: Path) -> None:
-    files = Filesystem(tmp_path)
-    packed = {step: files.pack(Version(0, step), tensors()) for step in (8, 9, 10)}
+    sender, receiver = FileSender(tmp_path), FileReceiver()
+    packed = {step: sender.pack(Version(0, step), tensors()) for step in (8, 9, 10)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["weights-0.10.safetensors", "weights-0.9.safetensors"]
     with pytest.raises(PublicationError, match=r"0\.8.*cannot be read"):
-        files.unpack(*packed[8])
-    described, path = packed[10]
+        receiver.unpack(packed[8].manifest, packed[8].source)
+    described, path = packed[10].manifest, packed[10].source
     content = bytearray(Path(path).read_bytes())
     content[-1] ^= 1
     Path(path).write_bytes(content)
     with pytest.raises(PublicationError, match="corrupt"):
-        files.unpack(described, path)
+        receiver.unpack(described, path)
     Path(path).write_bytes(content[:-8])
     with pytest.raises(PublicationError, match="cannot be read"):
-        files.unpack(described, path)
+        receiver.unpack(described, path)
 
 
 def test_a_stale_file_is_noticed(tmp_path: Path) -> None:
-    files = Filesystem(tmp_path)
-    described, path = files.pack(VERSION, tensors())
+    packed = FileSender(tmp_path).pack(VERSION, tensors())
+    described = packed.manifest
     changed = dataclasses.replace(described, tensors={**described.tensors, "f": described.tensors["a.weight"]})
     with pytest.raises(PublicationError, match="f: missing"):
-        files.unpack(changed, path)
+        FileReceiver().unpack(changed, packed.source)
 
 
-def open_in_this_process(described: Manifest, source: Any) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in CudaIpc().unpack(described, source).items()}
+def open_in_this_process(described: Manifest, source: Handles) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in HandleReceiver().unpack(described, source).items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_another_process_opens_the_sender_s_gpu_memory() -> None:
-    sender = CudaIpc()
-    described, source = sender.pack(VERSION, tensors())
+    sender = HandleSender()
+    packed = sender.pack(VERSION, tensors())
     with multiprocessing.get_context("spawn").Pool(1) as other:
-        received = other.apply(open_in_this_process, (described, source))
+        received = other.apply(open_in_this_process, (packed.manifest, packed.source))
         for name, tensor in tensors().items():
             assert torch.equal(received[name], tensor), name
+        elsewhere = Handles("elsewhere", packed.source.tensors)
         with pytest.raises(PublicationError, match="cuda_ipc: the weights are on GPU elsewhere, this engine is on"):
-            other.apply(open_in_this_process, (described, ("elsewhere", source[1])))
+            other.apply(open_in_this_process, (packed.manifest, elsewhere))

@@ -106,7 +106,7 @@ def mentioned(text: str) -> Iterator[str]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """What a person reads: strings of the code (messages, docstrings) and the shipped files; tests/unit/test_docs.py has the pages."""
+    """What a person reads: strings of the code (messages, docstrings) and the shipped files; test_docs.py has the pages."""
     for package in ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "rayloop/engines/linear.py": {"_linear_pointwise"},
     "rayloop/engines/training/optimizer.py": {"_foreach_mul_"},
-    "rayloop/transports/collective.py": {"ProcessGroupGloo", "ProcessGroupNCCL"},
+    "rayloop/transports/process_group.py": {"ProcessGroupGloo", "ProcessGroupNCCL"},
 }
 
 

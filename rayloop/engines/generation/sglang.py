@@ -18,7 +18,7 @@ from rayloop.core.failures import ConfigError, DataFailure, PublicationError, Wo
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
-from rayloop.transports.collective import buckets
+from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
 
 TESTED = "0.5.23"

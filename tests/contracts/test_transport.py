@@ -1,0 +1,160 @@
+"""What every weight transport owes, with real actors: each engine gets each version bit for bit, or the fault has a name.
+
+Also for a transport of your own: add it to ``TRANSPORTS`` (docs/bring_your_own/transport.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import yaml
+
+from rayloop.config.settings import check_components
+from rayloop.core.failures import ConfigError, PublicationError
+from rayloop.core.protocols import Manifest
+from rayloop.core.types import Version
+from rayloop.run.config import RunConfig, read
+from rayloop.transports.choose import transport
+from rayloop.transports.seam import Publication, Transport
+from tests.support.pages import write_snippets
+from tests.support.publishing import Engine, Stage, weights
+from tests.support.runs import settings
+
+pytestmark = pytest.mark.timeout(300)
+
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "object_store": {"kind": "object_store"},
+    "filesystem": {"kind": "filesystem"},
+    "collective": {"kind": "collective", "bucket_bytes": 40_000, "timeout": 5},
+    "cuda_ipc": {"kind": "cuda_ipc"},
+    "page": {"use": "shared_folder.py:SharedFolder"},
+}
+"""What stands in the configuration under ``publish.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
+NO_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="cuda_ipc needs a GPU that sender and receivers share"
+)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NO_GPU if name == "cuda_ipc" else ()) for name in TRANSPORTS])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def chosen(kind: str, folder: Path) -> dict[str, Any]:
+    if kind == "page":
+        return {"use": f"{write_snippets('bring_your_own/transport.md', folder)}/{TRANSPORTS[kind]['use']}"}
+    return TRANSPORTS[kind]
+
+
+def stage(kind: str, folder: Path) -> Stage:
+    return Stage(folder, 2, chosen(kind, folder), gpus=0.25 if kind == "cuda_ipc" else 0.0)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one(kind: str, tmp_path: Path) -> None:
+    """An engine that dies while it takes a version does not keep the others from it."""
+    on = stage(kind, tmp_path)
+
+    async def play() -> None:
+        await on.publish(1)
+        await on.publish(2)
+        assert await on.seen() == [[1, 2], [1, 2]]
+        await on.pool.workers[2].handle.die_in_the_next_load.remote("unpack")
+        await on.publish(3)
+        [lost] = on.named("worker_lost")
+        assert lost["worker"] == 2
+        await on.back()
+        assert await on.seen() == [[1, 2, 3], [3]]
+        await on.publish(4)
+        assert await on.seen() == [[1, 2, 3, 4], [3, 4]]
+
+    on.run(play)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(kind: str, tmp_path: Path) -> None:
+    on = stage(kind, tmp_path)
+
+    async def play() -> None:
+        await on.publish(1)
+        await on.policy.ranks[0].lie.remote("layer.3")
+        with pytest.raises(
+            PublicationError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"
+        ):
+            await on.publish(2)
+        assert await on.seen() == [[1], [1]]
+        assert not on.named("broadcast_failed"), "another way would bring the same"
+        await on.policy.ranks[0].lie.remote("")
+        await on.publish(3)
+        assert await on.seen() == [[1, 3], [1, 3]]
+
+    on.run(play)
+
+
+def halves(kind: str, folder: Path) -> tuple[Publication[Any], Any]:
+    """A packed version, and a receiver, in this process."""
+    config = RunConfig.model_validate(settings(folder, folder))
+    publish = type(config.publish).model_validate({"transport": chosen(kind, folder)})
+    made = transport(publish.transport, folder)
+    return made.sender("127.0.0.1").pack(Version(0, 1), weights(Version(0, 1))), made.receiver()
+
+
+def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:
+    """It is paused while it loads, and resumed when that fails."""
+    if kind == "cuda_ipc":
+        pytest.skip("a process cannot open its own memory's handles")
+    packed, receiver = halves(kind, tmp_path)
+
+    class Refusing(Engine):
+        async def load(self, manifest: Manifest, tensors: Any) -> None:
+            await super().load(manifest, tensors)
+            raise PublicationError("of another model")
+
+    async def take(engine: Any) -> None:
+        await receiver.take(engine, packed.manifest, packed.source)
+
+    good, bad = Engine(), Refusing()
+    asyncio.run(take(good))
+    assert not good.paused
+    with pytest.raises(PublicationError, match="of another model"):
+        asyncio.run(take(bad))
+    assert not bad.paused
+    assert [loaded.version for loaded, _ in bad.loaded] == [Version(0, 1)]
+
+
+def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(write_snippets("bring_your_own/transport.md", tmp_path)))
+    written = yaml.safe_load((tmp_path / "transport.yaml").read_text())
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
+    check_components(config)
+    assert isinstance(transport(config.publish.transport, tmp_path), Transport)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"kind": "objct_store"}, r"publish\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
+        ({"kind": "collective", "bukket_bytes": 1}, r"publish\.transport\.bukket_bytes: unknown key; did you mean `bucket_bytes`"),
+        ({"use": "pathlib:Path"}, r"publish\.transport: use: 'pathlib:Path' has no nested Settings class"),
+        ({"use": "rayloop.envs.single_turn:SingleTurn"}, "has no method sender and no receiver and no deliver"),
+        ({"use": "x:y", "wit": {}}, r"publish\.transport\.wit: unknown key; did you mean `with`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_choice_is_named(wrong: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, publish={"transport": wrong})))
+    with pytest.raises(ConfigError, match=told):
+        read(path, [])
