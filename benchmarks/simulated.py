@@ -101,9 +101,9 @@ class SimulatedServices(TrainingServices):
         self.world = create(World, options, self.load, self.latencies)
         world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
-        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._event, admit_engine)
+        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._tell, admit_engine)
         self.environment, self.reward = (
-            Pool(role, 4, lambda _: world, settings, self._event) for role in ("environment", "reward")
+            Pool(role, 4, lambda _: world, settings, self._tell) for role in ("environment", "reward")
         )
         self.pools = [self.rollout, self.environment, self.reward]
         self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]

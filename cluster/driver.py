@@ -31,6 +31,7 @@ from cluster.loop.state import capture, complete_references, reinstate
 from cluster.loop.watchdog import watch
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
+from rayloop.core import events, incidents
 from rayloop.core.background import background, decisive, timed
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import (
@@ -84,7 +85,7 @@ class Driver(Actor):
         self.services = TrainingServices(config, folder, self.reporter.event)
         self.publisher = Publisher(config, self.services, self.reporter)
         self.checkpoints = CheckpointStore(
-            self.folder / "checkpoints", config.checkpoint.keep, lambda why: self.reporter.event("warning", why=why)
+            self.folder / "checkpoints", config.checkpoint.keep, lambda why: self.reporter.event(incidents.Warning(why))
         )
 
     def prepare(self) -> None:
@@ -92,7 +93,7 @@ class Driver(Actor):
         self.production = Production(self.config, self.ledger, self.reporter)
         c = self.config
         for why in filter(None, (on_training_rows(c), never_evaluated(c), wasteful(c))):
-            self.reporter.event("warning", why=why)
+            self.reporter.event(incidents.Warning(why))
         self.held_out = (
             [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
         )
@@ -175,7 +176,7 @@ class Driver(Actor):
 
     def ended(self, end: RayloopError) -> RayloopError:
         if isinstance(end, Preempted):
-            self.reporter.event("preempted", ledger=self.ledger.counts())
+            self.reporter.event(events.Preempted(self.ledger.counts()))
         else:
             self.failed(end)
         return end
@@ -185,7 +186,7 @@ class Driver(Actor):
         return self.saved is not None and self.saved[0] == self.version and complete(self.saved[1].folder) is not None
 
     def failed(self, why: BaseException) -> None:
-        self.reporter.event("failed", error=type(why).__name__, why=str(why), ledger=self.ledger.counts())
+        self.reporter.event(events.Failed(type(why).__name__, why=str(why), ledger=self.ledger.counts()))
 
     async def run_and_rebuild(self) -> None:
         """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
@@ -195,7 +196,7 @@ class Driver(Actor):
                     await self.rebuild()
                 return await self.run()
             except PolicyLost as error:
-                self.reporter.event("policy_lost", why=str(error))
+                self.reporter.event(incidents.PolicyLost(why=str(error)))
                 self.lost = True
                 if restarts == self.config.recovery.policy_restarts:
                     raise
@@ -204,7 +205,7 @@ class Driver(Actor):
         """Replace all ranks of the policy."""
         began = time.monotonic()
         await until_stopped(self.stopping, self.services.policy.rebuild())
-        self.reporter.event("policy_rebuilt", seconds=round(time.monotonic() - began, 3))
+        self.reporter.event(incidents.PolicyRebuilt(seconds=round(time.monotonic() - began, 3)))
 
     async def restore(self) -> None:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
@@ -216,9 +217,9 @@ class Driver(Actor):
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
-            self.reporter.event("changed", values=changed)
+            self.reporter.event(incidents.Changed(changed))
         if self.step >= self.config.steps:
-            self.reporter.event("already_done", advice=f"raise steps above {self.step} to go on")
+            self.reporter.event(incidents.AlreadyDone(advice=f"raise steps above {self.step} to go on"))
         self.version, self.lost = Version(lineage, self.step), False
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
             self.saved = self.version, checkpoint
@@ -315,7 +316,7 @@ class Driver(Actor):
         try:
             items = await until_stopped(self.stopping, playing)
         except Preempted:
-            return self.reporter.event("evaluation_stopped")  # the run that continues begins with it
+            return self.reporter.event(incidents.EvaluationStopped())  # the run that continues begins with it
         self.owes_evaluation = False
         if controls:
             items += blind(self.config, self.production.dataset, self.held_out)
@@ -365,12 +366,10 @@ class Driver(Actor):
             ours = about(self.config, self.hashes, len(self.production.dataset), self.reporter.best)
             saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save, ours)
             self.failed_saves, self.saved = 0, (self.version, saved)
-            self.reporter.event(
-                "checkpoint", step=self.step, folder=saved.folder.name, seconds=round(time.monotonic() - began, 3)
-            )
+            self.reporter.event(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), self.step)
         except CheckpointError as error:
             self.failed_saves += 1
-            self.reporter.event("checkpoint_failed", step=self.step, failures=self.failed_saves, why=str(error))
+            self.reporter.event(incidents.CheckpointFailed(self.failed_saves, why=str(error)), self.step)
             if self.failed_saves > self.config.checkpoint.max_failures or last:
                 raise
 
@@ -380,9 +379,9 @@ class Driver(Actor):
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
         return await self.player.replace_engine(episode, lost, why)
 
-    async def updates(self, since: int) -> tuple[list[tuple[str, Any]], str]:
-        """For the console: what was reported after the first ``since`` reports, and what is being done now."""
-        return self.reporter.updates[since:], doing(self)
+    async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
+        """For the console: how many reports there have been, those after the first ``since``, and what is being done now."""
+        return *self.reporter.updates.since(since), doing(self)
 
     async def workers(self) -> dict[str, list[Handle[Any]]]:
         """Live actor handles by role (for monitoring and fault injection)."""

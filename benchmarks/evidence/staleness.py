@@ -22,6 +22,7 @@ from statistics import mean
 from typing import Any
 
 from rayloop.core.background import background
+from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState
 from rayloop.core.ledger import Ledger
@@ -87,7 +88,7 @@ class World:
         self.lengths: dict[int, list[float]] = {}
         """Of each group's episodes, in means."""
 
-    def event(self, kind: str, **fields: Any) -> None: ...
+    def event(self, event: Event) -> None: ...
 
     def bad_row(self, failure: DataFailure) -> None:
         raise failure

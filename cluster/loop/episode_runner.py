@@ -19,7 +19,9 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.roles.pool import Calls, brief, is_lost, is_spent
 from cluster.roles.services import Services
+from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
+from rayloop.core.events import Tell
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import Group, Member, Outcome, PlayFailed, Unscored, UnscoredKind
 from rayloop.core.references import Ref
@@ -52,7 +54,7 @@ class EpisodeRunner:
         config: RunConfig,
         services: Services,
         driver: Handle[LeasesEngines],
-        on_event: Callable[..., None],
+        tell: Tell,
         on_bad_data: BadData | None = None,
         blame: Blame | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class EpisodeRunner:
         self.evaluation: tuple[int, int] | None = None
         """Answers there and asked for, during an evaluation."""
         self.admission = ConcurrencyLimit()
-        self._driver, self._event, self._bad_data = driver, on_event, on_bad_data or self.tell_bad_data
+        self._driver, self._tell, self._bad_data = driver, tell, on_bad_data or self.tell_bad_data
         self._engines: dict[str, int] = {}
         self.blame = blame or Blame(config.environment)
 
@@ -72,7 +74,7 @@ class EpisodeRunner:
 
     def tell_bad_data(self, task: Task, path: str, reason: str) -> None:
         """An event, for tasks that nobody trains on: their ids say nothing about tasks of the training file."""
-        self._event("bad_data", task=task.id, path=path, why=reason)
+        self._tell(incidents.BadData(task.id, path, why=reason))
 
     async def play(
         self,
@@ -150,7 +152,7 @@ class EpisodeRunner:
                 avoid.engines.add(engine.slot)
             elif failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
                 break
-            self._event("episode_failed", trajectory=str(request.id), attempt=attempt, why=why)
+            self._tell(incidents.EpisodeFailed(str(request.id), attempt, why=why))
             avoid.environments.add(lease.slot)
             paid += failed.own or bad or lease.worker not in self.services.environment.ended
             if paid >= (max(attempts, 2) if bad else attempts) or (failed.bug and why == before):
@@ -271,7 +273,7 @@ class EpisodeRunner:
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):
                 raise
-            self._event("rollouts_not_written", group=group.issue, why=brief(error))
+            self._tell(incidents.RolloutsNotWritten(group.issue, why=brief(error)))
             return [], {}
 
 

@@ -14,6 +14,7 @@ from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
+from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PublicationError, WorkerLost
 from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
@@ -70,7 +71,7 @@ class Publisher:
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """The transport's own way failed; a slower one follows."""
-        self.reporter.event("broadcast_failed", version=str(version), why=brief(error))
+        self.reporter.event(incidents.BroadcastFailed(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Bring a new engine to the current weights (none before the first publication)."""
@@ -93,13 +94,13 @@ class Publisher:
         except (ParityError, PublicationError) as error:
             if self.config.publish.parity == "stop":
                 raise
-            self.reporter.event("parity_warning", why=str(error))
+            self.reporter.event(incidents.ParityWarning(why=str(error)))
             await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
 
     async def _parity(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, "parity")
         found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
-        self.reporter.event("parity", **found.report(), tolerance=self.config.tolerance)
+        self.reporter.event(events.Parity(**found.report(), tolerance=self.config.tolerance))
         if not found.mean <= self.config.tolerance:
             raise ParityError(
                 f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
@@ -128,9 +129,9 @@ class Publisher:
                 raise WorkerLost(f"none of {len(chosen)} tasks could be played")
             found = await self.services.policy.compare(payloads)
         except WorkerLost as error:
-            self.reporter.event("drift_unknown", why=str(error))
+            self.reporter.event(incidents.DriftUnknown(why=str(error)))
             return None
-        self.reporter.event("parity", **found.report(), tolerance=self.config.drift)
+        self.reporter.event(events.Parity(**found.report(), tolerance=self.config.drift))
         return found.mean
 
     async def _play(self, task: Task, group: int, player: EpisodeRunner, step: int) -> Any:
@@ -143,7 +144,7 @@ class Publisher:
             player.blame.forget(group)
         if not isinstance(played, PlayFailed):
             return played[1]
-        self.reporter.event("probe_failed", purpose="drift", task=task.id, why=played.outcome.reason)
+        self.reporter.event(incidents.ProbeFailed("drift", task.id, why=played.outcome.reason))
         return None
 
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
@@ -152,7 +153,7 @@ class Publisher:
         groups = await self.services.policy.parameter_groups()
         for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not images:
-                self.reporter.event("self_test", group=group, skipped="no probe has an image")
+                self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
                 continue
             try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
                 await self.services.policy.perturb(group)
@@ -161,7 +162,7 @@ class Publisher:
                 follows = await self.services.policy.compare(await self._probe(tasks, player, group))
             finally:
                 await self.services.policy.restore_parameters()
-            self.reporter.event("self_test", group=group, moved=moved.mean, follows=follows.mean)
+            self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
             self._judge(group, moved, follows)
         await self.publish(version)
 
@@ -203,7 +204,7 @@ class Publisher:
             if isinstance(played, PlayFailed):
                 failed.append(played.outcome)
                 self._unplayable.add(task.id)
-                self.reporter.event("probe_failed", purpose=purpose, task=task.id, why=played.outcome.reason)
+                self.reporter.event(incidents.ProbeFailed(purpose, task.id, why=played.outcome.reason))
             else:
                 payloads.append(played[1])
         if not payloads:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from actors.base import Actor, dump
 from actors.handles import Handle, submit
+from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Wait
+from rayloop.core.events import Tell
 from rayloop.core.failures import Stalled
 from rayloop.run.config import RecoverySettings
 
@@ -23,7 +25,7 @@ SHOWN = 8
 
 
 async def watch(
-    settings: RecoverySettings, phase: Callable[[], str], on_event: Callable[..., None], folder: Path
+    settings: RecoverySettings, phase: Callable[[], str], tell: Tell, folder: Path
 ) -> None:  # fmt: skip
     """Report a stall after ``stall_report`` seconds, again after twice as long, and so on.
 
@@ -37,16 +39,16 @@ async def watch(
                 due = settings.stall_report
             await asyncio.sleep(LOOK)
         waiting = WAITS.oldest()[:SHOWN]
-        named = "; ".join(_tell(wait) for wait in waiting) or "nothing that is known"
+        named = "; ".join(_worded(wait) for wait in waiting) or "nothing that is known"
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
         file.write_text(await _stacks(waiting))
-        on_event("stalled", phase=phase(), seconds=round(quiet, 1), awaited=named, stacks=f"{folder.name}/{file.name}")
+        tell(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=f"{folder.name}/{file.name}"))
         due = 2 * due
 
 
-def _tell(wait: Wait) -> str:
+def _worded(wait: Wait) -> str:
     return f"{wait.what} for {time.monotonic() - wait.since:.0f} s"
 
 

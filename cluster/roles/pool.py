@@ -20,7 +20,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from actors.handles import Handle, submit, submit_split
 from actors.lease import Lease
 from actors.lost import cause, object_lost
+from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
+from rayloop.core.events import Tell
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
 from rayloop.core.references import Ref
 from rayloop.run.config import RecoverySettings
@@ -88,7 +90,7 @@ class Pool(Generic[A]):
         size: int,
         spawn: Callable[[int], Handle[A]],
         settings: RecoverySettings,
-        on_event: Callable[..., None],
+        tell: Tell,
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
     ) -> None:
         self.role, self.size, self.settings = role, size, settings
@@ -99,7 +101,7 @@ class Pool(Generic[A]):
         self._charged = 0
         self._misses: dict[int, int] = {}
         self._leases = 0
-        self._spawn, self._admit, self._event = spawn, admit, on_event
+        self._spawn, self._admit, self._tell = spawn, admit, tell
         self._serial = 0
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -178,7 +180,7 @@ class Pool(Generic[A]):
             return
         self._misses[worker.slot] = worker.misses
         ray.kill(worker.handle)
-        self._event("worker_lost", role=self.role, worker=serial, why=str(why))
+        self._tell(incidents.WorkerLost(self.role, serial, why=str(why)))
         task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -197,13 +199,13 @@ class Pool(Generic[A]):
                     )
                 await self._start(slot)
             except (*LOST, WorkerStartFailed) as error:
-                self._event("replacement_failed", role=self.role, worker=serial, why=str(error))
+                self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
                 continue
             except Exception as error:
                 self._failure = cause(error)
                 self._changed.set()
                 return
-            self._event("worker_replaced", role=self.role, worker=serial, seconds=round(time.monotonic() - began, 3))
+            self._tell(incidents.WorkerReplaced(self.role, serial, seconds=round(time.monotonic() - began, 3)))
             return
 
     def within(self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None) -> Calls[A]:

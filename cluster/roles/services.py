@@ -22,7 +22,9 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool, Pooled
+from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
+from rayloop.core.events import Tell
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 from rayloop.run.config import Placement, RunConfig
 
@@ -70,9 +72,7 @@ def total(each: list[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-async def reserve(
-    config: RunConfig, name: str, wanted: list[dict[str, float]], on_event: Callable[..., None]
-) -> PlacementGroup:
+async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], tell: Tell) -> PlacementGroup:
     """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
 
     Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
@@ -82,7 +82,7 @@ async def reserve(
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
     if short := _short(wanted):
-        on_event("waiting_for_resources", seconds=timeout, lacks=short)
+        tell(incidents.WaitingForResources(lacks=short, seconds=timeout))
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
         await with_deadline(timeout, group.ready(), f"the placement of {len(wanted)} actors")
@@ -119,9 +119,9 @@ class Services:
 
     trains = False
 
-    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
+    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
         self.config, self.folder = config, folder
-        self._event = on_event
+        self._tell = tell
         self._group: PlacementGroup | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
         self.weights = f"{folder}/weights"
@@ -133,8 +133,8 @@ class Services:
     async def start(self, admit_engine: Callable[[Handle[RolloutActor]], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c, began = self.config, time.monotonic()
-        self._event("starting", actors=dict(Counter(role for role, _ in demand(c, self.trains))))
-        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._event)
+        self._tell(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
+        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._tell)
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
             lambda options: create(RolloutActor, options, c.model, c.engine, c.publish.transport, self.weights),
@@ -150,7 +150,7 @@ class Services:
         )  # fmt: skip
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
-        self._event("started", seconds=round(time.monotonic() - began, 1))
+        self._tell(events.Started(seconds=round(time.monotonic() - began, 1)))
 
     def _starts(self) -> list[Awaitable[None]]:
         return [self._up(pool.start(), pool.size) for pool in self.pools]
@@ -168,7 +168,7 @@ class Services:
         def spawn(slot: int) -> Handle[A]:
             return make(self._options(role, slot, placement))
 
-        return Pool(role, size, spawn, self.config.recovery, self._event, admit)
+        return Pool(role, size, spawn, self.config.recovery, self._tell, admit)
 
     def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
         """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
@@ -200,8 +200,8 @@ class TrainingServices(Services):
 
     trains = True
 
-    def __init__(self, config: RunConfig, folder: str, on_event: Callable[..., None]) -> None:
-        super().__init__(config, folder, on_event)
+    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
+        super().__init__(config, folder, tell)
         c = config
         settings = RankSettings(
             c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,

@@ -22,13 +22,17 @@ from cluster.loop.evaluation import play
 from cluster.roles.services import Services, bundles, total
 from cluster.roles.session import session
 from rayloop.config.settings import dump
+from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
+from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import serves_its_own_weights
+from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import Item, summarise, table
 from rayloop.run.config import RunConfig
+from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays
 from rayloop.run.jsonl import JsonLines
@@ -94,7 +98,7 @@ class Evaluator(Actor):
     def __init__(self, config: RunConfig, out: str) -> None:
         publish = config.publish.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
         self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
-        self.items, self.events = JsonLines(self.out / "items.jsonl"), JsonLines(self.out / "events.jsonl")
+        self.items, self.events = JsonLines(self.out / "items.jsonl"), EventLog(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
         self.weights: Publication[Any] | None = None
         self.why = self.trace = ""
@@ -104,9 +108,9 @@ class Evaluator(Actor):
 
         Returns why the first of these has none; "" when all have one.
         """
-        services = Services(self.config, str(self.out), self._event)
+        services = Services(self.config, str(self.out), self._tell)
         me = ray.get_runtime_context().current_actor
-        self.player = EpisodeRunner(self.config, services, me, self._event)
+        self.player = EpisodeRunner(self.config, services, me, self._tell)
         try:
             if not serves_its_own_weights(self.config.rollout.engine):
                 self.weights = await asyncio.to_thread(self._pack)
@@ -134,7 +138,7 @@ class Evaluator(Actor):
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:
             self.why = self.why or f"{item.task}: {item.unscored}"
-            self._event("unscored", arm=item.arm, task=item.task, why=item.unscored)
+            self._tell(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
             return
         self.images.keep(images)
         self.items.append(dataclasses.asdict(item))
@@ -143,10 +147,10 @@ class Evaluator(Actor):
         """The first traceback of the reward."""
         if member.outcome.trace and not self.trace:
             self.trace = member.outcome.trace
-            self._event("grader_error", task=member.summary.task_id, traceback=self.trace)
+            self._tell(grader_error(member))
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"event": kind, **fields})
+    def _tell(self, event: Event) -> None:
+        self.events.append(event)
 
 
 def read_items(out: Path) -> list[Item]:

@@ -25,6 +25,7 @@ from cluster.roles.services import actor_name, bundles, total
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
 from rayloop.config.settings import dump
+from rayloop.core import events, incidents
 from rayloop.core.failures import NotSaved, RayloopError
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
@@ -64,7 +65,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     ):
         hashes = _fitting(config, folder, origin)
         with session(total(bundles(config)), address, temporary, folder.logs):
-            folder.events.append({"event": "start", "config": config_hash(config), "software": _software()})
+            folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
             result = _run(config, folder, origin, hashes, progress, check)
             draw_or_tell(folder, config.report.boxes, progress.note)
@@ -131,10 +132,9 @@ def _run(
                 raise cause(error) from error
             raise
         except (RayActorError, GetTimeoutError) as error:
-            event = {"event": "driver_lost", "restarts": restarts, "why": brief(error)}
-            folder.events.append(event)
+            lost = folder.events.append(incidents.DriverLost(restarts, why=brief(error)))
             folder.events.close()  # the next driver goes on writing it
-            progress.note(describe(event))
+            progress.note(describe(lost))
             if until() < math.inf:
                 raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
         finally:
@@ -161,7 +161,7 @@ def _follow(
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:
-            updates, doing = ray.get(submit(driver, Driver.updates, seen), timeout=patience)
+            seen, updates, doing = ray.get(submit(driver, Driver.updates, seen), timeout=patience)
             heard = time.monotonic()
         except RayActorError:
             updates, doing = [], ""  # ``running`` will tell
@@ -175,7 +175,6 @@ def _follow(
                 "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
                 f"and a checkpoint; {origin.again()}"
             )
-        seen += len(updates)
         for kind, record in updates:
             if kind == "step":
                 progress.step(record)

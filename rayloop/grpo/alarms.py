@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, ClassVar
@@ -18,6 +18,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
+from rayloop.core import incidents
+from rayloop.core.events import Tell
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
@@ -101,12 +103,12 @@ class _Seen:
 class Alarms:
     """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of every step's metrics.
 
-    ``tell(event, **fields)`` gets an ``alarm`` when a limit is passed (again only after it was well), a ``grader_error`` with the
-    first traceback, and an ``unscored`` for the first trajectory of each kind. All but ``lost`` raise AlarmStopped,
+    ``tell`` gets an ``Alarm`` when a limit is passed (again only after it was well), a ``GraderError`` with the
+    first traceback, and an ``Unscored`` for the first trajectory of each kind. All but ``lost`` raise AlarmStopped,
     ``groups`` also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
-    def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Callable[..., None]) -> None:
+    def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Tell) -> None:
         """``drift``: where the log-prob alarm warns. ``reward``: the dotted name of the reward, for messages."""
         self.settings, self._reward, self._tell = settings, reward, tell
         given = settings.logprobs
@@ -180,13 +182,13 @@ class Alarms:
         self._raise_or_tell("logprobs", {"logprobs": (value, self._drift_limit, text)})
 
     def _first_of_its_kind(self, member: Member) -> None:
-        outcome, where = member.outcome, {"trajectory": str(member.summary.id), "task": member.summary.task_id}
+        outcome, trajectory, task = member.outcome, str(member.summary.id), member.summary.task_id
         if outcome.trace and not self._trace:
             self._trace = outcome.trace
-            self._tell("grader_error", **where, why=_last_line(outcome.trace), traceback=outcome.trace)
+            self._tell(grader_error(member))
         if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
             self._kinds.add(outcome.kind)
-            self._tell("unscored", **where, outcome=str(outcome.kind), why=outcome.reason)
+            self._tell(incidents.Unscored(trajectory, task, str(outcome.kind), outcome.reason))
 
     def _first_group(self, members: Sequence[Member]) -> None:
         if self.graded:
@@ -248,7 +250,7 @@ class Alarms:
             if _above(value, limit.stop):
                 raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
             if f"{kind} {name}" in now - self._active:
-                self._tell("alarm", alarm=name, why=text)
+                self._tell(incidents.Alarm(name, why=text))
         self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
 
 
@@ -271,6 +273,12 @@ def _above(value: float, limit: float | None) -> bool:
 def _grader_raised(member: Member) -> bool:
     """Not with ``reward.on_error: fail``: then it is the policy's doing by order, and an alarm about the flag tells."""
     return isinstance(member.outcome, Unscored) and member.outcome.kind is UnscoredKind.GRADER_ERROR
+
+
+def grader_error(member: Member) -> incidents.GraderError:
+    """What is told of a trajectory on which the reward raised."""
+    trace = member.outcome.trace
+    return incidents.GraderError(str(member.summary.id), member.summary.task_id, _last_line(trace), trace)
 
 
 def _last_line(trace: str) -> str:

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from rayloop.core import incidents
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, Preempted
 from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -76,7 +77,7 @@ class Production:
         assert path is not None
         dataset = Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
         if warning := dataset.warning():
-            reporter.event("data_warning", why=warning)
+            reporter.event(incidents.DataWarning(why=warning))
         return dataset
 
     # Starting groups -----------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ class Production:
 
         They are made up for at no cost to the step's budget, which is about filters, as often as that has groups.
         """
-        self.reporter.event("payload_lost", trajectories=sorted(map(str, ids)))
+        self.reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         live = [id for id in ids if self.ledger.state_of(id) is not None]  # the others are stored for replay
         self.alarms.lost(live)
         again = min(math.ceil(len(live) / self.config.algorithm.group_size), self._budget - self._made_up_for)

@@ -17,6 +17,7 @@ from typing import Any
 from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory
+from rayloop.run.events import EventLog
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.run.lock import RunLock
 
@@ -28,7 +29,7 @@ class RunFolder:
         self.path = Path(root) / name
         self.config = self.path / "config.yaml"
         self.metrics = JsonLines(self.path / "metrics.jsonl")
-        self.events = JsonLines(self.path / "events.jsonl")
+        self.events = EventLog(self.path / "events.jsonl")
         self.quarantine = JsonLines(self.path / "quarantine.jsonl")
         self.rollouts = RolloutDump(self.path / "rollouts")
         self.evaluations = RolloutDump(self.path / "evaluations")
@@ -93,8 +94,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the record files; a later append opens them again."""
-        for records in (self.metrics, self.events, self.quarantine):
+        for records in (self.metrics, self.quarantine):
             records.close()
+        self.events.close()
 
 
 def make_folder(path: Path, choice: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayloop.config.settings import dump
+from rayloop.core import events, incidents
+from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group
 from rayloop.grpo.staleness import LengthRatio
@@ -23,13 +26,38 @@ Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 """Makes a logger, of the run's name and configuration."""
 
 
+class Updates:
+    """What was reported last, for a console that asks again and again: ("event", record) or ("step", metrics), numbered from 0.
+
+    Only the newest ``KEPT`` are held; a console that was away for longer misses those before, which are in the run folder.
+    """
+
+    KEPT = 1000
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[str, dict[str, Any]]] = deque(maxlen=self.KEPT)
+        self.total = 0
+
+    def append(self, update: tuple[str, dict[str, Any]]) -> None:
+        self._newest.append(update)
+        self.total += 1
+
+    def since(self, number: int) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+        """How many there have been, and those from this number on, as far as they are held."""
+        held = list(self._newest)
+        return self.total, held[max(0, len(held) - (self.total - number)) :]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return iter(self._newest)
+
+
 class Reporter:
-    """Writes the run folder. ``updates`` is what the console polls: ("event", record) or ("step", metrics)."""
+    """Writes the run folder. ``updates`` is what the console polls."""
 
     def __init__(self, config: RunConfig, folder: Path, open_logger: Open) -> None:
         self.config = config
         self.folder = RunFolder.at(folder)
-        self.updates: list[tuple[str, Any]] = []
+        self.updates = Updates()
         self._evaluation: dict[str, float] = {}
         self.best: dict[str, float] | None = None
         """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
@@ -39,24 +67,23 @@ class Reporter:
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
             lambda chosen: open_logger(chosen, config.name, shown, self.folder),
-            lambda kind, why: self.event("logger_failed", logger=kind, why=why),
+            lambda kind, why: self.event(incidents.LoggerFailed(kind, why)),
         )
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened once, with the step during which it did."""
-        record = {"event": kind, "step": self._step, **fields}
-        self.folder.events.append(record)
+    def event(self, event: Event, step: int | None = None) -> None:
+        """Something that happened once, after ``step`` (default: the last one on record)."""
+        record = self.folder.events.append(event, self._step if step is None else step)
         self.updates.append(("event", record))
 
     def bad_row(self, failure: DataFailure) -> None:
-        record = {"path": failure.path, "reason": failure.reason}
-        self.folder.quarantine.append(record)
-        self.updates.append(("event", {"event": "quarantined", **record}))
+        told = incidents.Quarantined(failure.path, failure.reason).record()
+        self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
+        self.updates.append(("event", told))
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""
         ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
-        self.folder.events.append({"event": "trained", "step": step, "groups": ids})
+        self.folder.events.append(events.Trained(ids), step)
 
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
         """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside.
@@ -67,7 +94,7 @@ class Reporter:
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
         restored = checkpoint.folder.name if checkpoint else None
-        self.event("begin", lineage=lineage, restored=restored, superseded_records=moved, best=self.best)
+        self.event(events.Begin(lineage, restored, superseded_records=moved, best=self.best))
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
@@ -79,9 +106,9 @@ class Reporter:
             self.best = {"reward": reward, "step": step}
         if self.best is not None:
             self._evaluation |= {"val/best": self.best["reward"], "val/best_step": float(self.best["step"])}
-        self.event("evaluated", step=step, **self._evaluation)
+        self.event(events.Evaluated(self._evaluation), step)
         if summary["differences"]:
-            self.event("controls", step=step, **summary)
+            self.event(events.Controls(**summary), step)
 
     def step(
         self, step: int, report: Mapping[str, float], collected: Collected, ledger: Mapping[str, int],
@@ -124,6 +151,6 @@ class Reporter:
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
         """The run's last word."""
-        self.event("finished", ledger=dict(ledger))
+        self.event(events.Finished(dict(ledger)))
         self.folder.close()
         return {"steps": step, "ledger": dict(ledger)}

@@ -83,7 +83,7 @@ def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, a
 
 async def probe(made: World, purpose: str = "parity") -> list[Any]:
     """What the proof at the start does first: an episode on each of the first tasks."""
-    reporter: Any = SimpleNamespace(event=made._event)
+    reporter: Any = SimpleNamespace(event=made._tell)
     player = await made.player()
     publisher = Publisher(made.config, player.services, reporter)
     return await publisher._probe(made.production.probe_tasks(), player, purpose)
@@ -110,7 +110,7 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
     made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
 
     async def twice() -> None:
-        reporter: Any = SimpleNamespace(event=made._event)
+        reporter: Any = SimpleNamespace(event=made._tell)
         player = await made.player()
         publisher = Publisher(made.config, player.services, reporter)
         for purpose in ("parity", "language"):
@@ -190,7 +190,7 @@ def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make) -> 
 
     async def two() -> None:
         player = await made.player()
-        publisher = Publisher(made.config, player.services, SimpleNamespace(event=made._event))  # type: ignore[arg-type]
+        publisher = Publisher(made.config, player.services, SimpleNamespace(event=made._tell))  # type: ignore[arg-type]
         bad, good = made.production.dataset[3], made.production.dataset[4]
         assert len(await publisher._probe([bad, good], player, "parity")) == 1
         assert len(await publisher._probe([good], player, "language")) == 1

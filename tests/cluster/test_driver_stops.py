@@ -246,7 +246,7 @@ def test_75_means_that_this_very_step_is_on_disk(
     with pytest.raises(RayloopError, match=says) as raised:
         asyncio.run(driver.main())
     assert raised.value.exit_code == code
-    last = driver.reporter.updates[-1][1]["event"]
+    last = list(driver.reporter.updates)[-1][1]["event"]
     assert last == ("preempted" if code == 75 else "failed")
 
 
@@ -291,7 +291,7 @@ def test_a_stop_while_the_actors_start_saves_nothing(
         asyncio.run(driver.main())
     assert raised.value.exit_code == code
     assert sorted(path.name for path in driver.checkpoints.folder.iterdir()) == before
-    assert driver.reporter.updates[-1][1]["event"] == ("preempted" if code == 75 else "failed")
+    assert list(driver.reporter.updates)[-1][1]["event"] == ("preempted" if code == 75 else "failed")
 
 
 @pytest.mark.parametrize(("whose", "saves"), [("run", False), ("other", False), ("run", True)])

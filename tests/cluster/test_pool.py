@@ -21,6 +21,7 @@ from actors.handles import create, submit
 from actors.lost import cause
 from cluster.roles.pool import Pool
 from cluster.roles.services import bundles, reserve
+from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.launch.ray_variables import SUBREAPER
 from rayloop.run.config import RecoverySettings, RunConfig
@@ -71,14 +72,14 @@ class Fixture:
         self.spawned = 0
         self.good = good
         recovery = RecoverySettings(replacements=replacements, start_timeout=30.0, health_timeout=2.0)
-        self.pool = Pool("tester", size, self._spawn, recovery, self._event, admit)
+        self.pool = Pool("tester", size, self._spawn, recovery, self._tell, admit)
 
     def _spawn(self, slot: int) -> Any:
         self.spawned += 1
         return create(Worker, {"num_cpus": 1}, self.spawned > self.good)
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"event": kind, **fields})
+    def _tell(self, event: Event) -> None:
+        self.events.append(event.record())
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
@@ -239,7 +240,9 @@ def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     events = []
     with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
         asyncio.run(
-            reserve(config, "too large", bundles(config), lambda kind, **fields: events.append((kind, fields["lacks"])))
+            reserve(
+                config, "too large", bundles(config), lambda event: events.append((event.kind, event.record()["lacks"]))
+            )
         )
     assert events == [("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")]
 

@@ -15,6 +15,7 @@ import pytest
 import cluster.loop.state
 from benchmarks.evidence.staleness import VirtualLoop
 from rayloop.core.background import background
+from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -35,8 +36,8 @@ class Reporter:
         self.bad: list[DataFailure] = []
         self.events: list[tuple[str, str]] = []
 
-    def event(self, kind: str, *, why: str = "", **fields: Any) -> None:
-        self.events.append((kind, why))
+    def event(self, event: Event) -> None:
+        self.events.append((event.kind, event.record().get("why", "")))
 
     def bad_row(self, failure: DataFailure) -> None:
         self.bad.append(failure)

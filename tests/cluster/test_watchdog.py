@@ -29,7 +29,7 @@ def watched(work: Coroutine[Any, Any, Any], folder: Path, **settings: float) -> 
     async def run() -> None:
         recovery = RecoverySettings(**settings)
         watching = asyncio.create_task(
-            watch(recovery, lambda: "gen", lambda kind, **fields: events.append({"event": kind, **fields}), folder)
+            watch(recovery, lambda: "gen", lambda event: events.append(event.record()), folder)
         )
         working = asyncio.create_task(work)
         done, pending = await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)

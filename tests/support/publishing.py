@@ -20,6 +20,7 @@ from actors.rollout import RolloutActor
 from cluster.loop.publication import Publisher
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
+from rayloop.core.events import Event
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
@@ -126,14 +127,14 @@ class Stage:
             size,
             lambda _: receiving.options(max_concurrency=10).remote(c, where),
             c.recovery,
-            self._event,
+            self._tell,
             self._admit,
         )
         services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where)
-        self.publisher = Publisher(c, services, SimpleNamespace(event=self._event))  # type: ignore[arg-type]
+        self.publisher = Publisher(c, services, SimpleNamespace(event=self._tell))  # type: ignore[arg-type]
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"event": kind, **fields})
+    def _tell(self, event: Event) -> None:
+        self.events.append(event.record())
 
     async def _admit(self, engine: Any) -> None:
         await self.publisher.admit(engine)

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
+from rayloop.run import events, metrics
 from recipes.digits.data import rows
 
 ROOT = Path(__file__).parents[2]
@@ -102,11 +103,17 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return self.records("events")
+        """Raises AssertionError when one of them is not as the table of events says (docs/events.md)."""
+        found = self.records("events")
+        assert events.validate(found) == ()
+        return found
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return self.records("metrics")
+        """Raises AssertionError when one of them is not in the table of metrics (docs/metrics.md)."""
+        found = self.records("metrics")
+        assert metrics.validate({name for record in found for name in record} - {"schema_version", "time"}) == ()
+        return found
 
     @property
     def text(self) -> str:
@@ -158,6 +165,7 @@ class Run:
         """The run ends with this code, and nothing is left behind."""
         found = self.wait(deadline)
         assert found == code, self.text
+        _ = self.events, self.metrics  # each is compared with its table
         self.nothing_left_behind()
 
     def killed(self) -> None:

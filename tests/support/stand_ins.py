@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.roles.pool import Pool
 from rayloop.core.background import background
+from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, PlayFailed, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -89,20 +90,21 @@ class World:
         self.bad: list[DataFailure] = []
         self.version = Version(1, 0)
         self.ledger = Ledger()
-        reporter: Any = SimpleNamespace(event=self._event, bad_row=self.bad.append)
+        reporter: Any = SimpleNamespace(event=self._tell, bad_row=self.bad.append)
         self.production = Production(self.config, self.ledger, reporter)
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.events.append((kind, fields))
+    def _tell(self, event: Event) -> None:
+        fields = event.record()
+        self.events.append((fields.pop("event"), fields))
 
     def _pool(self, role: str, size: int) -> Pool:
         def spawn(slot: int) -> Handle:
             self.spawned.append(Handle(self, slot))
             return self.spawned[-1]
 
-        return Pool(role, size, spawn, self.config.recovery, self._event)
+        return Pool(role, size, spawn, self.config.recovery, self._tell)
 
     async def score(self, actor: Handle) -> Scored | Unscored:
         """What a reward actor answers. Tests replace it."""
@@ -151,9 +153,7 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        return EpisodeRunner(
-            self.config, services, None, self._event, self.production.quarantine, self.production.blame
-        )
+        return EpisodeRunner(self.config, services, None, self._tell, self.production.quarantine, self.production.blame)
 
     async def _run(self, steps: int) -> None:
         player = await self.player()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Fate, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
@@ -32,8 +33,8 @@ class Watched:
         self.told: list[dict[str, Any]] = []
         self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._tell)
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        self.told.append({"event": event, **fields})
+    def _tell(self, event: Event) -> None:
+        self.told.append(event.record())
 
     def observe(self, members: list[Member]) -> list[str]:
         """The alarms that these members raise, in words."""

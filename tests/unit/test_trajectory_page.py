@@ -14,6 +14,7 @@ from PIL import Image
 
 from cluster.cli import main
 from rayloop.config.settings import Component
+from rayloop.core import events, incidents
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
 from rayloop.run.jsonl import encode
 from rayloop.view.page import content, write_page
@@ -59,12 +60,12 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     """A run of three steps with five groups, restored once: what the first lineage did after step 1 is superseded."""
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config(CONFIG)
-        run.events.append({"event": "start", "config": "0123abcd", "software": {"torch": "2.13"}})
-        run.events.append({"event": "begin", "step": 0, "lineage": 1, "restored": None})
+        run.events.append(events.Start("0123abcd", {"torch": "2.13"}))
+        run.events.append(events.Begin(1, None, 0, None), 0)
         for step, reward in ((0, 0.1), (2, 0.9)):
-            run.events.append({"event": "evaluated", "step": step, "val/reward/mean": reward})
-        run.events.append({"event": "begin", "step": 1, "lineage": 2, "restored": "step_000001"})
-        run.events.append({"event": "worker_lost", "step": 1, "role": "rollout", "why": NASTY})
+            run.events.append(events.Evaluated({"val/reward/mean": reward}), step)
+        run.events.append(events.Begin(2, "step_000001", 0, None), 1)
+        run.events.append(incidents.WorkerLost("rollout", 1, NASTY), 1)
         for step in (1, 2, 3):
             record = {
                 "step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1, "actor/kl": 0.01 * step,
@@ -77,13 +78,11 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         rest = [answer(g, s, "<bbox>[0.3,0.3,0.6,0.7]</bbox>", 0.5) for g in (4, 5) for s in (0, 1)]
         run.rollouts.write(1, first, {"aa" * 32: picture(60, 40)})
         run.rollouts.write(2, wrong + rest, {})
-        run.events.append({"event": "evaluated", "step": 3, "val/reward/mean": 0.6, "val/pages/reward/mean": 0.6})
+        run.events.append(events.Evaluated({"val/reward/mean": 0.6, "val/pages/reward/mean": 0.6}), 3)
         arms = {"right": {"reward": [0.6, 0.5, 0.7]}, "blind": {"reward": [0.2, 0.1, 0.3]}}
         gain = {"blind": {"reward": [0.4, 0.3, 0.5]}}
-        run.events.append({"event": "controls", "step": 3, "arms": arms, "differences": gain, "looks": True})
-        run.events.append(
-            {"event": "finished", "step": 3, "ledger": {"issued": 10, "trained": 8, "filtered[all_wrong]": 2}}
-        )
+        run.events.append(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
+        run.events.append(events.Finished({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
         yield run
 
 
@@ -187,7 +186,7 @@ def test_what_a_restore_superseded_is_left_out(folder: RunFolder) -> None:
 
 
 def test_a_run_that_goes_on_after_its_end_shows_its_newest_ledger(folder: RunFolder) -> None:
-    folder.events.append({"event": "begin", "step": 3, "lineage": 3, "restored": "step_000003"})
+    folder.events.append(events.Begin(3, "step_000003", 0, None), 3)
     folder.metrics.append({"step": 4, "ledger/issued": 14.0, "ledger/trained": 12.0})
     data = content(folder, groups=0)
     assert data["ledger"] == {"issued": 14, "trained": 12}

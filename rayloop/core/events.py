@@ -1,0 +1,166 @@
+"""Events: what happens once in a run and is told. One class for each kind, with the types of its fields.
+
+Here are those of every run, in incidents.py those that one would rather not see. ``incidents.WorkerLost`` is recorded as
+``{"event": "worker_lost", ...}`` with all of its fields. A class says what happened, what there is to do about it, and ``by``
+which file it is told; docs/events.md is made from that (rayloop/run/events.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, dataclass_transform
+
+
+@dataclass_transform(frozen_default=True)
+class Event:
+    """The base of all kinds; each is a frozen dataclass. A field without a docstring means what docs/events.md says at its top."""
+
+    kind: ClassVar[str]
+    by: ClassVar[str]
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    def __init_subclass__(cls, *, by: str) -> None:
+        dataclass(frozen=True)(cls)
+        cls.by = by
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def record(self) -> dict[str, Any]:
+        """The kind and all fields, as they are written to events.jsonl."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
+        return {"event": self.kind, **{field.name: getattr(self, field.name) for field in fields}}
+
+
+Tell: TypeAlias = Callable[[Event], None]
+"""What parts of a run are given to tell what happened."""
+
+
+class Start(Event, by="cluster/stages/train.py"):
+    """The command starts, or starts again."""
+
+    config: str
+    """16 hex digits over the configuration, the run's name and folders left out."""
+    software: Mapping[str, str]
+    """Versions of Python and of the main packages."""
+
+
+class Starting(Event, by="cluster/roles/services.py"):
+    """The actors are about to be started."""
+
+    actors: Mapping[str, int]
+    """Their number by role."""
+
+
+class Started(Event, by="cluster/roles/services.py"):
+    """All actors are ready."""
+
+    seconds: float
+
+
+class Begin(Event, by="rayloop/run/reporter.py"):
+    """A lineage begins: the start of the run, or what follows a restore."""
+
+    lineage: int
+    """1 at first, one more at each restore."""
+    restored: str | None
+    """The checkpoint; null for the start model."""
+    superseded_records: int
+    """Metrics of later steps that were moved aside."""
+    best: Mapping[str, float] | None
+    """The best held-out `reward` so far and its `step`."""
+
+
+class Parity(Event, by="cluster/loop/publication.py"):
+    """Engine and trainer were compared on fresh episodes: before the first step, and when drift would not be seen otherwise. To
+    do: see docs/algorithm.md, section 10, when `mean` is above `tolerance`."""
+
+    tokens: float
+    """Sampled tokens that were compared."""
+    mean: float
+    """Mean |log-prob difference| in nats."""
+    max: float
+    """The largest one."""
+    images: float
+    """Images in the episodes."""
+    swapped: float
+    """Mean change in the trainer when the images are exchanged."""
+    tolerance: float
+    """What is allowed of `mean`."""
+
+
+class SelfTest(Event, by="cluster/loop/publication.py"):
+    """One group of parameters was changed visibly and published; the engines must follow."""
+
+    group: str
+    """The parameters: `language`, `vision`, `merger`."""
+    moved: float | None = None
+    """Mean |log-prob change| in the trainer, in nats."""
+    follows: float | None = None
+    """What then separates the engines from it, in nats."""
+    skipped: str | None = None
+    """Why it could not be tested; null if it was."""
+
+
+class Trained(Event, by="rayloop/run/reporter.py"):
+    """A step is trained. Not shown on the terminal."""
+
+    groups: Mapping[str, Sequence[int]]
+    """Issue number: the samples that were trained."""
+
+
+class Evaluated(Event, by="rayloop/run/reporter.py"):
+    """Held-out scores. The fields are the metrics `val/...` of metrics.md, by name."""
+
+    scores: Mapping[str, float]
+
+    def record(self) -> dict[str, Any]:
+        return {"event": self.kind, **self.scores}
+
+
+class Controls(Event, by="rayloop/run/reporter.py"):
+    """Held-out scores beside those with wrong images and without. Bounds are null for fewer than 8 items. To do: read `looks`: a
+    policy that does not look learned where answers usually are."""
+
+    items: int
+    """Answers with the right image."""
+    arms: Mapping[str, Any]
+    """Arm: score: mean, and the bounds of its 95 % interval."""
+    sources: Mapping[str, Any]
+    """The right image's scores by data source."""
+    differences: Mapping[str, Any]
+    """Control: score: the right image minus it, paired."""
+    looks: bool | None
+    """Whether the right image is above every control by more than chance."""
+    unscored: int
+    """Answers without a score."""
+
+
+class Checkpoint(Event, by="cluster/driver.py"):
+    """A checkpoint is complete."""
+
+    folder: str
+    """Its name below `checkpoints/`."""
+    seconds: float
+
+
+class Finished(Event, by="rayloop/run/reporter.py"):
+    """All steps are trained."""
+
+    ledger: Mapping[str, int]
+
+
+class Preempted(Event, by="cluster/driver.py"):
+    """The run was asked to stop, and is saved. To do: start it again; it continues."""
+
+    ledger: Mapping[str, int]
+
+
+class Failed(Event, by="cluster/driver.py"):
+    """The run ended by an error. To do: repair what `why` says and start it again; it continues from its checkpoint."""
+
+    error: str
+    """Its name."""
+    why: str
+    ledger: Mapping[str, int]

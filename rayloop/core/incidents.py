@@ -1,0 +1,243 @@
+"""Incidents: the events (events.py) that one would rather not see, from a value that changed to a driver that died."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rayloop.core.events import Event
+
+
+class WaitingForResources(Event, by="cluster/roles/services.py"):
+    """The cluster has too little yet; nodes may still come. To do: join more nodes, or lower `actors` or `placement`."""
+
+    lacks: str
+    """What there is too little of."""
+    seconds: float
+    """How long it is waited for (`recovery.start_timeout`)."""
+
+
+class Changed(Event, by="cluster/driver.py"):
+    """The run continues from its checkpoint with other values. To do: check that you meant it."""
+
+    values: Mapping[str, tuple[Any, Any]]
+    """Key: then, now."""
+
+
+class AlreadyDone(Event, by="cluster/driver.py"):
+    """The restored checkpoint has all the steps that were asked for. To do: follow `advice`, or leave it."""
+
+    advice: str
+    """Which key to raise."""
+
+
+class Warning(Event, by="cluster/driver.py"):
+    """A configuration that works and is seldom meant, or an older checkpoint that could not be removed. To do: change the key
+    that `why` names, or leave it."""
+
+    why: str
+
+
+class DataWarning(Event, by="rayloop/production/production.py"):
+    """What may be wrong with a data file though its rows can be read (no answers, no images). To do: look at the file: `python -m
+    cluster data validate CONFIG`."""
+
+    why: str
+
+
+class Quarantined(Event, by="rayloop/run/reporter.py"):
+    """A training row failed and is left out. Shown on the terminal; on record in quarantine.jsonl. To do: repair the row; the run
+    goes on without it."""
+
+    path: str
+    """The file at fault, with its row."""
+    reason: str
+    """What is wrong with it."""
+
+
+class BadData(Event, by="cluster/loop/episode_runner.py"):
+    """A held-out task cannot be played. It has no score; the training task of that id is another one. To do: repair the row."""
+
+    task: str
+    path: str
+    """The file at fault."""
+    why: str
+
+
+class ParityWarning(Event, by="cluster/loop/publication.py"):
+    """Parity or the self-test failed, and `publish.parity` is warn. To do: do what `why` says before you trust the run."""
+
+    why: str
+
+
+class ProbeFailed(Event, by="cluster/loop/publication.py"):
+    """A task could not be played for one of these comparisons. To do: look at the task if it comes again; another one is
+    played."""
+
+    purpose: str
+    """`parity`, `drift`, or the group of parameters."""
+    task: str
+    why: str
+
+
+class DriftUnknown(Event, by="cluster/loop/publication.py"):
+    """Fresh episodes were to be compared, and there were none. To do: nothing; it is tried again ten steps later."""
+
+    why: str
+
+
+class BroadcastFailed(Event, by="cluster/loop/publication.py"):
+    """The ranks and engines did not all meet, or the broadcast broke: this version went through the object store. To do: when it
+    comes again and again: check the network of the ranks."""
+
+    version: str
+    """`lineage.step`."""
+    why: str
+
+
+class EvaluationStopped(Event, by="cluster/driver.py"):
+    """A stop ended an evaluation; the run that continues begins with it."""
+
+
+class CheckpointFailed(Event, by="cluster/driver.py"):
+    """A checkpoint could not be saved. To do: make room on the disk; it is tried again at the next step."""
+
+    failures: int
+    """In a row; `checkpoint.max_failures` are allowed."""
+    why: str
+
+
+class EpisodeFailed(Event, by="cluster/loop/episode_runner.py"):
+    """An episode failed through no fault of the policy: it is played again, or was given up. To do: read `why` if it comes again
+    and again: `excluded` tells how much."""
+
+    trajectory: str
+    attempt: int
+    """How often it had been issued before."""
+    why: str
+
+
+class PayloadLost(Event, by="rayloop/production/production.py"):
+    """Scored trajectories whose data went with the node that held them: excluded, and others played instead. To do: nothing; find
+    out why a node died."""
+
+    trajectories: Sequence[str]
+    """As `group/sample`."""
+
+
+class Unscored(Event, by="rayloop/grpo/alarms.py"):
+    """The first trajectory without a reward of each kind. To do: read `why`; an alarm tells when there are many."""
+
+    trajectory: str
+    task: str
+    outcome: str
+    """The kind: `timeout`, `grader_error`, ..."""
+    why: str
+
+
+class ItemUnscored(Event, by="cluster/stages/evaluate.py"):
+    """An answer of `python -m cluster eval` has no score. To do: run `eval` again with the same `--out`: it is played again."""
+
+    arm: str
+    """See run_folder.md."""
+    task: str
+    why: str
+
+
+class GraderError(Event, by="rayloop/grpo/alarms.py"):
+    """The first time that the reward raised. To do: repair the reward; look at it with `python -m cluster try CONFIG`."""
+
+    trajectory: str
+    task: str
+    why: str
+    traceback: str
+    """All of it."""
+
+
+class Alarm(Event, by="rayloop/grpo/alarms.py"):
+    """A limit of `alarms` was passed. Again only after it was well. To do: find the cause, or raise the limit when you know
+    it."""
+
+    alarm: str
+    """Which one, as below `alarms` in the configuration."""
+    why: str
+
+
+class RolloutsNotWritten(Event, by="cluster/loop/episode_runner.py"):
+    """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
+
+    group: int
+    """Its issue number."""
+    why: str
+
+
+class WorkerLost(Event, by="cluster/roles/pool.py"):
+    """An actor died, hung or is sick. It is ended, and another takes its place. To do: nothing while replacements serve; read
+    `why` when it comes again and again."""
+
+    role: str
+    worker: int
+    why: str
+
+
+class ReplacementFailed(Event, by="cluster/roles/pool.py"):
+    """The replacement of an actor did not start; another is tried. To do: read `why`; `recovery.replacements` bounds how often it
+    is tried."""
+
+    role: str
+    worker: int
+    """The serial number of the one that was lost."""
+    why: str
+
+
+class WorkerReplaced(Event, by="cluster/roles/pool.py"):
+    """The replacement of an actor serves."""
+
+    role: str
+    worker: int
+    """The serial number of the one that was lost."""
+    seconds: float
+
+
+class PolicyLost(Event, by="cluster/driver.py"):
+    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its newest checkpoint. To do: nothing
+    the first time; then read `why` and the ranks' files in `logs/`."""
+
+    why: str
+
+
+class PolicyRebuilt(Event, by="cluster/driver.py"):
+    """All ranks of the policy are new."""
+
+    seconds: float
+
+
+class DriverLost(Event, by="cluster/stages/train.py"):
+    """The driver died: another one goes on from the newest checkpoint. To do: nothing the first time; then look whether its node
+    lacks memory."""
+
+    restarts: int
+    """How often it had been replaced before."""
+    why: str
+
+
+class Stalled(Event, by="cluster/loop/watchdog.py"):
+    """Nothing that the driver waits for has ended for a while. To do: read `stacks` of what is `awaited`; the run ends at
+    `recovery.stall_timeout`."""
+
+    phase: str
+    """What the driver is doing."""
+    seconds: float
+    """How long."""
+    awaited: str
+    """The oldest waits, each with its duration."""
+    stacks: str
+    """The file with the stacks of the driver and of the awaited actors."""
+
+
+class LoggerFailed(Event, by="rayloop/run/reporter.py"):
+    """A logger is dropped for the rest of this driver's life. To do: repair it; metrics.jsonl has everything."""
+
+    logger: str
+    """Its kind."""
+    why: str

@@ -1,0 +1,112 @@
+"""The table of events: every kind is told where it says, what is recorded fits it, and docs/events.md says the same."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from cluster.loop.loggers import open_logger
+from rayloop.core import events, incidents
+from rayloop.core.failures import DataFailure
+from rayloop.run.config import RunConfig
+from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
+from rayloop.run.reporter import Reporter, Updates
+from tests.support.runs import settings
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
+MODULES = tuple(module.__name__.rpartition(".")[2] for module in PARTS.values())
+
+
+def constructed() -> dict[str, set[str]]:
+    """Class -> the files in which ``events.Class(...)`` or ``incidents.Class(...)`` is called."""
+    found = defaultdict(set)
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if module in MODULES:
+                    found[name].add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert (ROOT / "docs/events.md").read_text() == reference(), "run: python -m rayloop.run.events > docs/events.md"
+
+
+def test_every_kind_is_told_by_the_file_that_it_names_and_by_no_other() -> None:
+    assert constructed() == {cls.__name__: {cls.by} for cls in KINDS.values()}
+
+
+def test_every_kind_and_every_field_says_what_it_means() -> None:
+    silent = [kind for kind, cls in KINDS.items() if not (cls.__doc__ or "").endswith(".") or cls.__doc__ == "."]
+    silent += [f"{cls.__name__}.{name}" for cls in KINDS.values() for name in unexplained(cls)]
+    assert not silent
+
+
+def unexplained(cls: type[events.Event]) -> set[str]:
+    """Fields without a docstring that are not common ones. Only the fields are annotated in such a class."""
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(body, ast.ClassDef)
+    found = set()
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not told and node.target.id not in COMMON and cls is not events.Evaluated:
+                found.add(node.target.id)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"event": "worker_last"}, "worker_last is no event"),
+        ({"event": "policy_lost", "step": 1}, "policy_lost: why: Field required"),
+        ({"event": "policy_lost", "why": "x", "rank": 1}, "policy_lost: rank: Unexpected keyword argument"),
+        ({"event": "policy_lost", "why": 1}, "policy_lost: why: Input should be a valid string"),
+        ({"event": "evaluated", "step": 0, "val/reward/maen": 1.0, "score": 1.0}, "evaluated: score is no metric"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_found(record: dict[str, object], problem: str) -> None:
+    assert any(found.startswith(problem) for found in validate([record])), validate([record])
+
+
+def test_what_is_written_fits_and_reads_back(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append(events.Begin(1, None, 0, {"reward": 0.5, "step": 2}), 0)
+    log.append(events.Evaluated({"val/reward/mean": 0.5}), 3)
+    log.append(events.SelfTest("vision", skipped="no probe has an image"), 3)
+    log.append(incidents.Changed({"steps": (3, None)}), 3)
+    log.append(incidents.PayloadLost(["1/0"]))
+    log.close()
+    records = list(log)
+    assert validate(records) == ()
+    assert [record.get("step") for record in records] == [0, 3, 3, 3, None]
+    assert records[1]["val/reward/mean"] == 0.5
+    assert records[2]["moved"] is None
+    assert records[3]["values"] == {"steps": [3, None]}
+
+
+def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: Path) -> None:
+    reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger)
+    reporter.event(incidents.Warning("seldom meant"))
+    reporter.event(events.Checkpoint("step_000002", 0.1), 2)
+    reporter.bad_row(DataFailure("a.jsonl:3", "bad"))
+    assert [record["step"] for record in reporter.folder.events] == [0, 2]
+    assert validate(reporter.folder.events) == ()
+    assert [record["event"] for _, record in reporter.updates] == ["warning", "checkpoint", "quarantined"]
+    assert validate(record for _, record in reporter.updates) == ()
+
+
+def test_updates_hold_a_window_and_number_what_is_gone() -> None:
+    updates = Updates()
+    kept = [("step", {"step": number}) for number in range(Updates.KEPT + 5)]
+    assert updates.since(0) == (0, [])
+    for update in kept:
+        updates.append(update)
+    assert updates.since(0) == (len(kept), kept[5:])
+    assert updates.since(len(kept) - 2) == (len(kept), kept[-2:])
+    assert updates.since(len(kept)) == (len(kept), [])
