@@ -36,12 +36,13 @@ class ClientSettings(Limits):
     """How a process talks to the judge. Times in seconds."""
 
     concurrency: int = Field(16, ge=1)
-    """Requests at a time."""
+    """Requests at a time, per reward actor. Raise it when the judge's queue is empty and steps wait for rewards."""
     batch: int = Field(16, ge=1, le=MAX_ITEMS)
     """Items per request; at most what the server takes."""
     backoff: float = Field(0.25, gt=0)
     """Before the second try; doubles, with jitter, to ``backoff_max``. ``Retry-After`` counts when it is longer."""
     backoff_max: float = Field(15.0, gt=0)
+    """Seconds between two tries at most. Lower it when a judge comes back quickly."""
     breaker_failures: int = Field(5, ge=1)
     """Failures in a row after which nothing is sent until the canary is judged right."""
     probe_interval: float = Field(2.0, gt=0)
@@ -49,7 +50,7 @@ class ClientSettings(Limits):
     canary: bool = True
     """Whether the canary's verdicts must be right; off only for judges whose verdicts are noise (tests of the path)."""
     cache_size: int = Field(100_000, ge=1)
-    """Verdicts kept in memory."""
+    """Verdicts kept in memory. Raise it when questions repeat over more than that."""
     cache_file: str = ""
     """SQLite file that keeps verdicts between runs and for other processes of this machine; "" for none."""
 

@@ -69,6 +69,7 @@ class JudgeReward:
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
         """Of the last ``window`` trajectories; when more are excluded the run ends."""
         window: int = Field(256, ge=1)
+        """Trajectories that ``max_excluded_fraction`` looks back upon. Raise it for large steps."""
         on_invalid: Literal["exclude", "fail"] = "exclude"
         """An answer that twice makes a judge in good health reply with something else than a verdict: excluded, within
         ``max_excluded_fraction``. ``fail`` pays it 0: only for a judge whose every failure you are sure is the answer's."""

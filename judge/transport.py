@@ -35,6 +35,7 @@ class Limits(SettingsModel):
     discovery: Component = Component(use="judge.discovery:FileDiscovery")
     """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a ``judge.discovery.Address``."""
     connect_timeout: float = Field(5.0, gt=0)
+    """Seconds for the connection alone. Raise it for a judge that is far away."""
     read_timeout: float = Field(120.0, gt=0)
     """Without a byte of the answer. A batch on a busy judge waits in its queue."""
     request_timeout: float = Field(180.0, gt=0)

@@ -14,7 +14,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Wait
 from rayloop.core.events import Tell
 from rayloop.core.failures import Stalled
-from rayloop.run.config import RecoverySettings
+from rayloop.run.lifetime import RecoverySettings
 
 LOOK = 1.0
 """Seconds between two looks."""

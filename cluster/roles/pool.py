@@ -25,7 +25,7 @@ from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
 from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
 from rayloop.core.references import Ref
-from rayloop.run.config import RecoverySettings
+from rayloop.run.lifetime import RecoverySettings
 
 LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
 """What a caller sees when a worker died, became unreachable, or outlived its deadline."""

@@ -24,11 +24,11 @@ class TransformersEngineSettings(SettingsModel):
 
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
-    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     max_batch: int = Field(64, ge=1)
-    """Sequences decoded together."""
+    """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
     threads: int | None = Field(None, ge=1)
-    """Torch threads on CPU; None: the actor's num_cpus."""
+    """Torch threads on CPU; None: the actor's num_cpus. Set it where several roles share the cores of one machine."""
 
 
 class VllmEngineSettings(SettingsModel):
@@ -40,18 +40,20 @@ class VllmEngineSettings(SettingsModel):
 
     kind: Literal["vllm"] = "vllm"
     dtype: Dtype = "bfloat16"
-    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same."""
+    """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same. Raise it when the model does not
+    fit one."""
     max_model_len: int | None = Field(None, ge=1)
     """Tokens of a prompt and its turn together. None: ``environment.episode.max_tokens``, which is what an episode can need; for a
     judge the model's own limit. Lower it when the cache cannot hold one sequence."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache. Unused with ``kv_cache_bytes``."""
+    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache; with ``kv_cache_bytes`` only what must be
+    free at the start. Lower it when something else needs the GPU's memory."""
     kv_cache_bytes: int | None = Field(None, gt=0)
     """Size of the cache of keys and values per GPU. Set it on CPU, and when something else shares the GPU."""
     max_sequences: int = Field(256, ge=1)
-    """Sequences decoded together."""
+    """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
     inflight: Literal["recompute", "keep_kv"] = "recompute"
     """Requests that run while new weights are loaded continue under them. recompute: their cache is computed anew; keep_kv: they
     keep the one that the old weights made, and no other request sees it."""
@@ -87,16 +89,17 @@ class SglangEngineSettings(SettingsModel):
 
     kind: Literal["sglang"] = "sglang"
     dtype: Dtype = "bfloat16"
-    """Best the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     extra: dict[str, Any] = {}
-    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...)."""
+    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
+    where they suit."""
 
 
 class ServerCall(SettingsModel):
     """A POST request to the server, outside of the OpenAI interface."""
 
     path: str
-    """From the server's root, for example /update_weights_from_disk."""
+    """From the server's root, for example /update_weights_from_disk; its own documentation has it."""
     body: dict[str, Any] = {}
     """Sent as JSON. ``{folder}`` within a text stands for the model folder with the weights to load."""
 
@@ -113,9 +116,9 @@ class OpenAiHttpEngineSettings(SettingsModel):
     base_url: str = Field(pattern=r"^https?://")
     """With the version, for example http://host:8000/v1. It must be reachable from the nodes of the rollout actors."""
     model: str
-    """The model's name at the server."""
+    """The model's name at the server, as its /v1/models tells it."""
     api_key_env: str | None = None
-    """Environment variable that holds the key, on the nodes of the rollout actors."""
+    """Environment variable that holds the key, on the nodes of the rollout actors. None: the server wants no key."""
     dtype: Dtype = "bfloat16"
     """What the server computes in: decides how far its log-probs may be from the trainer's (``publish.tolerance``)."""
     interface: Literal["chat", "tokens"] = "chat"
@@ -156,27 +159,31 @@ class OptimizerSettings(SettingsModel):
     }
 
     kind: Literal["adamw", "sgd"] = "adamw"
+    """adamw for training; sgd keeps no state and is for tests and for comparing gradients."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
     (docs/choosing_settings.md)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
     eps: float = 1e-8
-    """AdamW's term against division by 0."""
+    """AdamW's term against division by 0. Raise it (1e-6) when updates of parameters with tiny gradients are noise."""
     weight_decay: float = Field(0.0, ge=0)
     """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr."""
+    """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr. Some tens, when the first
+    updates are large."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to the minimum over ``decay_fraction``."""
+    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to the minimum over ``decay_fraction``. Keep
+    constant while you do not know how long a run will be."""
     total_updates: int | None = Field(None, gt=0)
-    """Length of the schedule in optimizer updates, warm-up included; required by cosine and wsd."""
+    """Length of the schedule in optimizer updates, warm-up included; required by cosine and wsd: steps * epochs *
+    mini_batches."""
     decay_fraction: float = Field(0.3, gt=0, le=1)
-    """Last part of ``total_updates`` over which wsd decays."""
+    """Last part of ``total_updates`` over which wsd decays. Less of it leaves more of the run at the full rate."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
-    """Minimum of cosine and wsd, as a fraction of ``lr``."""
+    """Minimum of cosine and wsd, as a fraction of ``lr``. Above 0 when a run may be continued after its end."""
     grad_clip: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
 
     @model_validator(mode="after")
     def _length(self) -> OptimizerSettings:
@@ -195,9 +202,11 @@ class LoraSettings(SettingsModel):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Keep 0 for RL: with dropout the trainer's log-probs are not those of the sampled policy."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter. Fewer save memory and express less; other architectures have other
+    names."""
     vision: bool = False
-    """Adapt the vision tower's layers of these names too. Matching by name alone does so by accident (Chart-RVR)."""
+    """Adapt the vision tower's layers of these names too, when the images are unlike what the model knows. Matching by name
+    alone does so by accident (Chart-RVR)."""
 
 
 class FsdpSettings(SettingsModel):
@@ -206,13 +215,15 @@ class FsdpSettings(SettingsModel):
     removed: ClassVar[Mapping[str, Removed]] = {"kind": Removed("fsdp", "it is the only training engine")}
 
     dtype: Dtype = "float32"
-    """Compute type. Master weights and optimizer states stay float32: a learning rate of 1e-6 vanishes in bfloat16."""
+    """Compute type: bfloat16 on GPUs, float32 on CPU. Master weights and optimizer states stay float32: a learning rate of 1e-6
+    vanishes in bfloat16."""
     micro_batch_tokens: int = Field(16_384, gt=0)
     """Packed tokens per forward and backward. Lower it when memory runs out."""
     packing: bool = True
-    """Pack trajectories into one row without padding. Off: one trajectory per micro-batch (for comparison)."""
+    """Pack trajectories into one row without padding. Off: one trajectory per micro-batch, to compare with."""
     logprob_chunk: int = Field(2048, gt=0)
-    """Positions whose logits exist at the same time: [T, vocabulary] is never held."""
+    """Positions whose logits exist at the same time: [T, vocabulary] is never held. Lower it when memory runs out in the
+    head."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time. Before a smaller ``micro_batch_tokens`` helps
     no more."""
@@ -222,6 +233,7 @@ class FsdpSettings(SettingsModel):
     """Leave the vision tower as it is: less memory, and it cannot forget. Off when the task needs it to see something new."""
     lora: LoraSettings | None = None
     threads: int | None = Field(None, ge=1)
-    """Torch threads per rank on CPU; None: the actor's num_cpus."""
+    """Torch threads per rank on CPU; None: the actor's num_cpus. Set it where several roles share the cores of one machine."""
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds after which a collective fails instead of hanging."""
+    """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
+    at loading)."""

@@ -17,7 +17,9 @@ class ScriptedImage(SettingsModel):
     """A generated picture: a horizontal gradient."""
 
     width: int = Field(56, ge=1)
+    """Pixels of the made picture from left to right."""
     height: int = Field(56, ge=1)
+    """Pixels of the made picture from top to bottom."""
 
     def source(self) -> ImageSource:
         ramp = Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")
@@ -30,12 +32,15 @@ class ScriptedStep(SettingsModel):
     """The answer to one turn."""
 
     text: str = ""
+    """What the policy is told in that turn."""
     images: tuple[ScriptedImage, ...] = ()
+    """Pictures that come with the text."""
     error: str | None = None
-    """Report the action as unusable."""
+    """Report the action as unusable, with this text."""
     done: bool = False
+    """End the episode after it, before the script's end."""
     seconds: float = Field(0.0, ge=0)
-    """How long the step takes."""
+    """How long the step takes, to try deadlines."""
 
 
 class ScriptedTool:
@@ -43,8 +48,9 @@ class ScriptedTool:
 
     class Settings(SettingsModel):
         steps: tuple[ScriptedStep, ...] = ()
+        """The answers, one a turn, in order."""
         role: str = "user"
-        """The role of the observations."""
+        """The role of the observations in the chat: some templates know no tool."""
         result: float | None = None
         """What the environment reports as the episode's result."""
 

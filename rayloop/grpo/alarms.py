@@ -72,9 +72,11 @@ class AlarmSettings(SettingsModel):
     }
 
     unscored: Limit = Limit(warn=0.05)
-    """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost."""
+    """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost. Lower ``warn``
+    when every one matters."""
     excluded: Limit = Limit(warn=0.25)
-    """Trajectories left out of training for any such reason, or because too few of their group had a reward."""
+    """Trajectories left out of training for any such reason, or because too few of their group had a reward. Lower ``warn``
+    when every one matters."""
     flags: dict[str, Limit] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named. What is not given here keeps its
     default: 0.05 for ``grader_error``, ``grader_timeout``, ``judge_invalid``, ``judge_changed``, ``invalid_component``; 0.9 for

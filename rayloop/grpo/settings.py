@@ -16,9 +16,10 @@ class AdvantageSettings(SettingsModel):
     """Section 3: the group-relative advantage. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage, without its weight for groups that hardly
+    differ."""
     eps: float = Field(1e-6, ge=0)
-    """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL."""
+    """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL. Change it only to reproduce one of them."""
     std: Literal["unbiased", "population"] = "unbiased"
     """Population is only there to express the Chart-RVR paper's formula."""
     std_floor: float = Field(0.0, ge=0)
@@ -27,7 +28,7 @@ class AdvantageSettings(SettingsModel):
     """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score, so that
     successes stay positive even when all rewards are equal."""
     tolerance: float = Field(0.0, ge=0)
-    """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0."""
+    """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0. Above 0 for noisy graders."""
     min_group: int = Field(2, ge=1)
     """A group with fewer scored members is excluded. 1 only makes sense with ``singleton: raw``."""
     singleton: Literal["error", "raw"] = "error"
@@ -71,7 +72,7 @@ class MaxLength(SettingsModel):
 
     kind: Literal["max_length"] = "max_length"
     tokens: int = Field(128_000, gt=0)
-    """Of the whole trajectory, prompt included."""
+    """Of the whole trajectory, prompt included. Lower it when a few long trajectories take the memory."""
 
 
 class KeepEndReasons(SettingsModel):
@@ -109,9 +110,11 @@ class FilteringSettings(SettingsModel):
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to
     choose from. With ``max_staleness`` > 0 it only sizes the budget: no more may start than the bound leaves room for."""
     max_generation_batches: int = Field(4, ge=1)
-    """How many generation batches a step may spend on refilling before it trains a smaller batch or stops."""
+    """How many generation batches a step may spend on refilling before it trains a smaller batch or stops. Raise it when few
+    groups survive the filters."""
     min_fraction: float = Field(0.5, gt=0, le=1)
-    """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts."""
+    """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts. Lower it
+    when small steps are better than none."""
     carry_over: bool | None = None
     """Whole groups left over compete again at the next step while fresh, which needs ``max_staleness`` > 0. None: on exactly
     then. Off throws them away (the originals' way): with ``max_staleness`` > 0 a trainer slower than generation then wastes most
@@ -129,11 +132,12 @@ class ReplaySettings(SettingsModel):
     }
 
     enabled: bool = False
-    """For tasks so hard that whole groups fail again and again."""
+    """For tasks so hard that whole groups fail again and again, and whose environment gives a result."""
     max_age: int | None = Field(None, gt=0)
-    """Stored samples older than this many steps are not injected. None: no limit (the original)."""
+    """Stored samples older than this many steps are not injected. None: no limit (the original). Set it when old successes are
+    far from the policy."""
     treat_as_on_policy: bool = False
-    """True gives the original: old log-probs recomputed, correction weight 1."""
+    """True gives the original: old log-probs recomputed, correction weight 1. Only to reproduce ARPO."""
 
 
 class StalenessSettings(SettingsModel):
@@ -156,7 +160,8 @@ class LossSettings(SettingsModel):
     clip_high: float = Field(0.2, ge=0)
     """Raise it above ``clip_low`` (0.28 in DAPO, 0.3 in ARPO) to let rare good tokens grow."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off."""
+    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens of bad samples throw
+    the policy off."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -168,9 +173,11 @@ class LossSettings(SettingsModel):
     all it is divided by, so the gradient grows with the trajectories of an update. For TRL's mean over trajectories set the
     length times the trajectories of a full update; a smaller update (filtering) then still weighs less."""
     kl_coef: float = Field(0.0, ge=0)
-    """beta of the k3 term against the reference. 0 skips the reference altogether."""
+    """beta of the k3 term against the reference. 0 skips the reference altogether. 0.001 to 0.04 when the text degrades while
+    the reward grows."""
     kl_bound: float = Field(10.0, gt=0)
-    """The k3 term's log-ratio is clamped to this many nats either way: at 10 below the reference a token costs 22,015."""
+    """The k3 term's log-ratio is clamped to this many nats either way: at 10 below the reference a token costs 22,015. Change
+    it only to reproduce verl's."""
     kl_cap: float | None = Field(None, gt=0)
     """Upper bound of the k3 term per token; beyond it there is no gradient. Set it when single tokens own the clipped gradient
     (``actor/kl`` jumps). verl's low_var_kl is ``kl_bound: 20, kl_cap: 10``. None: no bound of its own."""
@@ -181,7 +188,8 @@ class LossSettings(SettingsModel):
     trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones, which saves a forward
     pass; none: only when engine and trainer agree to rounding, and as a control."""
     correction_cap: float = Field(2.0, gt=0)
-    """Upper bound of the decoupled per-token weight exp(old - behaviour)."""
+    """Upper bound of the decoupled per-token weight exp(old - behaviour). Lower it when a few stale tokens own the gradient
+    (``actor/capped``)."""
 
     @model_validator(mode="after")
     def _norm_length(self) -> LossSettings:

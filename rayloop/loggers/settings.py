@@ -36,9 +36,9 @@ class WandbSettings(SettingsModel):
 
     kind: Literal["wandb"] = "wandb"
     project: str
-    """The project in W&B's interface."""
+    """The project in W&B's interface: runs that you compare share one."""
     entity: str | None = None
-    """User or team; None: the default one of the account."""
+    """User or team; None: the default one of the account. Set it when the project is a team's."""
     mode: Literal["online", "offline"] = "online"
     """offline: write files only, for a later ``wandb sync``. online needs ``WANDB_API_KEY`` or a login where the driver runs."""
 

@@ -31,6 +31,13 @@ from rayloop.grpo.settings import (
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run import durations
+from rayloop.run.lifetime import (
+    CheckpointSettings,
+    EvaluationSettings,
+    PreemptionSettings,
+    RecoverySettings,
+    ReportSettings,
+)
 from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
 
 
@@ -38,24 +45,27 @@ class DataSettings(SettingsModel):
     train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
-    """Held-out rows for ``evaluation``."""
+    """Held-out rows for ``evaluation``. Without them nothing tells whether the policy learns or memorises."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
-    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...)."""
+    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...); name one of your own for
+    other rows."""
     shuffle: bool = True
     """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
     strict: bool = False
-    """Stop at the first bad row or image instead of quarantining it."""
+    """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
 
 
 class SamplingSettings(SettingsModel):
     temperature: float = Field(1.0, gt=0)
-    """The policy's temperature, for sampling and for every log-prob of the trainer alike."""
+    """The policy's temperature, for sampling and for every log-prob of the trainer alike. Lower it only when answers fall
+    apart: groups then differ less."""
     max_tokens: int = Field(64, gt=0)
-    """Sampled tokens per turn."""
+    """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
     """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
     stop: tuple[str, ...] = ()
-    """A turn ends when its text contains one of these; the text stays in the turn and is trained."""
+    """A turn ends when its text contains one of these; the text stays in the turn and is trained. For tool calls that end with
+    a tag."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
@@ -65,11 +75,23 @@ class Placement(SettingsModel):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is unset."""
+    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is unset. Lower it
+    where a machine has few."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs that are this actor's own. A fraction shares one GPU with other roles."""
+    """GPUs that are this actor's own. A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs."""
     resources: dict[str, float] = {}
-    """Custom Ray resources, for example to pin environments to nodes that have a browser."""
+    """Custom Ray resources, for example to pin environments to nodes that have a browser, or ranks to one node."""
+
+
+class RoleSettings(SettingsModel):
+    """What the roles have in common whose actors answer calls that may be made again elsewhere."""
+
+    actors: int = Field(1, ge=1)
+    """Processes of this role, many calls at once each. Raise it when steps wait for them."""
+    placement: Placement = Placement()
+    attempts: int = Field(3, ge=1)
+    """How often a call is made when its actor dies, before the trajectory goes without. Raise it where machines are taken
+    away."""
 
 
 class RolloutSettings(SettingsModel):
@@ -83,7 +105,7 @@ class RolloutSettings(SettingsModel):
     bit for bit. For tests and for hunting differences: decoding group by group is slower."""
 
 
-class EnvironmentSettings(SettingsModel):
+class EnvironmentSettings(RoleSettings):
     actors: int = Field(1, ge=1)
     """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
@@ -98,32 +120,24 @@ class EnvironmentSettings(SettingsModel):
     """An actor on which episodes of this many different tasks fail one after another is replaced, when others go well. Raise it
     when many tasks are broken."""
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode; beyond it the environment actor is replaced."""
+    """Seconds for a whole episode; beyond it the environment actor is replaced. Raise it for long episodes, with
+    ``recovery.stall_timeout``."""
 
 
-class RewardPool(RewardSettings):
-    actors: int = Field(1, ge=1)
-    """Processes that score, many trajectories at once each. Raise it for graders that compute much."""
+class RewardPool(RewardSettings, RoleSettings):
     placement: Placement = Placement(num_cpus=0.5)
-    attempts: int = Field(3, ge=1)
-    """How often scoring is tried when the reward actor dies."""
 
 
-class ReferenceSettings(SettingsModel):
+class ReferenceSettings(RoleSettings):
     kind: Literal["none", "actor", "adapter_off"] = "none"
     """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
-    actors: int = Field(1, ge=1)
-    """With ``kind: actor``: raise it when annotation holds up the steps."""
-    placement: Placement = Placement()
-    attempts: int = Field(3, ge=1)
-    """How often the log-probs of a group are asked for when the actor dies."""
     timeout: float = Field(600.0, gt=0)
     """Seconds for the log-probs of one group's trajectories. Raise it for long trajectories on slow devices."""
 
 
 class PolicySettings(SettingsModel):
     ranks: int = Field(1, ge=1)
-    """FSDP world size: one actor per rank."""
+    """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: LossSettings = LossSettings()
@@ -132,14 +146,17 @@ class PolicySettings(SettingsModel):
     start_timeout: float = Field(600.0, gt=0)
     """Seconds in which all ranks must have loaded the model. Raise it for large models on slow storage."""
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (a step, a checkpoint, an export)."""
+    """Seconds for one call of the trainer (a step, a checkpoint, an export). Raise it for large steps on slow devices, with
+    ``recovery.stall_timeout``."""
 
 
 class AlgorithmSettings(SettingsModel):
     group_size: int = Field(8, ge=1)
-    """Trajectories per task that share a baseline."""
+    """Trajectories per task that share a baseline. Raise it when whole groups fail or the baseline is noisy; the cost is
+    proportional."""
     groups_per_step: int = Field(8, ge=1)
-    """The target of a step is groups_per_step * group_size trajectories."""
+    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of
+    them."""
     advantage: AdvantageSettings = AdvantageSettings()
     filtering: FilteringSettings = FilteringSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -163,71 +180,16 @@ class PublishSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
     self_test: bool = True
-    """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's."""
+    """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's. Off for
+    large models in bfloat16, whose rounding can look like a failure."""
     parity: Literal["stop", "warn"] = "stop"
-    """What to do when rollout and trainer log-probs disagree at step 0."""
+    """What to do when rollout and trainer log-probs disagree at step 0. warn only while you look for the reason."""
     tolerance: float | None = Field(None, gt=0)
-    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16."""
+    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known
+    reason."""
     probes: int = Field(4, ge=1)
-    """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``)."""
-
-
-class CheckpointSettings(SettingsModel):
-    every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(2, ge=1)
-    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state."""
-    resume: LocalPath = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
-    folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
-    max_failures: int = Field(3, ge=0)
-    """Failed saves in a row (a full disk) before the run stops."""
-
-
-class EvaluationSettings(SettingsModel):
-    every: int = Field(0, ge=0)
-    """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
-    limit: int | None = Field(None, gt=0)
-    """Rows evaluated; None: all."""
-    greedy: bool = True
-    """The likeliest answer instead of a sampled one: less noise, but not the policy that training rewards show."""
-    controls: bool = False
-    """Before the first and after the last step, also play wrong images: does the policy look?"""
-    blind: Component | None = None
-    """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
-    example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
-
-
-class ReportSettings(SettingsModel):
-    boxes: Component | None = None
-    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
-    example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
-
-
-class RecoverySettings(SettingsModel):
-    replacements: int = Field(20, ge=0)
-    """Actors that may be replaced per role before the run stops."""
-    policy_restarts: int = Field(3, ge=0)
-    """Times the policy group may be rebuilt from the last checkpoint."""
-    driver_restarts: int = Field(2, ge=0)
-    """Times a driver that died is started anew from the last checkpoint."""
-    health_every: float = Field(5.0, gt=0)
-    """Seconds between health checks of idle actors."""
-    health_timeout: float = Field(30.0, gt=0)
-    """Seconds an actor may leave a health check unanswered before it is replaced."""
-    start_timeout: float = Field(300.0, gt=0)
-    """Seconds for placing and starting an actor."""
-    stall_report: float = Field(30.0, gt=0)
-    """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks."""
-    stall_timeout: float = Field(4500.0, gt=0)
-    """The same before the run stops. Above the longest single call, a step of the trainer or an episode, or the two race: raise it
-    with them (docs/choosing_settings.md has the order of all durations)."""
-
-
-class PreemptionSettings(SettingsModel):
-    grace: float = Field(120.0, gt=0)
-    """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
-    the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
+    """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``).
+    Raise it when too few tokens are compared."""
 
 
 def _name(text: str) -> str:
@@ -266,7 +228,8 @@ class RunConfig(SettingsModel):
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard}, {kind: wandb,
     project: mine}]``. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
-    """Groups per step written to ``rollouts/`` with texts and images; 0: none."""
+    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them in the report, at
+    the cost of disk."""
 
     @model_validator(mode="after")
     def _across_parts(self) -> RunConfig:

@@ -41,54 +41,58 @@ class TinySettings(SettingsModel):
     """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer learns the rows' texts."""
 
     vision: bool = True
-    """Off makes a text-only model."""
+    """Off makes a text-only model, for tasks without images and quick tests."""
     sizes: dict[str, int | float | bool] = {}
-    """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters."""
+    """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters. Raise them when the stage cannot fit
+    its own rows."""
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. From random weights, the
     background's own colour as mean lets what stands out reach the language model; otherwise the constant drowns it."""
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """As ``image_mean``: what its processor divides by."""
+    """As ``image_mean``: what its processor divides by. Smaller numbers make what stands out louder."""
 
 
 class SftConfig(SettingsModel):
     """``python -m cluster sft CONFIG``."""
 
     output: LocalPath
-    """Folder of the trained model, in Hugging Face layout."""
+    """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names."""
     seed: int = 0
-    """Order of the rows, and random weights of a new tiny model."""
+    """Order of the rows, and random weights of a new tiny model. Change it to repeat the stage independently."""
     steps: int = Field(gt=0)
-    """Optimizer updates in all."""
+    """Optimizer updates in all: raise it while the loss still falls on held-out rows."""
     seconds: float | None = Field(None, gt=0)
-    """Stop after this long, if that comes before ``steps``."""
+    """Stop after this long, if that comes before ``steps``: for comparisons at equal time."""
     save_every: int | None = Field(None, gt=0)
     """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
     dtype: Dtype = "float32"
-    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights."""
+    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights. bfloat16 halves the
+    files."""
     batch_size: int = Field(32, gt=0)
-    """Rows per optimizer update, spread over the workers."""
+    """Rows per optimizer update, spread over the workers. Larger batches are smoother, and take longer each."""
     workers: int = Field(1, ge=1)
-    """FSDP world size: one Ray Train worker per rank. The result does not depend on it."""
+    """FSDP world size: one Ray Train worker per rank. Raise it for GPUs; the result does not depend on it."""
     placement: Placement = Placement()
-    """What one worker reserves."""
+    """What one worker reserves: a GPU each where there are some."""
     checkpoint_every: int = Field(100, gt=0)
-    """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again."""
+    """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again. Lower it where
+    machines may be taken away."""
     max_failures: int = Field(3, ge=0)
-    """How often the workers are started again after one died."""
+    """How often the workers are started again after one died. Raise it where machines may be taken away."""
     start_timeout: float = Field(600.0, gt=0)
-    """Seconds in which the cluster must have room for the workers."""
+    """Seconds in which the cluster must have room for the workers. Raise it where nodes come late."""
     model: ModelSettings
     data: DataSettings
     answers: Component
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
-    """``total_updates`` of a schedule is ``steps`` unless given."""
+    """``total_updates`` of a schedule is ``steps`` unless given. The learning rate is that of a supervised stage, higher than a
+    run's."""
     max_image_pixels: int = Field(50_000_000, gt=0)
-    """A larger image is refused before it is decoded."""
+    """A larger image is refused before it is decoded (image bombs). Raise it for pictures that really are so large."""
     log_every: int = Field(25, gt=0)
-    """Steps between two lines."""
+    """Steps between two lines on the terminal. Lower it to watch a short stage."""
 
     @model_validator(mode="before")
     @classmethod

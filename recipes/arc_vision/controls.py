@@ -22,7 +22,7 @@ class BlindBox:
 
     class Settings(SettingsModel):
         fewest: int = 3
-        """Training rows that an instruction needs."""
+        """Training rows that an instruction needs for a guess of its own."""
         rows: int = 150
         """Rows that are considered per instruction or page type."""
 

@@ -49,16 +49,22 @@ class Weights(SettingsModel):
     """Of the three terms in the reward."""
 
     task: float = 0.6
+    """Of the overlap with the true box."""
     tool: float = 0.3
+    """Of calls before an answer that overlaps."""
     gate: float = 0.1
+    """Of what is subtracted for calls that are missing, unneeded or too many."""
 
 
 class ToolShares(SettingsModel):
     """r_tool of an answer after a call, as a share of its IoU, by what the true box is."""
 
     small: float = 0.4
+    """For a box of less than a twentieth of the page."""
     edge: float = 0.2
+    """For a box near the page's border."""
     other: float = 0.1
+    """For all remaining boxes, which are seen without a closer look."""
     most: float = 0.4
     """r_tool after a call is at most this."""
 
@@ -69,12 +75,13 @@ class Penalties(SettingsModel):
     missed: float = Field(0.3, ge=0)
     """A small box, no call, and IoU below ``missed_iou``."""
     missed_iou: float = Field(0.5, ge=0, le=1)
+    """Below this overlap the answer counts as not having looked closely enough."""
     unneeded: float = Field(0.25, ge=0)
     """More than one call although the box is neither small nor at the edge."""
     wrong: float = Field(0.05, ge=0)
     """A small box, and a call that waits but none that looks closer."""
     excessive: float = Field(0.4, ge=0)
-    """More than ``max_tools`` calls."""
+    """More than ``max_tools`` calls, however good the answer is."""
 
 
 class ArcVisionReward:
@@ -102,6 +109,7 @@ class ArcVisionReward:
         restraint: float = 0.1
         """r_tool without a call, for a box that is not small and is found: IoU above ``restraint_iou``."""
         restraint_iou: float = Field(0.7, ge=0, le=1)
+        """Above this overlap an answer without a call is paid ``restraint``, unless the box is small."""
         penalties: Penalties = Penalties()
         max_tools: int = Field(2, ge=0)
         """More calls than this cost ``penalties.excessive``, once."""

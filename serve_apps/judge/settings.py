@@ -26,16 +26,17 @@ class OpenAIBackendSettings(SettingsModel):
 
     kind: Literal["openai"] = "openai"
     url: str = Field(pattern=r"^https?://.+")
-    """Up to and including ``/v1``."""
+    """Up to and including ``/v1``. It must be reachable from the replicas' nodes."""
     model: str
-    """As that server calls it."""
+    """What that server calls the model: vLLM's ``--served-model-name``, or the name in its /v1/models."""
     key_file: str = ""
     """That server's bearer key, in a file that only its owner can read. "" for none."""
     concurrency: int = Field(64, ge=1)
-    """Requests at once, per replica."""
+    """Requests at once, per replica. Raise it until that server's queue is never empty."""
     connect: float = Field(5.0, gt=0)
+    """Seconds for the connection alone. Raise it for a server that is far away."""
     timeout: float = Field(90.0, gt=0)
-    """Seconds for one reply."""
+    """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
     """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
     logprobs: bool = True
@@ -47,7 +48,7 @@ class VllmBackendSettings(SettingsModel):
 
     kind: Literal["vllm"] = "vllm"
     model: str
-    """A folder in Hugging Face layout, or a model of the Hub."""
+    """A folder in Hugging Face layout, or a model of the Hub, that all nodes with replicas can read."""
     gpus: bool = True
     """Ask Ray for ``engine.tensor_parallel`` GPUs per replica; off on CPUs."""
     engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
@@ -56,7 +57,7 @@ class VllmBackendSettings(SettingsModel):
     """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit in production, so
     that every replica loads the same model whenever it starts."""
     timeout: float = Field(90.0, gt=0)
-    """Seconds for one reply."""
+    """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
     """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
 
@@ -70,36 +71,38 @@ class LimitSettings(SettingsModel):
     """What one replica accepts. Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait."""
 
     items: int = Field(64, ge=1, le=MAX_ITEMS)
-    """Of one request."""
+    """Items of one request. Lower it when single requests take too long; clients then ask more often."""
     bytes: int = Field(4 * 2**20, ge=1024)
-    """Of one request's body."""
+    """Bytes of one request's body. Raise it for long questions and answers."""
     image: int = Field(20 * 2**20, ge=1024)
-    """Bytes of one image file."""
+    """Bytes of one image file. Raise it for large screenshots that are not compressed."""
     images: int = Field(64 * 2**20, ge=1024)
     """Bytes of all image files of one request. Raise it for large batches with images; a replica holds them in memory."""
     seconds: float = Field(120.0, gt=0)
-    """For one request's answer; a client's own budget should be longer."""
+    """Seconds for one request's answer; a client's own budget should be longer. Raise it for slow models."""
     body_seconds: float = Field(5.0, gt=0)
     """For one request's body to come. Raise it for clients behind slow lines: a body that is on its way holds a place."""
     held: int = Field(512, ge=1)
-    """Items that are being judged or wait."""
+    """Items that are being judged or wait. Raise it when clients are turned away (503) while the backend is idle."""
     ongoing: int = Field(128, ge=2)
     """Requests of all kinds at once (Serve's max_ongoing_requests): more than ``held`` lets through, so that /healthz answers."""
     queued: int = Field(256, ge=1)
-    """Requests that wait in front of all replicas (Serve's max_queued_requests)."""
+    """Requests that wait in front of all replicas (Serve's max_queued_requests). Raise it for many clients at once."""
     chat_tokens: int = Field(4096, ge=1)
-    """The most that POST /v1/chat/completions generates."""
+    """The most that POST /v1/chat/completions generates. Raise it for long answers of that route."""
 
 
 class ReplicaSettings(SettingsModel):
     """How many processes judge. ``min`` < ``max``: Serve adds and removes replicas."""
 
     min: int = Field(1, ge=1)
+    """Replicas that always run. Raise it so that one may die unnoticed."""
     max: int = Field(1, ge=1)
+    """Replicas at the highest load; each asks for its own GPUs."""
     target: float = Field(8.0, gt=0)
-    """Ongoing requests per replica that Serve aims at."""
+    """Ongoing requests per replica that Serve aims at. Lower it to add replicas sooner."""
     cpus: float = Field(1.0, ge=0)
-    """Logical CPUs of a replica."""
+    """Logical CPUs of a replica. Raise it for an engine in the replica, lower it on small machines."""
     resources: dict[str, float] = {}
     """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it off nodes that runs use."""
 
@@ -114,18 +117,18 @@ class CanarySettings(SettingsModel):
     """Known verdicts that the judge must repeat; /readyz fails while it does not."""
 
     every: float = Field(60.0, gt=0)
-    """Seconds between two times."""
+    """Seconds between two times. Raise it when the canary's questions cost too much."""
     within: float = Field(30.0, gt=0)
-    """Seconds that they may take altogether."""
+    """Seconds that they may take altogether. Raise it for slow models."""
     right: bool = True
     """Whether they must be right; off only for models whose verdicts are noise (tests of the path)."""
 
 
 class CacheSettings(SettingsModel):
     size: int = Field(100_000, ge=0)
-    """Verdicts in the memory of each replica."""
+    """Verdicts in the memory of each replica. Raise it when questions repeat over more than that; 0 for none."""
     path: str | None = None
-    """An SQLite file on the replica's own disk, for verdicts that outlive it."""
+    """An SQLite file on the replica's own disk, for verdicts that outlive it. Set it when replicas are restarted often."""
 
 
 class JudgeSettings(SettingsModel):
@@ -138,7 +141,7 @@ class JudgeSettings(SettingsModel):
     insecure: bool = False
     """Whether a judge without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
     rubrics: str | None = None
-    """A folder of rubrics in place of judge/rubrics."""
+    """A folder of rubrics in place of judge/rubrics, when what is right for you is judged otherwise."""
     image_roots: tuple[str, ...] = ()
     """Folders below which an item's images must lie. Empty: no images. A rubric with ``sees_images`` shows them to the model."""
     limits: LimitSettings = LimitSettings()
@@ -149,15 +152,18 @@ class JudgeSettings(SettingsModel):
 
 class HttpOptions(SettingsModel):
     host: str = "127.0.0.1"
-    """0.0.0.0 to be reached from other machines."""
+    """Where it listens; 0.0.0.0 to be reached from other machines, which needs ``key_file``."""
     port: int = Field(8000, ge=0, le=65535)
-    """0: a free one (``judge serve`` only)."""
+    """Change it when the port is taken. 0: a free one (``judge serve`` only)."""
 
 
 class ApplicationSettings(SettingsModel):
     name: str = "judge"
+    """Of the application in Serve's status; clients do not see it. Change it beside another judge on one cluster."""
     import_path: Literal["serve_apps.judge.app:app"] = "serve_apps.judge.app:app"
+    """Where Ray Serve finds the application. It is always this one."""
     route_prefix: Literal["/"] = "/"
+    """The judge's routes are absolute, so it is always the root."""
     args: JudgeSettings = JudgeSettings()
 
 
@@ -165,6 +171,7 @@ class ServeFile(SettingsModel):
     """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a judge needs."""
 
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
-    """Nodes that answer: those with replicas, and the head."""
+    """Nodes that answer: EveryNode is those with replicas, and the head; HeadOnly for clients that know the head alone."""
     http_options: HttpOptions = HttpOptions()
     applications: tuple[ApplicationSettings, ...] = Field((ApplicationSettings(),), min_length=1, max_length=1)
+    """The judge is the one application that Ray Serve starts from such a file."""

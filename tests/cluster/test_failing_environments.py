@@ -12,7 +12,7 @@ from cluster.roles.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import PlayRequest
-from rayloop.run.config import RecoverySettings
+from rayloop.run.lifetime import RecoverySettings
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, broken, failed, hangs
 
 

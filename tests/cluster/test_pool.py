@@ -24,7 +24,8 @@ from cluster.roles.services import bundles, reserve
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.launch.ray_variables import SUBREAPER
-from rayloop.run.config import RecoverySettings, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.lifetime import RecoverySettings
 from tests.support.runs import settings
 
 

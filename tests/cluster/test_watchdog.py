@@ -14,7 +14,7 @@ from actors.base import Actor
 from cluster.loop.watchdog import watch
 from rayloop.core.deadlines import WAITS, until_stopped, with_deadline
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
-from rayloop.run.config import RecoverySettings
+from rayloop.run.lifetime import RecoverySettings
 from tests.support.local import LocalActor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import sys
 import textwrap
@@ -12,15 +13,16 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from rayloop.config.explain import models, walk
-from rayloop.config.pages import components_page, count_fields, describe, page
+from rayloop.config.explain import kind_of, models, walk
+from rayloop.config.pages import COMPONENTS, components_page, count_fields, describe, page
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
 from rayloop.transports.settings import CudaIpcTransport
+from serve_apps.judge.settings import ServeFile
 from tests.support.runs import set_key, settings
 
 Write = Callable[..., Path]
@@ -392,16 +394,41 @@ def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> N
     assert docs.read_text() == page(model), "run: make docs"
 
 
-def test_every_key_says_what_it_is_for() -> None:
-    """A key without a sentence cannot be chosen; sections and kinds speak for themselves."""
-    bare = [
-        f"{model.__module__}.{model.__name__}.{name}"
-        for root in (RunConfig, SftConfig)
+SHIPPED = [pkgutil.resolve_name(use).Settings for uses in COMPONENTS.values() for use in uses]
+
+
+def meanings(*roots: type[BaseModel]) -> dict[str, str]:
+    """``Class.key`` -> its meaning, of every key that is a value; sections and the kinds of one speak for themselves."""
+    return {
+        f"{model.__name__}.{name}": info.description or ""
+        for root in roots
         for _, model in walk(root)
         for name, info in model.model_fields.items()
-        if not info.description and not models(info.annotation) and name != "kind"
-    ]
-    assert bare == []
+        if not models(info.annotation) and not (name == "kind" and kind_of(model))
+    }
+
+
+def says_little(key: str, meaning: str, least: int) -> bool:
+    """Whether it is hardly more than the key's own name: so few other words cannot say what it does and when to change it."""
+    name = set(re.findall(r"[a-z]+", key.lower()))
+    return len([word for word in re.findall(r"[a-z0-9]+", meaning.lower()) if word not in name]) < least
+
+
+def test_every_key_says_what_it_is_for_and_when_to_change_it() -> None:
+    """Whether a sentence is good advice no test can tell; that there is room for both, it can."""
+    found = meanings(RunConfig, SftConfig, ServeFile)
+    assert len(found) > 200
+    assert [key for key, meaning in found.items() if says_little(key, meaning, least=8)] == []
+
+
+def test_every_setting_of_a_shipped_component_says_what_it_is_for() -> None:
+    assert [key for key, meaning in meanings(*SHIPPED).items() if says_little(key, meaning, least=4)] == []
+
+
+def test_a_meaning_that_is_only_the_name_again_is_found() -> None:
+    assert says_little("Cat.max_lives", "The maximum of lives, max lives.", 4)
+    assert says_little("Cat.lives", "", 4)
+    assert not says_little("Cat.lives", "How many are left; raise it for kittens that climb.", 8)
 
 
 def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:

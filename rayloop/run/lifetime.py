@@ -1,0 +1,69 @@
+"""Settings of what happens around the steps of a run: checkpoints, evaluation, reports, recovery, preemption. No torch, no ray."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rayloop.config.settings import Component, LocalPath, SettingsModel
+
+
+class CheckpointSettings(SettingsModel):
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
+    is slow."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
+    resume: LocalPath = "auto"
+    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
+    folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
+    max_failures: int = Field(3, ge=0)
+    """Failed saves in a row (a full disk) before the run stops. 0 where every checkpoint counts."""
+
+
+class EvaluationSettings(SettingsModel):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
+    limit: int | None = Field(None, gt=0)
+    """Rows evaluated; None: all. Set it when evaluation takes longer than what it tells is worth."""
+    greedy: bool = True
+    """The likeliest answer instead of a sampled one: less noise, but not the policy that training rewards show."""
+    controls: bool = False
+    """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
+    blind: Component | None = None
+    """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
+    example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
+
+
+class ReportSettings(SettingsModel):
+    boxes: Component | None = None
+    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
+    example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
+
+
+class RecoverySettings(SettingsModel):
+    replacements: int = Field(20, ge=0)
+    """Actors that may be replaced per role before the run stops. Raise it for long runs on machines that are taken away
+    often."""
+    policy_restarts: int = Field(3, ge=0)
+    """Times the policy group may be rebuilt from the last checkpoint. Raise it for long runs on machines that are taken away
+    often."""
+    driver_restarts: int = Field(2, ge=0)
+    """Times a driver that died is started anew from the last checkpoint. Raise it for long runs; 0 to see why it died."""
+    health_every: float = Field(5.0, gt=0)
+    """Seconds between health checks of idle actors. Raise it when there are hundreds of actors."""
+    health_timeout: float = Field(30.0, gt=0)
+    """Seconds an actor may leave a health check unanswered before it is replaced. Raise it for nodes that are very busy."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds for placing and starting an actor. Raise it for vLLM on GPUs (it compiles), and where nodes come late."""
+    stall_report: float = Field(30.0, gt=0)
+    """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks. Raise it when steps
+    are so long that it tells nothing."""
+    stall_timeout: float = Field(4500.0, gt=0)
+    """The same before the run stops. Above the longest single call, a step of the trainer or an episode, or the two race: raise it
+    with them (docs/choosing_settings.md has the order of all durations)."""
+
+
+class PreemptionSettings(SettingsModel):
+    grace: float = Field(120.0, gt=0)
+    """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
+    the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
