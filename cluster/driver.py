@@ -48,6 +48,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production, without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from rayloop.run.config import RunConfig, wasteful
@@ -91,6 +92,7 @@ class Driver(Actor):
     def prepare(self) -> None:
         """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
         self.production = Production(self.config, self.ledger, self.reporter)
+        self.filters = build_filters(self.config.algorithm.filtering.filters)
         c = self.config
         for why in filter(None, (on_training_rows(c), never_evaluated(c), wasteful(c))):
             self.reporter.event(incidents.Warning(why))
@@ -125,7 +127,7 @@ class Driver(Actor):
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
         group = self.production.replay(group, self.step)  # ARPO; before the statistics, off unless the recipe says so
         group = with_advantages(group, self.config.algorithm.advantage)  # over the scored members
-        group = apply_filters(group, self.config.algorithm.filtering.filters)  # may leave it partial, or empty
+        group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 
     # What the loop calls -------------------------------------------------------------------------------------------

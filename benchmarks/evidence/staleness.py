@@ -30,6 +30,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, PlayRequest, Summary, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 
@@ -123,7 +124,7 @@ class World:
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage)
-        return apply_filters(group, self.config.algorithm.filtering.filters)
+        return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     async def run(self, steps: int) -> dict[str, Any]:
         """What the steps after the first ``WARM`` took, trained and lost."""

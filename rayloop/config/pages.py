@@ -202,7 +202,7 @@ def _alternatives(annotation: Any) -> list[str]:
 def _plain(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         kind = kind_of(annotation)
-        return f"kind `{kind}`" if kind else "section"
+        return f"kind `{kind}`" if kind else "component" if "use" in annotation.model_fields else "section"
     name = str(annotation.__name__)
     return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(name, name)
 

@@ -310,10 +310,10 @@ def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Itera
         yield from _with_roles(value, path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _components_in(part, (*path, key))
+            yield from _components_in(part, (*path, key), role)
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            yield from _components_in(part, (*path, index))
+            yield from _components_in(part, (*path, index), role)
 
 
 def _refused(problems: Sequence[str], source: Source) -> ConfigError:

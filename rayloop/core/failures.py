@@ -124,6 +124,10 @@ class GraderBroken(RayloopError):
     """The reward's own code raised on every trajectory of the run's first group, or on all of its first evaluation."""
 
 
+class FilterBroken(RayloopError):
+    """A filter of one's own raised, or refused what is no kept member of the group."""
+
+
 class AlarmStopped(RayloopError):
     """What an alarm watches passed the limit at which the configuration stops the run."""
 

@@ -7,18 +7,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Fate, Group, TrajectoryState, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
-from rayloop.grpo.settings import (
-    EqualRewards,
-    Filter,
-    FilteringSettings,
-    ImagesConsistent,
-    KeepEndReasons,
-    MaxLength,
-    PositiveNegativeAdvantage,
-    ToolImage,
-)
+from rayloop.grpo.filters.base import Filter
+from rayloop.grpo.settings import FilteringSettings
 from rayloop.grpo.staleness import began
 
 CUT = Fate(TrajectoryState.SURPLUS, "cut")
@@ -27,47 +19,15 @@ CUT = Fate(TrajectoryState.SURPLUS, "cut")
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     """Give every kept member that a filter refuses a ``filtered[reason]`` fate; the first filter in order counts.
 
-    Group filters look at the members kept on entry, wherever they stand in the list. Nothing is ever taken back, and
-    advantages stay as they are. Raises ValueError when members were not scored or have no advantage yet.
+    All filters look at the members kept on entry. Nothing is ever taken back, and advantages stay as they are. Raises ValueError
+    when members were not scored or have no advantage yet, FilterBroken.
     """
-    rewards = [member.reward for member in group.kept]
-    for rule in filters:
-        kept = {i: member for i, member in enumerate(group.members) if member.kept}
-        if isinstance(rule, EqualRewards):
-            reason = _equal(rewards, rule)
-            refused = kept if reason else {}
-        else:
-            reason = rule.kind
-            refused = {i: member for i, member in kept.items() if not _keeps(rule, member)}
-        group = group.map({i: replace(m, fate=Fate(TrajectoryState.FILTERED, reason)) for i, m in refused.items()})
-    return group
-
-
-def _equal(rewards: Sequence[float], rule: EqualRewards) -> str:
-    """Why rewards that are all equal are refused, or "". A lone sample has nothing to be equal to, and stays."""
-    if len(rewards) < 2 or max(rewards) - min(rewards) > rule.tolerance:
-        return ""
-    if min(rewards) >= rule.right:
-        return "all_right"
-    return "all_wrong" if max(rewards) <= rule.wrong else "all_equal"
-
-
-def _keeps(
-    rule: ToolImage | ImagesConsistent | MaxLength | KeepEndReasons | PositiveNegativeAdvantage, member: Member
-) -> bool:
-    match rule:
-        case ToolImage():
-            return member.summary.observation_images > 0
-        case ImagesConsistent():
-            return member.summary.images_consistent
-        case MaxLength():
-            return member.summary.length <= rule.tokens
-        case KeepEndReasons():
-            return member.summary.end_reason in rule.keep
-        case PositiveNegativeAdvantage():
-            if member.advantage is None:
-                raise ValueError(f"trajectory {member.summary.id} has no advantage yet: filters come after advantages")
-            return not (member.reward > rule.right_above and member.advantage < 0)
+    reasons: dict[int, str] = {}
+    for one in filters:
+        reasons = {**one.refused(group), **reasons}
+    return group.map(
+        {i: replace(group.members[i], fate=Fate(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()}
+    )
 
 
 @dataclass(frozen=True, slots=True)

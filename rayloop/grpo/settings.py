@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
-from rayloop.core.types import EndReason
+from rayloop.grpo.filters.equal_rewards import EqualRewards
+from rayloop.grpo.filters.own import FILTER
+from rayloop.grpo.filters.table import FilterSettings
 
 
 class AdvantageSettings(SettingsModel):
@@ -43,66 +45,13 @@ class AdvantageSettings(SettingsModel):
         return self
 
 
-class EqualRewards(SettingsModel):
-    """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
-
-    kind: Literal["equal_rewards"] = "equal_rewards"
-    tolerance: float = Field(0.0, ge=0)
-    """Rewards count as equal when they differ by no more than this: above 0 for noisy graders."""
-    right: float = 1.0
-    """An equal group at or above this value counts as all_right."""
-    wrong: float = 0.0
-    """An equal group at or below this value counts as all_wrong."""
-
-
-class ToolImage(SettingsModel):
-    """Keep trajectories in which some observation returned an image (PyVision's ``hasimage``)."""
-
-    kind: Literal["tool_image"] = "tool_image"
-
-
-class ImagesConsistent(SettingsModel):
-    """Keep trajectories whose image tokens and images agree (PyVision's ``vtoken_images_num_consis``)."""
-
-    kind: Literal["images_consistent"] = "images_consistent"
-
-
-class MaxLength(SettingsModel):
-    """Keep trajectories of at most ``tokens`` tokens (PyVision's ``trajlength``)."""
-
-    kind: Literal["max_length"] = "max_length"
-    tokens: int = Field(128_000, gt=0)
-    """Of the whole trajectory, prompt included. Lower it when a few long trajectories take the memory."""
-
-
-class KeepEndReasons(SettingsModel):
-    """Keep trajectories that ended for one of these reasons (PyVision's ``end_reason``)."""
-
-    kind: Literal["end_reason"] = "end_reason"
-    keep: tuple[EndReason, ...] = (EndReason.DONE, EndReason.MAX_TURNS, EndReason.ACTION_ERROR)
-    """Reasons to keep; the others (over_length, ...) are left out."""
-
-
-class PositiveNegativeAdvantage(SettingsModel):
-    """Drop right answers (reward > ``right_above``) whose advantage is negative."""
-
-    kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
-    right_above: float = 0.0
-    """An answer with more reward than this is right."""
-
-
-Filter = Annotated[
-    EqualRewards | ToolImage | ImagesConsistent | MaxLength | KeepEndReasons | PositiveNegativeAdvantage,
-    Field(discriminator="kind"),
-]
-
-
 class FilteringSettings(SettingsModel):
     """Section 4: oversample, filter, rank. A deliberate bias toward groups that teach; it costs generated tokens."""
 
-    filters: tuple[Filter, ...] = (EqualRewards(),)
-    """Applied in order: group filters see the whole group, trajectory filters may leave it partial. For example ``filters:
-    [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}]``; ``filters: []`` trains everything."""
+    filters: Annotated[tuple[FilterSettings, ...], FILTER] = (EqualRewards(),)
+    """What keeps a trajectory out of training; of several that refuse it, the first counts. A group may become partial. For
+    example ``filters: [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
+    ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
     ranking: Literal["std", "issue"] = "std"
     """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained. Where left-over
     groups are carried over, older groups go first, and this orders those that the same version began."""

@@ -23,6 +23,7 @@ from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Ve
 from rayloop.data.dataset import Dataset, TaskCursor
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.grpo.filters.table import build_filters
 from rayloop.production.playing import Issue, Playing
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
@@ -73,7 +74,7 @@ class Loop:
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage)
-        return apply_filters(group, self.config.algorithm.filtering.filters)
+        return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     async def step(self, between: float = 0.0) -> tuple[Group, ...]:
         """Collect, pretend to train for a while, publish."""

@@ -24,6 +24,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
+from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from tests.support.runs import settings
@@ -138,7 +139,7 @@ class World:
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage)
-        return apply_filters(group, self.config.algorithm.filtering.filters)
+        return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     def run(self, steps: int) -> None:
         """Collect this many steps. Raises what ends a run."""

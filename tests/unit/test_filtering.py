@@ -14,16 +14,15 @@ from rayloop.core.groups import Fate, Group, TrajectoryState
 from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
-from rayloop.grpo.settings import (
-    AdvantageSettings,
-    EqualRewards,
-    FilteringSettings,
+from rayloop.grpo.filters.equal_rewards import EqualRewards
+from rayloop.grpo.filters.members import (
     ImagesConsistent,
     KeepEndReasons,
     MaxLength,
     PositiveNegativeAdvantage,
     ToolImage,
 )
+from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.unit.groups import make_group
 
 ALL = (

@@ -15,21 +15,18 @@ from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
-from rayloop.grpo.replay import ReplayBuffer, ReplayRules
-from rayloop.grpo.settings import (
-    AdvantageSettings,
-    EqualRewards,
-    Filter,
-    FilteringSettings,
+from rayloop.grpo.filters.base import Filter
+from rayloop.grpo.filters.equal_rewards import EqualRewards
+from rayloop.grpo.filters.members import (
     ImagesConsistent,
     KeepEndReasons,
-    LossSettings,
     MaxLength,
     PositiveNegativeAdvantage,
-    ReplaySettings,
     ToolImage,
 )
+from rayloop.grpo.loss import Denominator, policy_loss, token_weights
+from rayloop.grpo.replay import ReplayBuffer, ReplayRules
+from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, ReplaySettings
 from tests.unit.groups import make_group, make_member
 from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number
 from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown, refusals
