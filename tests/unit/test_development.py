@@ -53,3 +53,16 @@ def test_the_page_says_where_the_code_of_every_command_is() -> None:
     section = PAGE.partition("## Where the code of a command is")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[a-z`, ]+`) \|", section, re.MULTILINE)
     assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == set(COMMANDS)
+
+
+def test_every_generated_page_is_named() -> None:
+    (recipe,) = re.findall(r"^docs:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
+    made = set(re.findall(r"> docs/(\w+\.md)", recipe))
+    section = PAGE.partition("## Generated pages")[2]
+    assert made == set(re.findall(r"\]\((\w+\.md)\)", section))
+    says_so = {
+        path.name
+        for path in (ROOT / "docs").glob("*.md")
+        if re.search("^Made by `python -m", path.read_text(), re.MULTILINE)
+    }
+    assert made == says_so
