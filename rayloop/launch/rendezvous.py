@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.files import new_secret, trusted, write_whole
+from rayloop.core.files import new_secret, trusted
 from rayloop.launch import slurm_job
-from rayloop.launch.addresses import unreachable
 
 POLL = 0.5
 """Seconds between two looks into the folder."""
+CONNECT = 2.0
+"""Seconds that a head may take to accept a connection."""
 
 
 class NoHead(InfrastructureFailure):
@@ -57,7 +60,11 @@ class Head:
 def accepts(address: str) -> bool:
     """Whether ``host:port`` accepts a TCP connection."""
     host, _, port = address.rpartition(":")
-    return not unreachable(host, int(port))
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT):
+            return True
+    except OSError:
+        return False
 
 
 class Rendezvous:
@@ -143,7 +150,9 @@ class Rendezvous:
         trusted(self.folder, "the cluster's folder")
 
     def _write(self, name: str, head: Head) -> None:
-        write_whole(self.folder / name, json.dumps(asdict(head)).encode())
+        aside = self.folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
+        aside.write_text(json.dumps(asdict(head)))
+        aside.replace(self.folder / name)
 
     def _read(self, name: str) -> Head | None:
         try:

@@ -17,8 +17,9 @@ from rayloop.launch.node import ROOT
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm_job import Queued, active
 
-SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
-SITE = SCRIPTS / "site.yaml"
+SITE = (Path(__file__).with_name("slurm_scripts") / "site.yaml").resolve()
+SCRIPTS = SITE.parent
+"""deploy/slurm, to whose files those of ``slurm_scripts`` are links; in an installed wheel the files themselves."""
 CANCEL = 120.0
 """Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does."""
 

@@ -1,15 +1,12 @@
-"""The structure of the code: import order, sizes, what a process imports, what an installation adds."""
+"""The structure of the code: import order, sizes, what a process imports, how full a folder is."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
@@ -100,23 +97,3 @@ def test_no_configuration_is_read_by_name_guessing() -> None:
         and any("config" in ast.dump(arg).lower() or "settings" in ast.dump(arg).lower() for arg in node.args[:1])
     ]
     assert not guesses
-
-
-def test_an_installation_adds_only_our_packages(tmp_path: Path) -> None:
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:
-        pytest.skip("not a git checkout")
-    source = tmp_path / "source"
-    for name in filter(None, tracked.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("rayloop-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
-    assert "rayloop/core/types.py" in names
-    ours = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*")}
-    assert ours & set(tracked.stdout.split("\0")) <= set(names)

@@ -1,0 +1,106 @@
+"""What an installed wheel promises, away from any checkout: its files, every command, the Slurm scripts, a shipped recipe."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks"}
+PIP = [sys.executable, "-m", "pip"]
+pytestmark = pytest.mark.timeout(300)
+
+
+def tracked() -> list[str]:
+    """The files of this checkout that git knows."""
+    found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in found.stdout.split("\0") if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the tracked files: a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in tracked():
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+    build = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = folder.glob("rayloop-*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    install = [*PIP, "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def run(installed: Path, at: Path, *command: str | Path) -> str:
+    """What a command prints, run in the folder ``at`` with the installed wheel before everything else."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(list(map(str, command)), cwd=at, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_has_our_packages_with_all_their_files_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
+    assert {name for name in tracked() if name.split("/")[0] in PACKAGES} <= set(names)
+
+
+def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
+    assert all(word in run(installed, tmp_path, installed / "bin" / "rayloop", "--help") for word in COMMANDS)
+    program = (
+        "import contextlib, sys, rayloop\n"
+        "from cluster.cli import main\n"
+        "print(rayloop.__file__)\n"
+        "for word in sys.argv[1:]:\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main([word, '--help'])\n"
+    )
+    said = run(installed, tmp_path, sys.executable, "-c", program, *COMMANDS)
+    assert said.startswith(str(installed)), "the checkout was imported"
+    assert [word for word in COMMANDS if f"usage: python -m cluster {word} " not in said] == []
+    assert "usage: python -m cluster bench " in run(installed, tmp_path, sys.executable, "-m", "benchmarks", "--help")
+
+
+def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_path: Path) -> None:
+    said = run(installed, tmp_path, sys.executable, "-m", "cluster", "slurm", "render")
+    scripts = [
+        Path(word) for word in shlex.split(said.replace("$(", " ").replace(")", " ")) if word.endswith(".sbatch")
+    ]
+    assert [script.name for script in scripts] == ["ray_head.sbatch", "ray_worker.sbatch"]
+    for script in scripts:
+        assert script.is_relative_to(installed)
+        assert script.read_text() == (ROOT / "deploy/slurm" / script.name).read_text()
+
+
+def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:
+    shipped = {path.name for path in (ROOT / "deploy/slurm").iterdir() if path.suffix in (".sbatch", ".yaml")}
+    packed = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    assert {path.name for path in packed if path.parent.name == "slurm_scripts"} == shipped
+
+
+@pytest.mark.slow
+def test_a_shipped_recipe_can_be_tried(installed: Path) -> None:
+    """In the folder of the packages: the recipe's paths are relative."""
+    said = run(installed, installed, sys.executable, "-m", "cluster", "try", "recipes/arc_vision/quickstart.yaml")
+    assert "what the model sees" in said
+    assert "answer 2" in said
