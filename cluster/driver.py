@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from actors.base import Actor
 from actors.handles import Handle
 from actors.lease import Lease
-from actors.lost import brief, cause
+from actors.lost import cause
 from actors.reference import ReferenceActor
 from actors.rollout import RolloutActor
 from cluster.loop.activity import doing
@@ -29,6 +29,7 @@ from cluster.loop.loggers import open_logger
 from cluster.loop.publication import Publisher
 from cluster.loop.state import capture, complete_references, reinstate
 from cluster.loop.watchdog import watch
+from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.background import background, decisive, timed
@@ -125,7 +126,7 @@ class Driver(Actor):
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
         group = self.production.replay(group, self.step)  # ARPO; before the statistics, off unless the recipe says so
-        group = with_advantages(group, self.config.algorithm.advantage.rules)  # over the scored members
+        group = with_advantages(group, self.config.algorithm.advantage)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.files import trusted, write_whole
+from rayloop.core.files import trusted
 from rayloop.core.threads import in_thread
 
 READ = 30.0
@@ -78,7 +79,10 @@ class FileDiscovery:
 def announce(path: Path, address: Address) -> None:
     """Write the judge's address for others to find. Atomic: a reader sees the old address or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, address.model_dump_json().encode(), mode=0o644)  # clients believe no file that others can write
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(address.model_dump_json())
+    fresh.chmod(0o644)  # whatever the umask is: clients believe no file that others can write
+    os.replace(fresh, path)
 
 
 def withdraw(path: Path, address: Address) -> None:

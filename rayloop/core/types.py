@@ -79,11 +79,6 @@ class Message:
     role: str
     parts: tuple[str | ImageSource, ...]
 
-    @property
-    def images(self) -> list[ImageSource]:
-        """Those among its parts."""
-        return [part for part in self.parts if isinstance(part, ImageSource)]
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -94,11 +89,6 @@ class Task:
     ground_truth: Any = None
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def images(self) -> list[ImageSource]:
-        """The images that its messages show, in reading order."""
-        return [image for message in self.messages for image in message.images]
 
 
 @dataclass(frozen=True, slots=True)

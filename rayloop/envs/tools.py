@@ -104,7 +104,7 @@ class ImageTools:
 
     def reset(self, task: Task) -> Observation:
         """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
-        images = [read(image) for image in task.images]
+        images = [read(part) for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
         crop = CropTool(images, self._settings.min_side)
         self._tools = {crop.name: crop}
         return Observation(task.messages)

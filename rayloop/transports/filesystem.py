@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayloop.core.failures import PublicationError
-from rayloop.core.files import sync
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.seam import Publication, Receiver, Sender, Transport
@@ -50,7 +49,8 @@ class FileSender(Sender[str]):
         path = self._folder / f"weights-{version}.safetensors"
         aside = path.with_suffix(".partial")
         save_file(on_cpu, aside)
-        sync(aside)
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(aside, path)
         self._prune()
         return Publication(manifest(version, on_cpu), str(path))

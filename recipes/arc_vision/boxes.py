@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.protocols import Box
-from recipes.arc_vision.data import box
+from recipes.arc_vision.data import Box, box
 from recipes.arc_vision.reward import parse_box
 
 

@@ -73,7 +73,7 @@ class Loop:
 
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
-        group = with_advantages(group, self.config.algorithm.advantage.rules)
+        group = with_advantages(group, self.config.algorithm.advantage)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     async def step(self, between: float = 0.0) -> tuple[Group, ...]:
