@@ -1,0 +1,65 @@
+"""docs/bring_your_own/metric.md: a component is a metric by itself, and the patch of the page adds another."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayloop.core.groups import Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Message, Task
+from rayloop.run.metrics import prometheus, validate
+from rayloop.run.step_metrics import Collected, step_metrics
+from tests.support.pages import ROOT, write_snippets
+from tests.unit.groups import make_group
+
+PAGE = "bring_your_own/metric.md"
+ADDED = "rollout/turns/max"
+
+
+def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(write_snippets(PAGE, tmp_path)))
+    score = importlib.import_module("words").score
+    task = Task("t", (Message("user", ("?",)),), "yes")
+    given = [score(task, ScoreContext(0, [text])) for text in ("oh yes", "")]
+    group = make_group(0, [0.0, 0.0])
+    group = group.map({i: replace(group.members[i], outcome=outcome) for i, outcome in enumerate(given)})
+    assert given[0] == Scored(1.0, {"words": 2.0})
+    found = step_metrics(Collected((group,), (group,)), 2)
+    assert (found["reward/component/words/mean"], found["flag/silent"]) == (1.0, 0.5)
+    assert validate([*found, "val/words/mean"]) == ()
+    assert prometheus("reward/component/words/mean")[1] == {"name": "words"}
+
+
+def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
+    """Onto a copy of the two files: one line where it is computed, one row in the table."""
+    assert validate([ADDED]) == (ADDED,)
+    write_snippets(PAGE, tmp_path)
+    for name in ("rayloop/run/step_metrics.py", "rayloop/run/metrics.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = subprocess.run(
+        ["git", "apply", "--unidiff-zero", "longest.patch"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    program = (
+        "import rayloop, rayloop.run; rayloop.run.__path__.insert(0, 'rayloop/run')\n"
+        "from rayloop.run.step_metrics import Collected, step_metrics\n"
+        "from rayloop.run.metrics import validate\n"
+        "from tests.unit.groups import make_group\n"
+        "group = make_group(0, [0.0, 1.0], turns=7)\n"
+        "found = step_metrics(Collected((group,), (group,)), 2)\n"
+        f"assert found['{ADDED}'] == 7.0\n"
+        "assert validate(found) == ()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
