@@ -14,6 +14,7 @@ from actors.base import Actor
 from actors.lost import fetch
 from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
 from rayloop.config.model import ModelSettings
+from rayloop.core import threads
 from rayloop.core.failures import (
     ConfigError,
     DataFailure,
@@ -75,8 +76,8 @@ class RewardActor(Actor):
         whose action hung a tool gets the failing value, and the grader does not see it.
         Raises RewardLost and ConfigError, with which a source ends the run, and WorkerSpent.
         """
-        if (stuck := hanging()) >= self._settings.hung_threads:
-            raise WorkerSpent(f"{stuck} calls of the grader hang in this process (reward.hung_threads)")
+        if (stuck := hanging()) >= threads.HUNG:
+            raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
         hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
         asked = [trajectory for trajectory in trajectories if trajectory.end_reason is not EndReason.TOOL_DEADLINE]
         self._scoring += len(asked)

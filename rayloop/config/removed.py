@@ -6,6 +6,7 @@ full by the version that began the run: what they say of such a key is the old d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ class Removed:
     instead: str
 
     def __str__(self) -> str:
-        return f"no key any more (was {self.value!r} by default): {self.instead}. Leave it out"
+        return f"no key any more (was {json.dumps(self.value)} by default): {self.instead}. Leave it out"
 
 
 class Remembering(BaseModel):

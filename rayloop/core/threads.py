@@ -78,6 +78,8 @@ def call_within(timeout: float, function: Callable[..., Result], /, *args: objec
     return answer.result()
 
 
+HUNG = 8
+"""Calls that may hang in one actor before it is replaced, which counts against no budget: each holds its memory, and may spin."""
 _abandoned: set[threading.Thread] = set()
 
 

@@ -3,7 +3,7 @@
 - The task's: two different actors saw it fail, while other episodes went well or on actors where nothing else fails. It is
   quarantined when that happened in ``environment.task_failures`` groups with no good group between, or at once when
   ``environment.attempts`` episodes of one group hung.
-- The actor's: episodes of ``environment.actor_failures`` different tasks failed on it one after the other, while episodes went
+- The actor's: episodes of ``ACTOR_FAILURES`` different tasks failed on it one after the other, while episodes went
   well since it began to serve. It is replaced.
 - Nobody's: when nothing goes well, the environment as a whole is broken. Then no task is quarantined and no actor replaced;
   the generation budget ends the run and gives the reason.
@@ -18,6 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rayloop.run.config import EnvironmentSettings
+
+ACTOR_FAILURES = 3
+"""Different tasks in a row: two that fail one after another are common among bad rows, three on one actor alone are not."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Blame:
             return ""  # its process ends anyway
         service = self._services[worker]
         service.failing.add(task)
-        if len(service.failing) < self._settings.actor_failures or self._successes == service.began:
+        if len(service.failing) < ACTOR_FAILURES or self._successes == service.began:
             return ""
         return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {why}"
 

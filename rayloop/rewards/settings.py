@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import ConfigError
 from rayloop.rewards.functions import METHODS, Per, around, as_source
@@ -42,6 +44,10 @@ REWARD = ROLES["trajectory"]
 class RewardSettings(SettingsModel):
     """Which reward source scores episodes, and what happens when it misbehaves."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "hung_threads": Removed(8, "a reward actor with eight calls that hang is replaced")
+    }
+
     source: Annotated[Component, REWARD]
     """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
     scoring threads of a reward actor."""
@@ -69,6 +75,3 @@ class RewardSettings(SettingsModel):
     can break; with it a mistake in the grader is trained as the policy's."""
     failing_value: float = Field(0.0, allow_inf_nan=False)
     """The reward of a trajectory whose grader failed under ``on_error: fail``, and of one that ended as ``tool_deadline``."""
-    hung_threads: int = Field(8, ge=1)
-    """Calls of the grader that may hang in one reward actor. With so many it is replaced, since a thread cannot be ended; that
-    counts against no budget. Lower it when hung calls hold much memory or spin."""

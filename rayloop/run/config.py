@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
@@ -106,6 +108,10 @@ class RolloutSettings(SettingsModel):
 
 
 class EnvironmentSettings(RoleSettings):
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "actor_failures": Removed(3, "an actor on which three tasks fail one after another is replaced")
+    }
+
     actors: int = Field(1, ge=1)
     """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
@@ -116,9 +122,6 @@ class EnvironmentSettings(RoleSettings):
     task_failures: int = Field(2, ge=1)
     """A task is quarantined when its environment failed in this many groups with no good group between, each time on two different
     actors while others went well. Raise it when failures come in waves that have nothing to do with the task."""
-    actor_failures: int = Field(3, ge=2)
-    """An actor on which episodes of this many different tasks fail one after another is replaced, when others go well. Raise it
-    when many tasks are broken."""
     episode_timeout: float = Field(3600.0, gt=0)
     """Seconds for a whole episode; beyond it the environment actor is replaced. Raise it for long episodes, with
     ``recovery.stall_timeout``."""

@@ -225,11 +225,14 @@ def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
     assert outcome.kind is UnscoredKind.TIMEOUT
 
 
-def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(text_folder: Path) -> None:
+def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
     while hanging():  # of the tests before
         time.sleep(0.05)
     Grader.answers, Grader.asked, Grader.seconds = [1.0] * 3, [], 1.0
-    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), timeout=0.1, hung_threads=2)
+    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), timeout=0.1)
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     for _ in range(2):
         assert isinstance(asyncio.run(actor.score(trajectory(text_folder), TASK, 0)), Unscored)
