@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping
 
 from actors.base import Actor
 from actors.handles import Handle
@@ -14,7 +14,6 @@ from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
     DataFailure,
-    DeadlineExceeded,
     EnvironmentFailed,
     EnvironmentHung,
     InfrastructureFailure,
@@ -22,10 +21,11 @@ from rayloop.core.failures import (
     WorkerSpent,
 )
 from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
-from rayloop.core.threads import hanging, in_thread
+from rayloop.core.threads import hanging
 from rayloop.core.types import PlayRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
-from rayloop.envs.settings import EpisodeSettings
+from rayloop.envs.kinds import Environments
+from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,14 @@ logger = logging.getLogger(__name__)
 class EnvironmentActor(Actor):
     """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
 
-    def __init__(self, model: ModelSettings, episode: EpisodeSettings) -> None:
+    def __init__(
+        self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None
+    ) -> None:
         self._settings = episode
         self._renderer = Renderer(model, episode.max_image_pixels)
-        episode.environment.options()
+        for kind in (episode.environment, *(kinds or {}).values()):
+            kind.options()
+        self._environments = Environments(episode.environment, kinds or {})
         self._running = 0
 
     def health(self) -> int:
@@ -56,7 +60,7 @@ class EnvironmentActor(Actor):
         began = time.monotonic()
         self._running += 1
         try:
-            environment = await self._build()
+            environment = self._environments.of(request.task)
             trajectory = await play(request, environment, self._renderer, self._settings, engine.generate)
             seconds = time.monotonic() - began
             return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
@@ -65,16 +69,6 @@ class EnvironmentActor(Actor):
         finally:
             self._running -= 1
             engine.leave()
-
-    async def _build(self) -> Any:
-        try:
-            return await in_thread(self._settings.environment.build, timeout=self._settings.reset_timeout)
-        except DeadlineExceeded as error:
-            raise EnvironmentHung(f"making {self._settings.environment.use} gave {error}") from error
-        except Exception as error:
-            bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
-            what = f"making {self._settings.environment.use} raised {type(error).__name__}: {error}"
-            raise EnvironmentFailed(what, bug) from error
 
 
 def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
@@ -92,4 +86,5 @@ def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
     if kind is UnscoredKind.ENVIRONMENT_FAILURE and (own or not isinstance(error, InfrastructureFailure)):
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
     hung, bug = isinstance(error, EnvironmentHung), isinstance(error, EnvironmentFailed) and error.bug
-    return PlayFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug)
+    contained = isinstance(error, EnvironmentHung) and error.contained
+    return PlayFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug, contained)

@@ -59,8 +59,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def validate_run(config: RunConfig) -> int:
     """Check the rows of a run with its own reader: those to train on, and the held-out ones. Returns and raises as ``validate``."""
     files = [path for path in (config.data.train, config.data.eval) if path is not None]
-    limit = config.environment.episode.max_image_pixels
-    return max([validate(Path(path), config.data.reader, limit) for path in files])
+    limit, kinds = config.environment.episode.max_image_pixels, config.environment.kinds
+    return max([validate(Path(path), config.data.reader, limit, kinds) for path in files])
 
 
 def _validate(arguments: argparse.Namespace) -> int:

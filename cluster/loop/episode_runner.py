@@ -228,9 +228,9 @@ class EpisodeRunner:
 
     def _environment_failed(self, request: PlayRequest, lease: Lease[Any], failed: PlayFailed) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
-        pool, why = self.services.environment, failed.outcome.reason
-        sick = self.blame.failed(request.id.group, request.task.id, lease.worker, lease.slot, why, hung=failed.hung)
-        if failed.hung or sick:
+        pool, why, ids = self.services.environment, failed.outcome.reason, (request.id.group, request.task.id)
+        sick = self.blame.failed(*ids, lease.worker, lease.slot, why, hung=failed.hung, contained=failed.contained)
+        if (failed.hung and not failed.contained) or sick:
             pool.retire(lease.worker, sick or why, charged=bool(sick))
 
     async def replace_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:

@@ -142,7 +142,7 @@ class Services:
         )  # fmt: skip
         self.environment = self._pool(
             "environment", c.environment.actors, c.environment.placement,
-            lambda options: create(EnvironmentActor, options, c.model, c.environment.episode),
+            lambda options: create(EnvironmentActor, options, c.model, c.environment.episode, c.environment.kinds),
         )  # fmt: skip
         self.reward = self._pool(
             "reward", c.reward.actors, c.reward.placement,

@@ -190,7 +190,7 @@ def _read(path: str, config: RunConfig) -> Dataset:
     def report(failure: DataFailure) -> None:
         print(f"left out: {failure}", flush=True)
 
-    return Dataset(path, config.data.reader.build(), config.data.strict, report)
+    return Dataset(path, config.data.reader.build(), config.data.strict, report, config.environment.kinds)
 
 
 def _claim(file: Path, identity: dict[str, str]) -> None:

@@ -27,7 +27,8 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
-from rayloop.data.dataset import Dataset, TaskCursor
+from rayloop.data.cursor import TaskCursor
+from rayloop.data.dataset import Dataset
 from rayloop.grpo.settings import LossSettings
 from rayloop.run.folder import make_folder
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny

@@ -24,7 +24,6 @@ from actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
-from rayloop.core.threads import in_thread
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import (
     Completion,
@@ -39,7 +38,8 @@ from rayloop.core.types import (
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import GenerationSettings, TransformersEngineSettings, serves_its_own_weights
-from rayloop.envs.episode import play
+from rayloop.envs.episode import CLOSE_TIMEOUT, play
+from rayloop.envs.kinds import Environments
 from rayloop.production.playing import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import jsonable
@@ -73,7 +73,9 @@ def _escaping(tell: Tell) -> Tell:
 
 def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
-    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, failures.append)
+    dataset = Dataset(
+        config.data.train, config.data.reader.build(), config.data.strict, failures.append, config.environment.kinds
+    )
     for failure in failures[:SHOWN_FAILURES]:
         tell(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):
@@ -113,6 +115,7 @@ class _Trial:
     def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
         self.config, self.folder, self.tell = config, folder, tell
         self.episode = config.environment.episode
+        self.environments = Environments(self.episode.environment, config.environment.kinds)
         self.renderer = Renderer(config.model, self.episode.max_image_pixels)
         self.seen: TokenPrompt | None = None
         self.told: set[str] = set()
@@ -121,7 +124,7 @@ class _Trial:
         """Reward and environment are made before the model is loaded: they are what a newcomer wrote."""
         reward = self.config.reward
         self.reward = _made(reward.source.use, lambda: RewardActor(self.config.model, reward))
-        _made(self.episode.environment.use, self.episode.environment.build)
+        await self._made_once(task)
         self.engine = await self._engine()
         asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
         played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
@@ -148,10 +151,22 @@ class _Trial:
         self.tell(f"model {self.config.model.path}, engine {settings.kind}{instead}, loaded in {seconds:.1f} s")
         return actor
 
+    async def _made_once(self, task: Task) -> None:
+        """Raises WorkerStartFailed with the traceback when the task's environment cannot be made."""
+        environment = self.environments.of(task)
+        try:
+            await environment.make(self.episode.reset_timeout)
+        except (RayloopError, ValidationError):
+            raise
+        except Exception as error:
+            raise WorkerStartFailed(f"{environment.name} could not be made:\n{own_frames(error)}") from error
+        finally:
+            await environment.close(CLOSE_TIMEOUT)
+
     async def _play(self, request: PlayRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
-            environment = await in_thread(self.episode.environment.build, timeout=self.episode.reset_timeout)
             request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
+            environment = self.environments.of(request.task)
             return await play(request, environment, self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,17 @@ class Renderer:
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
 
-    def prompt(self, messages: Sequence[Message]) -> Rendered:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None) unless tinted.
+
+        ``tools``: ``{"type": "function", "function": {...}}`` each; what the policy reads of them is the chat template's to say.
 
         Raises DataFailure for an unusable image, and for messages that the chat template refuses.
         """
         images = [self._image(source, keep_file=True) for source in _images(messages)]
         try:
-            text = self._template([self._chat(message) for message in messages], generation=True)
+            chat = [self._chat(message) for message in messages]
+            text = self._template(chat, generation=True, tools=[self._plain_json(tool) for tool in tools])
         except jinja2.TemplateError as error:
             raise DataFailure("messages", f"the chat template refuses them: {error}") from error
         return self._rendered(self._encode_template(text), images)
@@ -129,6 +132,14 @@ class Renderer:
             return {"role": self._disarm(message.role), "content": "".join(map(str, disarmed))}
         content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in disarmed]
         return {"role": self._disarm(message.role), "content": content}
+
+    def _plain_json(self, value: Any) -> Any:
+        """JSON data with chat markup in its texts disarmed."""
+        if isinstance(value, str):
+            return self._disarm(value)
+        if isinstance(value, Mapping):
+            return {self._disarm(str(key)): self._plain_json(part) for key, part in value.items()}
+        return [self._plain_json(part) for part in value] if isinstance(value, list | tuple) else value
 
     def _disarm(self, text: str) -> str:
         """Break special tokens typed inside a text with the guard, which ``encode`` takes out again."""

@@ -145,6 +145,10 @@ def _child(value: Any, element: str | int) -> Any:
     return value[element] if isinstance(value, list | tuple) and isinstance(element, int) else None
 
 
+COMPONENTS = ("Component", "EnvironmentKind")
+"""Settings classes that have a ``use``."""
+
+
 def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[BaseModel]) -> str:
     context, value = detail.get("ctx", {}), short(detail["input"])
     match detail["type"]:
@@ -157,7 +161,7 @@ def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[Base
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context["expected_tags"]))
             return f"got {context['tag']!r}, expected one of {', '.join(tags)}" + nearest(str(context["tag"]), tags)
-        case "model_type" if context.get("class_name") == "Component" and isinstance(detail["input"], str):
+        case "model_type" if context.get("class_name") in COMPONENTS and isinstance(detail["input"], str):
             return f"got {value}, expected {{use: {json.dumps(detail['input'], ensure_ascii=False)}}}"
         case "value_error":
             return str(context["error"])

@@ -52,6 +52,7 @@ COMPONENTS = {
     ),
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
+        "rayloop.envs.tools:ToolCalls",
         "rayloop.envs.tools:ImageTools",
         "rayloop.envs.scripted:ScriptedTool",
     ),

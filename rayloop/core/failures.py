@@ -100,7 +100,14 @@ class EnvironmentFailed(InfrastructureFailure):
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """An environment's ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go."""
+    """An environment's constructor, ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go.
+
+    ``contained``: that was a process of its own (``isolation: process``), and is gone.
+    """
+
+    def __init__(self, why: str, contained: bool = False) -> None:
+        super().__init__(why)
+        self.contained = contained
 
 
 class ToolDeadline(RayloopError):

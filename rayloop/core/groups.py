@@ -56,7 +56,8 @@ class PlayFailed:
     """An episode that could not be played. A value, not an exception: the driver decides what follows.
 
     ``outcome.kind`` ENVIRONMENT_FAILURE is played again elsewhere, and BAD_DATA (``path``: the file) until another actor says so.
-    ``own``: not an engine's; ``hung``: it outlived a deadline, end its process; ``bug``: the code would raise this anywhere.
+    ``own``: not an engine's; ``hung``: it outlived a deadline, end its process, unless it was ``contained`` in one of its own that
+    is gone already; ``bug``: the code would raise this anywhere.
     """
 
     id: TrajectoryId
@@ -66,6 +67,7 @@ class PlayFailed:
     own: bool = False
     hung: bool = False
     bug: bool = False
+    contained: bool = False
 
 
 class TrajectoryState(StrEnum):

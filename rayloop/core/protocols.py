@@ -92,25 +92,32 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's world. Synchronous; the actor runs it in a thread and enforces deadlines by ending the process.
+    """One episode's world. Each method may be a coroutine function; all have a deadline (``environment.episode``).
+
+    Constructor, ``reset``, ``step``, ``evaluate`` and ``close`` of an instance run in one thread, its own, and coroutines on one
+    event loop in it; with ``isolation: process`` that is the main thread of a process of its own. So an instance may keep what
+    belongs to a thread (a database connection, a browser).
+
+    It may offer tools: an attribute ``tools``, a sequence of Tool, looked at after ``reset``. Their schemas are given to the chat
+    template; carrying out calls is the work of ``step``.
 
     Whose fault a hang is, is the environment's to say. What the policy's action sets going (a tool, a shell, a page) belongs under
     a deadline of its own that is shorter than ``episode.step_timeout``; ``rayloop.core.threads.call_within`` gives one to any
     function, a subprocess has its own. When it passes, ``step`` either answers with an ``error`` that the policy sees, or raises
-    ToolDeadline: the episode ends as ``tool_deadline`` and earns ``reward.failing_value``, unasked. A ``reset``, ``evaluate`` or
-    ``step`` that does not return by its timeout is the environment's failure: never a reward, played again elsewhere, and after
-    ``environment.attempts`` such episodes of a group the task is quarantined.
+    ToolDeadline: the episode ends as ``tool_deadline`` and earns ``reward.failing_value``, unasked. A constructor, ``reset``,
+    ``evaluate`` or ``step`` that does not return by its timeout is the environment's failure: never a reward, played again
+    elsewhere, and after ``environment.attempts`` such episodes of a group the task is quarantined.
 
     Whatever else ``reset``, ``step`` and ``evaluate`` raise is a failure of the environment, DataFailure one of the task.
     """
 
-    def reset(self, task: Task) -> Observation: ...
-    def step(self, text: str) -> StepResult: ...
-    def evaluate(self) -> float | None:
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
+    def step(self, text: str) -> StepResult | Awaitable[StepResult]: ...
+    def evaluate(self) -> float | Awaitable[float | None] | None:
         """The environment's own result of the finished episode, or None when only the reward source judges."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> Awaitable[None] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call. ``parameters`` is a JSON schema.
+    """A function the policy may call. ``parameters`` is a JSON schema of its arguments, ``description`` is for the policy.
 
     It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
     cannot end threads; with ``episode.hung_threads`` of them the actor is replaced. Tools that may run for long (an interpreter)
@@ -128,8 +135,12 @@ class Tool(Protocol):
     ``reset``: under ``tool_timeout`` a file system that hangs would be the policy's doing.
     """
 
-    name: str
-    parameters: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
 
     def __call__(self, **arguments: Any) -> ToolResult: ...
 

@@ -1,7 +1,7 @@
 """Calling foreign, blocking code from an event loop, with a deadline.
 
 Each call gets its own daemon thread: a hung call neither exhausts a pool nor keeps the process from exiting, as
-``asyncio.to_thread`` would (its pool is joined at exit).
+``asyncio.to_thread`` would (its pool is joined at exit). What belongs to the thread that made it: rayloop/core/owner_thread.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rayloop.core.failures import DeadlineExceeded
 
@@ -24,37 +23,8 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
     Raises DeadlineExceeded when it takes longer (the thread is abandoned), and whatever ``function`` raises; an
     exception that is no ``Exception`` (SystemExit), and StopIteration, arrive as RuntimeError.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def deliver(result: Result | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        result: Result | None = None
-        failure: Exception | None = None
-        try:
-            result = function(*args)
-        except StopIteration as error:
-            failure = _runtime_error(error)
-        except Exception as error:
-            failure = error
-        except BaseException as error:
-            failure = _runtime_error(error)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, failure)
-
-    thread = _start(work)
-    done, _ = await asyncio.wait({future}, timeout=timeout)
-    if not done:
-        future.cancel()
-        raise _given_up(thread, timeout)
-    return future.result()
+    answer = asked()
+    return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
 
 
 def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
@@ -62,20 +32,12 @@ def call_within(timeout: float, function: Callable[..., Result], /, *args: objec
 
     Raises as ``in_thread`` does.
     """
-    answer: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(function(*args, **options))
-        except Exception as error:
-            answer.set_exception(error)
-        except BaseException as error:
-            answer.set_exception(_runtime_error(error))
-
-    thread = _start(work)
+    answer = asked()
+    thread = start(lambda: settle(answer, lambda: function(*args, **options)))
     if not wait({answer}, timeout).done:
         raise _given_up(thread, timeout)
-    return answer.result()
+    result: Result = answer.result()
+    return result
 
 
 HUNG = 8
@@ -90,10 +52,42 @@ def hanging() -> int:
     return len(_abandoned)
 
 
-def _start(work: Callable[[], None]) -> threading.Thread:
+def start(work: Callable[[], None]) -> threading.Thread:
+    """A thread that does not keep the process from exiting."""
     thread = threading.Thread(target=work, daemon=True, name="rayloop-call")
     thread.start()
     return thread
+
+
+def asked() -> Future[Any]:
+    """An answer that a thread will give: who waits for it can give up, not cancel."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()
+    return answer
+
+
+def settle(answer: Future[Any], work: Callable[[], Any]) -> None:
+    """Give ``answer`` what ``work()`` returns or raises, here and now."""
+    try:
+        answer.set_result(work())
+    except StopIteration as error:
+        answer.set_exception(_runtime_error(error))
+    except Exception as error:
+        answer.set_exception(error)
+    except BaseException as error:
+        answer.set_exception(_runtime_error(error))
+
+
+async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
+    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does."""
+    future = asyncio.wrap_future(answer)
+    try:
+        done, _ = await asyncio.wait({future}, timeout=timeout)
+    finally:
+        future.cancel()  # nobody waits any more, or nothing is left to cancel
+    if not done:
+        raise _given_up(thread, timeout)
+    return future.result()
 
 
 def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:

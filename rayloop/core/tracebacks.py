@@ -7,7 +7,8 @@ import traceback
 
 PLUMBING = (
     "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/outcomes.py", "rayloop/core/threads.py",
-    "rayloop/envs/episode.py", "actors/reward.py", "cluster/stages/trial.py",
+    "rayloop/core/owner_thread.py", "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
+    "actors/reward.py", "cluster/stages/trial.py",
 )  # fmt: skip
 """Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
 _FRAMES = re.compile(rf'^  File "[^"]*({"|".join(map(re.escape, PLUMBING))})".*\n(    .*\n)*', re.MULTILINE)

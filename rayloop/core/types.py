@@ -82,13 +82,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through."""
+    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
+
+    ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``.
+    """
 
     id: str
     messages: tuple[Message, ...]
     ground_truth: Any = None
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Datasets: rows of a JSONL or parquet file as tasks, and the order in which a run visits them.
+"""Datasets: rows of a JSONL or parquet file as tasks.
 
 A row that cannot become a task is quarantined with its file, line and reason, or ends the run when ``strict`` is set.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import json
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rayloop.config.explain import short
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
-from rayloop.core.seeds import derive
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.rows import rows
 
@@ -39,7 +38,7 @@ _LONGEST_PATH = 4096
 class Reader(Protocol):
     """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``.
 
-    Raises DataFailure.
+    A task whose ``environment`` it leaves empty gets the text in the row's column of that name. Raises DataFailure.
     """
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task: ...
@@ -48,12 +47,18 @@ class Reader(Protocol):
 class Dataset:
     """The tasks of one file, read when made; images are not opened.
 
-    ``quarantine`` is told of every row left out (``path`` is its file:line). Raises ConfigError when the file is missing, no
-    row is left, or two rows share an id; with ``strict`` DataFailure at the first bad row.
+    ``quarantine`` is told of every row left out (``path`` is its file:line). ``kinds`` of environment may be named by rows; empty:
+    what rows name means nothing. Raises ConfigError when the file is missing, no row is left, two rows share an id, or one names
+    another kind; with ``strict`` DataFailure at the first bad row.
     """
 
     def __init__(
-        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None]
+        self,
+        path: str | Path,
+        reader: Reader,
+        strict: bool,
+        quarantine: Callable[[DataFailure], None],
+        kinds: Collection[str] = (),
     ) -> None:
         self.path = Path(path)
         root = self.path.resolve().parent
@@ -71,6 +76,12 @@ class Dataset:
                 continue
             if task.id in tasks:
                 raise ConfigError(f"{where}: the id {task.id!r} is that of {lines[task.id]} too; ids must be unique")
+            if kinds and task.environment and task.environment not in kinds:
+                known = ", ".join(kinds)
+                raise ConfigError(
+                    f"{where}: the row names the environment {task.environment!r}, and environment.kinds has {known}. "
+                    "Add it there, or correct the row"
+                )
             tasks[task.id], lines[task.id] = task, where
         if not tasks:
             why = "no usable row; see the quarantined rows for the reasons" if read else "no rows"
@@ -140,7 +151,9 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
     if not isinstance(row, Mapping):
         raise DataFailure(where, f"expected an object, found {type(row).__name__}")
     try:
-        return reader.task(row, where, root)
+        task = reader.task(row, where, root)
+        named = row.get("environment")
+        return dataclasses.replace(task, environment=named) if isinstance(named, str) and not task.environment else task
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {short(error, 200)}") from error
 
@@ -344,50 +357,3 @@ def _identity(row: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> s
         parts = (row.get("data_source"), extra.get("split"), extra["index"])
         return "/".join(str(part) for part in parts if part is not None)
     return Path(where).name
-
-
-class TaskCursor:
-    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch."""
-
-    def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
-        if count < 1:
-            raise ValueError(f"a cursor needs at least one task, not {count}")
-        self._count, self._seed, self._shuffle = count, seed, shuffle
-        self._begin(0, 0)
-
-    def next(self) -> int:
-        """The index of the next task; begins another epoch when all have been visited."""
-        if self._position == self._count:
-            self._begin(self._epoch + 1, 0)
-        self._position += 1
-        return self._order[self._position - 1]
-
-    def visits(self, index: int) -> int:
-        """How often ``next`` has returned ``index``."""
-        return self._epoch + (self._rank[index] < self._position)
-
-    def state(self) -> dict[str, int | bool]:
-        """Plain values for a checkpoint."""
-        return {
-            "count": self._count,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "position": self._position,
-        }
-
-    def restore(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken. Raises CheckpointError when data, seed or shuffling have changed."""
-        here = self.state()
-        fixed = [name for name in ("count", "seed", "shuffle") if state[name] != here[name]]
-        changed = [f"{name}: {state[name]} then, {here[name]} now" for name in fixed]
-        if changed:
-            raise CheckpointError(f"the checkpoint visits other tasks than this run ({'; '.join(changed)})")
-        self._begin(int(state["epoch"]), int(state["position"]))
-
-    def _begin(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = list(range(self._count))
-        if self._shuffle:
-            random.Random(derive(self._seed, "epoch", epoch)).shuffle(self._order)
-        self._rank = {index: rank for rank, index in enumerate(self._order)}

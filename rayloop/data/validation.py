@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rayloop.config.settings import Component
@@ -12,10 +12,11 @@ from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
 
-def validate(path: Path, reader: Component, max_image_pixels: int) -> int:
+def validate(path: Path, reader: Component, max_image_pixels: int, kinds: Collection[str] = ()) -> int:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
-    Returns 0 when all rows are usable, else 1. Raises ConfigError when the file or the reader cannot be used at all.
+    Returns 0 when all rows are usable, else 1. Raises ConfigError when the file or the reader cannot be used at all, or a row names
+    none of the ``kinds`` of environment, if there are any.
     """
     problems = 0
 
@@ -25,7 +26,7 @@ def validate(path: Path, reader: Component, max_image_pixels: int) -> int:
         print(failure)
 
     built: Reader = reader.build()
-    dataset = Dataset(path, built, strict=False, quarantine=report)
+    dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds)
     for task in dataset:
         for failure in unusable_images(task, dataset.where(task), max_image_pixels):
             report(failure)

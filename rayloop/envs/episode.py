@@ -27,7 +27,7 @@ from rayloop.core.failures import (
     OverLongPrompt,
     ToolDeadline,
 )
-from rayloop.core.protocols import Environment, Observation, StepResult
+from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.seeds import derive
 from rayloop.core.threads import in_thread
 from rayloop.core.types import (
@@ -44,28 +44,32 @@ from rayloop.core.types import (
     Trajectory,
     Turn,
 )
+from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
 
+CLOSE_TIMEOUT = 60.0
+"""Seconds for ``close``; beyond it the environment is left to itself, or killed with its own process. The episode counts."""
+
 logger = logging.getLogger(__name__)
 
 
 async def play(
-    request: PlayRequest, environment: Environment, renderer: Renderer, settings: EpisodeSettings, generate: Generate
+    request: PlayRequest, environment: Instance, renderer: Renderer, settings: EpisodeSettings, generate: Generate
 ) -> Trajectory:
-    """Play one episode and close the environment, also when cancelled.
+    """Make the environment, play one episode and close it, also when cancelled.
 
     Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
-    EnvironmentFailed (the environment raised or misbehaved), and whatever ``generate`` raises.
+    EnvironmentFailed (the environment raised, misbehaved or crashed), and whatever ``generate`` raises.
     """
     episode = _Episode(request, environment, renderer, settings, generate)
     try:
         return await episode.run()
     finally:
         try:
-            await in_thread(environment.close, timeout=settings.step_timeout)
+            await environment.close(CLOSE_TIMEOUT)
         except Exception as error:
             logger.warning("closing the environment of %s failed: %s", request.task.id, error)
 
@@ -76,7 +80,7 @@ class _Episode:
     def __init__(
         self,
         request: PlayRequest,
-        environment: Environment,
+        environment: Instance,
         renderer: Renderer,
         settings: EpisodeSettings,
         generate: Generate,
@@ -107,18 +111,18 @@ class _Episode:
         )
 
     async def _evaluate(self) -> float | None:
-        result = await self._environment("evaluate", self.environment.evaluate, timeout=self.settings.step_timeout)
+        result = await self._call("evaluate", timeout=self.settings.evaluate_timeout)
         if result is not None and not isinstance(result, Real | np.bool_):
             raise self._wrong("evaluate", "return a number or None", result)
         return None if result is None else float(result)
 
     async def _begin(self) -> None:
         settings = self.settings
-        first: Observation = await self._environment(
-            "reset", self.environment.reset, self.request.task, timeout=settings.reset_timeout
-        )
+        await self._blamed("__init__", self.environment.make(settings.reset_timeout))
+        first: Observation = await self._call("reset", self.request.task, timeout=settings.reset_timeout)
         self._check("reset", "return Observation", first)
-        rendered = await in_thread(self.renderer.prompt, first.messages, timeout=settings.reset_timeout)
+        tools = await self._call("tools", timeout=settings.reset_timeout)
+        rendered = await in_thread(self.renderer.prompt, first.messages, tools, timeout=settings.reset_timeout)
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
             raise OverLongPrompt(len(rendered.token_ids), limit)
@@ -133,9 +137,7 @@ class _Episode:
         if completion.finish is FinishReason.LENGTH and len(self.token_ids) >= self.settings.max_tokens:
             return EndReason.OVER_LENGTH
         try:
-            step: StepResult = await self._environment(
-                "step", self.environment.step, self._text(completion), timeout=self.settings.step_timeout
-            )
+            step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
         except ToolDeadline as error:
             logger.info("%s: %s", self.request.id, error)
             return EndReason.TOOL_DEADLINE
@@ -205,17 +207,22 @@ class _Episode:
         ends = [text.index(stop) + len(stop) for stop in self.sampling.stop if stop in text]
         return text[: min(ends, default=len(text))]
 
-    async def _environment(self, name: str, call: Callable[..., Result], *args: object, timeout: float) -> Result:
-        """One environment call in a thread. Its exceptions are infrastructure failures, unless they blame the data."""
-        what = f"{type(self.environment).__name__}.{name} of task {self.request.task.id}"
+    async def _call(self, method: str, *args: object, timeout: float) -> Any:
+        return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
+
+    async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
+        """What a call of the environment gives. What it raises is infrastructure's failure, unless it blames data or action."""
+        what = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
-            return await in_thread(call, *args, timeout=timeout)
+            return await call
         except DeadlineExceeded as error:
-            raise EnvironmentHung(f"{what} gave {error}") from error
+            raise EnvironmentHung(f"{what} gave {error}", self.environment.contained) from error
         except DataFailure:
             raise
+        except EnvironmentFailed as error:
+            raise EnvironmentFailed(f"{what}: {error}", error.bug) from error
         except Exception as error:
-            if isinstance(error, ToolDeadline) and name == "step":
+            if isinstance(error, ToolDeadline) and method == "step":
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
             raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}", bug) from error
@@ -229,7 +236,7 @@ class _Episode:
                 raise self._wrong(method, "give Observation a tuple of Message", message)
 
     def _wrong(self, method: str, rule: str, found: Any) -> EnvironmentFailed:
-        what = f"{type(self.environment).__name__}.{method} must {rule}, not {type(found).__name__}"
+        what = f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}"
         return EnvironmentFailed(what, bug=True)
 
 

@@ -11,11 +11,24 @@ from rayloop.config.settings import Component, Role, SettingsModel
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
 
 
+class EnvironmentKind(Component):
+    """An environment, and where its instances live: ``{use: module:Class, with: {...}, isolation: thread}``."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """``process``: each instance has a process of its own, so one that hangs or crashes costs its own episode only. Choose it for
+    browsers, interpreters and whatever else may hang or kill its process. ``thread`` costs nothing, but a hang costs the actor."""
+
+    @property
+    def name(self) -> str:
+        """Of its class."""
+        return self.use.rpartition(":")[2]
+
+
 class EpisodeSettings(SettingsModel):
     """How one episode is played, whatever its environment."""
 
-    environment: Annotated[Component, ENVIRONMENT] = Component(use="rayloop.envs.single_turn:SingleTurn")
-    """``{use: module:Class, with: {...}}``: the environment every task is played in."""
+    environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(use="rayloop.envs.single_turn:SingleTurn")
+    """``{use: module:Class, with: {...}}``: the environment of every task; with ``environment.kinds``, of those that name none."""
     max_turns: int = Field(1, ge=1)
     """Sampled turns per episode; reaching it ends the episode as max_turns."""
     max_prompt_tokens: int = Field(4096, gt=0)
@@ -29,10 +42,13 @@ class EpisodeSettings(SettingsModel):
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
     reset_timeout: float = Field(60.0, gt=0)
-    """Seconds for making the environment and its first observation; beyond it the process is ended."""
+    """Seconds for making the environment, and again for ``reset``; beyond it the environment hangs, and its process is ended. Raise
+    it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``reset`` or ``step``/``evaluate``; beyond it the environment hangs, and its process is ended.
-    ``step_timeout`` must be longer than the environment gives to tools (``tool_timeout``), or their hangs count as its own."""
+    """Seconds for one ``step``; beyond it the environment hangs, and its process is ended. Must be longer than the environment
+    gives to tools (``tool_timeout``), or their hangs count as its own."""
+    evaluate_timeout: float = Field(60.0, gt=0)
+    """Seconds for ``evaluate``, as for ``step``. Raise it when the result takes long to find out, as when tests are run."""
     hung_threads: int = Field(8, ge=1)
     """Calls of tools that may hang in one environment actor. With so many it is replaced, since a thread cannot be ended; that
     counts against no budget. Lower it when hung calls hold much memory or spin."""

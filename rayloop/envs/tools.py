@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
@@ -41,6 +41,95 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
     return call["name"], arguments
 
 
+class ToolCalls:
+    """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
+
+    Other tools: your classes under ``tools``, or a class that derives from this one and gives ``tools_for`` a task.
+    """
+
+    class Settings(SettingsModel):
+        tools: tuple[Annotated[Component, Role("tool", ("__call__",))], ...] = ()
+        """``[{use: module:Class, with: {...}}]``: what the policy may call (docs/bring_your_own/tool.md)."""
+        role: str = "tool"
+        """The role under which the chat template shows results."""
+        tool_timeout: float = Field(30.0, gt=0)
+        """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
+        ``episode.step_timeout``."""
+        describe: bool = True
+        """Whether the chat template is given the tools' schemas. Turn it off when the prompt describes them."""
+
+    def __init__(self, settings: ToolCalls.Settings) -> None:
+        self._settings = settings
+        self._tools: dict[str, Tool] = {}
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return list(self._tools.values()) if self._settings.describe else ()
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        """Called by ``reset``, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
+        return [_Checked(tool.build()) for tool in self._settings.tools]
+
+    def reset(self, task: Task) -> Observation:
+        self._tools = {tool.name: tool for tool in self.tools_for(task)}
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
+        try:
+            call = tool_call(text)
+            if call is None:
+                return StepResult(done=True)
+            name, arguments = call
+            if name not in self._tools:
+                raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
+            result = call_within(self._settings.tool_timeout, self._tools[name], **arguments)
+        except DeadlineExceeded as error:
+            raise ToolDeadline(f"the tool {name} gave {error}") from error
+        except ToolError as error:
+            return StepResult(self._shown(f"Error: {error}"), error=str(error))
+        return StepResult(self._shown(result.text, *result.images))
+
+    def evaluate(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self._tools = {}
+
+    def _shown(self, *parts: str | ImageSource) -> Observation:
+        return Observation((Message(self._settings.role, parts),))
+
+
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+class _Checked:
+    """A tool that is only called with arguments that its schema knows, of the types it names, and with all that it requires."""
+
+    def __init__(self, tool: Tool) -> None:
+        self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
+        self._tool = tool
+
+    def __call__(self, **arguments: Any) -> ToolResult:
+        known = self.parameters.get("properties", {})
+        if missing := [name for name in self.parameters.get("required", ()) if name not in arguments]:
+            raise ToolError(f"{self.name} needs the argument {missing[0]!r}")
+        for name, value in arguments.items():
+            if name not in known:
+                raise ToolError(f"{self.name} knows no argument {name!r}; it has: {', '.join(known) or 'none'}")
+            wanted = known[name].get("type")
+            if wanted in _TYPES and not _TYPES[wanted](value):
+                raise ToolError(f"the argument {name!r} of {self.name} must be of type {wanted}, not {value!r}")
+        return self._tool(**arguments)
+
+
 class CropTool:
     """Cuts a box out of one of the task's images (encoded, in their order), in the image's own resolution.
 
@@ -48,6 +137,7 @@ class CropTool:
     """
 
     name = "crop"
+    description = "Cuts a box out of an image of the first message, to look closer."
     parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {
@@ -86,50 +176,18 @@ class CropTool:
         return ToolResult(f"{cut.width}x{cut.height} pixels", (ImageSource(data=encoded.getvalue()),))
 
 
-class ImageTools:
-    """The task's messages, then tool calls on its images until a turn calls none: that turn is the answer."""
+class ImageTools(ToolCalls):
+    """``ToolCalls`` with a tool that cuts parts out of the task's images."""
 
-    class Settings(SettingsModel):
+    class Settings(ToolCalls.Settings):
         min_side: int = Field(28, ge=1)
         """A crop with a side of fewer pixels is refused: it would be enlarged from almost nothing."""
-        role: str = "tool"
-        """The role under which the chat template shows results."""
-        tool_timeout: float = Field(30.0, gt=0)
-        """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
-        ``episode.step_timeout``."""
 
     def __init__(self, settings: ImageTools.Settings) -> None:
-        self._settings = settings
-        self._tools: dict[str, Tool] = {}
+        super().__init__(settings)
+        self._min_side = settings.min_side
 
-    def reset(self, task: Task) -> Observation:
+    def tools_for(self, task: Task) -> Sequence[Tool]:
         """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
         images = [read(part) for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
-        crop = CropTool(images, self._settings.min_side)
-        self._tools = {crop.name: crop}
-        return Observation(task.messages)
-
-    def step(self, text: str) -> StepResult:
-        """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
-        try:
-            call = tool_call(text)
-            if call is None:
-                return StepResult(done=True)
-            name, arguments = call
-            if name not in self._tools:
-                raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
-            result = call_within(self._settings.tool_timeout, self._tools[name], **arguments)
-        except DeadlineExceeded as error:
-            raise ToolDeadline(f"the tool {name} gave {error}") from error
-        except ToolError as error:
-            return StepResult(self._shown(f"Error: {error}"), error=str(error))
-        return StepResult(self._shown(result.text, *result.images))
-
-    def evaluate(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        self._tools = {}
-
-    def _shown(self, *parts: str | ImageSource) -> Observation:
-        return Observation((Message(self._settings.role, parts),))
+        return [CropTool(images, self._min_side), *super().tools_for(task)]

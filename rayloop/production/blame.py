@@ -64,14 +64,18 @@ class Blame:
         service.served = True
         service.failing.clear()
 
-    def failed(self, group: int, task: str, worker: int, slot: int, why: str, *, hung: bool) -> str:
+    def failed(
+        self, group: int, task: str, worker: int, slot: int, why: str, *, hung: bool, contained: bool = False
+    ) -> str:
         """An episode's environment failed. Returns why its actor is to be replaced, or "" when it is not to blame."""
         actor, found = slot if self._settings.actors > 1 else worker, self._groups[group]
         found.actors.add(actor)
         found.workers.add(worker)
         if hung:
-            found.hung.append(actor)
-            return ""  # its process ends anyway
+            alone = contained and self._settings.actors == 1  # in another process each time
+            found.hung.append(-1 - len(found.hung) if alone else actor)
+            if not contained:
+                return ""  # the actor's process ends anyway
         service = self._services[worker]
         service.failing.add(task)
         if len(service.failing) < ACTOR_FAILURES or self._successes == service.began:

@@ -19,7 +19,8 @@ from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpen
 from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
-from rayloop.data.dataset import Dataset, TaskCursor
+from rayloop.data.cursor import TaskCursor
+from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict, select
 from rayloop.grpo.replay import ReplayBuffer
@@ -75,7 +76,9 @@ class Production:
     def read(path: str | None, config: RunConfig, reporter: Reporter) -> Dataset:
         """A dataset of the configuration; bad rows are quarantined, or raised when ``data.strict``."""
         assert path is not None
-        dataset = Dataset(path, config.data.reader.build(), config.data.strict, reporter.bad_row)
+        dataset = Dataset(
+            path, config.data.reader.build(), config.data.strict, reporter.bad_row, config.environment.kinds
+        )
         if warning := dataset.warning():
             reporter.event(incidents.DataWarning(why=warning))
         return dataset

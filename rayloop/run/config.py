@@ -20,7 +20,7 @@ from rayloop.engines.settings import (
     TransformersEngineSettings,
     VllmEngineSettings,
 )
-from rayloop.envs.settings import EpisodeSettings
+from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.settings import (
     AdvantageSettings,
@@ -115,6 +115,9 @@ class EnvironmentSettings(RoleSettings):
     actors: int = Field(1, ge=1)
     """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
+    kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
+    """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment in one run. A row names its
+    own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
     placement: Placement = Placement(num_cpus=0.5)
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one

@@ -29,8 +29,9 @@ class Duration:
 
 
 DURATIONS = (
-    Duration("environment.episode.step_timeout", "one `step` or `evaluate`", "the environment hangs: played again", EPISODE),
-    Duration("environment.episode.reset_timeout", "making an environment and resetting it", "the same", EPISODE),
+    Duration("environment.episode.step_timeout", "one `step`", "the environment hangs: played again", EPISODE),
+    Duration("environment.episode.evaluate_timeout", "one `evaluate`", "the same", EPISODE),
+    Duration("environment.episode.reset_timeout", "making an environment, and resetting it", "the same", EPISODE, 2),
     Duration("environment.episode.request_timeout", "one generation request", "lost: another engine is asked", EPISODE),
     Duration(EPISODE, "a whole episode", "the environment actor is replaced, the episode played again", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),

@@ -29,6 +29,45 @@ def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Mak
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
 
 
+@pytest.mark.parametrize("actors", [1, 2])
+def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int) -> None:
+    """``isolation: process``: the task is quarantined all the same, also by the only actor, and nobody is replaced for it."""
+
+    def contained(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            if request.task.id != BAD:
+                return made.well(request)
+            return failed(request, "step gave no answer", hung=True, contained=True)
+
+        return behave
+
+    made = world(contained, environment={"actors": actors}, recovery={"replacements": 0})
+    made.run(steps=30)
+    [failure] = made.bad
+    assert failure.reason.endswith("episodes of its group hung")
+    assert made.production.quarantined == {BAD}
+    assert made.environment.replaced == 0
+    assert made.plays[BAD] <= 8 * 3, "one group"
+
+
+def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_contained(world: Make) -> None:
+    def sick(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            if actor is made.spawned[0] and len(actor.played) > 10:
+                return failed(request, "reset gave no answer", hung=True, contained=True)
+            return made.well(request)
+
+        return behave
+
+    made = world(sick, environment={"actors": 2})
+    made.run(steps=30)
+    [lost] = made.named("worker_lost")
+    assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other")
+    assert made.production.quarantined == set()
+
+
 def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
     """One attempt each, one actor: everybody who plays beside the one that hangs is killed with it, again and again."""
 

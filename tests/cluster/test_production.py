@@ -20,7 +20,8 @@ from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpen
 from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
-from rayloop.data.dataset import Dataset, TaskCursor
+from rayloop.data.cursor import TaskCursor
+from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.dataset import ChatRows, Dataset, TaskCursor
+from rayloop.data.cursor import TaskCursor
+from rayloop.data.dataset import ChatRows, Dataset
 
 READER = ChatRows(ChatRows.Settings())
 
@@ -384,3 +385,30 @@ def test_messages_shorten_what_they_quote(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no usable row"):
         Dataset(write(tmp_path / "t.jsonl", *lines), READER, False, (bad := []).append)
     assert all(len(failure.reason) < 400 for failure in bad)
+
+
+def test_a_row_names_its_kind_of_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", row(0, environment="web"), row(1), row(2, environment={"image": "debian"}))
+    dataset = Dataset(path, READER, True, lambda failure: None, {"web": 1, "desk": 2})
+    assert [task.environment for task in dataset] == ["web", "", ""]
+
+
+def test_an_unknown_kind_of_environment_is_refused_with_its_line(tmp_path: Path) -> None:
+    """Not quarantined: the configuration and the rows do not fit. Without kinds the column means nothing."""
+    path = write(tmp_path / "rows.jsonl", row(0, environment="web"), row(1, environment="destop"))
+    refused = (
+        r"rows\.jsonl:2: the row names the environment 'destop', and environment\.kinds has web, desktop\. Add it there"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        Dataset(path, READER, False, lambda failure: None, ["web", "desktop"])
+    assert len(read(path)[0]) == 2
+
+
+def test_a_readers_own_kind_counts_before_the_column(tmp_path: Path) -> None:
+    class Pages:
+        def task(self, line: Mapping[str, Any], where: str, root: Path) -> Task:
+            return Task(where, (), environment="web" if "page" in line else "")
+
+    path = write(tmp_path / "rows.jsonl", {"page": "a", "environment": "desk"}, {"environment": "desk"})
+    dataset = Dataset(path, Pages(), True, lambda failure: None, ["web", "desk"])
+    assert [task.environment for task in dataset] == ["web", "desk"]

@@ -13,7 +13,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from actors.environment import EnvironmentActor
 from actors.lease import Lease
 from rayloop.config.model import ModelSettings
-from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
 from rayloop.core.groups import PlayFailed, UnscoredKind
 from rayloop.core.types import (
@@ -31,7 +30,7 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
-from rayloop.envs.settings import EpisodeSettings
+from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 SCRIPTED = {"use": "rayloop.envs.scripted:ScriptedTool", "with": {"steps": [{"text": "more"}]}}
 FAULTY = "tests.support.faulty:FaultyEnvironment"
@@ -85,7 +84,7 @@ def raising(error: BaseException, at: int = 1) -> Callable[[int], Awaitable[None
 
 
 def actor(folder: Path, environment: dict[str, Any] | None = None, **settings: Any) -> EnvironmentActor:
-    chosen = {"environment": Component.model_validate(environment or SCRIPTED), "max_turns": 3, **settings}
+    chosen = {"environment": environment or SCRIPTED, "max_turns": 3, **settings}
     return EnvironmentActor(ModelSettings(path=str(folder)), EpisodeSettings.model_validate(chosen))
 
 
@@ -263,3 +262,78 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
 def test_settings_are_checked_when_the_actor_starts(text_folder: Path) -> None:
     with pytest.raises(ValueError, match="unknown"):
         actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn", "with": {"unknown": 1}})
+
+
+ENVIRONMENTS = "tests.support.environments"
+
+
+def test_an_environment_bound_to_its_thread_can_be_played(text_folder: Path) -> None:
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:ThreadBound"}, max_turns=3)
+    summary, trajectory = run(player, Engine())
+    assert isinstance(summary, Summary)
+    assert isinstance(trajectory, Trajectory)
+    assert (summary.turns, trajectory.env_result) == (3, 5.0)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_coroutines_can_be_played(text_folder: Path, isolation: str) -> None:
+    async def slow(number: int) -> None:
+        await asyncio.sleep(0.2)
+
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:Coroutines", "isolation": isolation}, max_turns=2)
+    summary, trajectory = run(player, Engine(slow))
+    assert isinstance(summary, Summary)
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.env_result is not None
+    assert trajectory.env_result > 10, "its heartbeat went on while the policy wrote"
+
+
+@pytest.mark.parametrize("fault", ["hang", "exit"])
+def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_folder: Path, fault: str) -> None:
+    """The neighbours have begun before it breaks, and end after."""
+    settings = {"tasks": ["sick"], "does": fault}
+    player = actor(
+        text_folder, {"use": f"{ENVIRONMENTS}:Fault", "isolation": "process", "with": settings}, step_timeout=0.5
+    )
+    gate = asyncio.Event()
+
+    async def wait(number: int) -> None:
+        await gate.wait()
+
+    async def all_of_them() -> tuple[Played, list[Played]]:
+        slow, quick = Lease(7, Engine(wait)), Lease(8, Engine())
+        neighbours = [asyncio.create_task(player.play(request(), slow, Driver())) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        sick = await player.play(request(Task("sick", (Message("user", ("Click.",)),))), quick, Driver())
+        assert not any(task.done() for task in neighbours)
+        gate.set()
+        return sick, await asyncio.gather(*neighbours)
+
+    sick, neighbours = asyncio.run(all_of_them())
+    failure = failed(sick)
+    assert (failure.own, failure.hung, failure.contained, failure.bug) == (
+        True,
+        fault == "hang",
+        fault == "hang",
+        False,
+    )
+    assert all(isinstance(summary, Summary) for summary, _ in neighbours)
+    assert player.health() == 0
+
+
+def test_a_task_is_played_in_the_kind_that_it_names(text_folder: Path) -> None:
+    kinds = {
+        "web": EnvironmentKind.model_validate({"use": f"{ENVIRONMENTS}:ThreadBound"}),
+        "talk": EnvironmentKind.model_validate({"use": SCRIPTED["use"], "with": {"result": 0.25}}),
+    }
+    episode = EpisodeSettings.model_validate({"environment": SCRIPTED, "max_turns": 3})
+    player = EnvironmentActor(ModelSettings(path=str(text_folder)), episode, kinds)
+    results = []
+    for kind in ("web", "talk", ""):
+        _, trajectory = run(player, Engine(), asked=request(Task("t", (Message("user", ("?",)),), environment=kind)))
+        assert isinstance(trajectory, Trajectory)
+        results.append(trajectory.env_result)
+    assert results == [5.0, 0.25, None]
+    failure = failed(run(player, Engine(), asked=request(Task("t", (), environment="desk"))))
+    assert failure.outcome.kind is UnscoredKind.BAD_DATA
+    assert "environment.kinds has no 'desk'" in failure.outcome.reason

@@ -39,6 +39,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.envs.episode import play, summarize
+from rayloop.envs.instance import InThread
 from rayloop.envs.scripted import ScriptedTool
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
@@ -71,7 +72,8 @@ def run(
     engine = ScriptedEngine(renderer, said)
     defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0, "reset_timeout": 5.0}
     chosen = EpisodeSettings.model_validate({**defaults, **settings})
-    return asyncio.run(play(asked or request(), environment, renderer, chosen, engine.generate)), engine
+    owned = InThread(type(environment).__name__, lambda: environment)
+    return asyncio.run(play(asked or request(), owned, renderer, chosen, engine.generate)), engine
 
 
 NEXT = {"text": "go on"}
@@ -296,13 +298,17 @@ def test_an_environment_may_blame_the_data(renderer: Renderer) -> None:
 def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, where: str) -> None:
     release = threading.Event()
     environment = Misbehaving(where, release.wait)
+    timeouts = dict.fromkeys(("reset_timeout", "step_timeout", "evaluate_timeout"), 0.1)
     began = time.monotonic()
     try:
         with pytest.raises(EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"):
-            run(renderer, environment, [("a", END)], step_timeout=0.1, reset_timeout=0.1)
+            run(renderer, environment, [("a", END)], **timeouts)
+        assert time.monotonic() - began < 2
+        assert environment.closed == 0, "it belongs to the thread that hangs"
     finally:
         release.set()
-    assert time.monotonic() - began < 2
+    while hanging():
+        time.sleep(0.01)
     assert environment.closed == 1
 
 
@@ -381,12 +387,13 @@ def test_a_broken_image_from_the_environment_is_its_fault(renderer: Renderer) ->
 
 def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
     environment = Listening()
+    owned = InThread("Listening", lambda: environment)
 
     async def never(*_: Any) -> Any:
         await asyncio.sleep(60)
 
     async def cancel() -> None:
-        task = asyncio.create_task(play(request(), environment, renderer, EpisodeSettings(), never))
+        task = asyncio.create_task(play(request(), owned, renderer, EpisodeSettings(), never))
         await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.wait({task})

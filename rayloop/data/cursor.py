@@ -1,0 +1,56 @@
+"""The order in which a run visits the tasks of its dataset."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from rayloop.core.failures import CheckpointError
+from rayloop.core.seeds import derive
+
+
+class TaskCursor:
+    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
+        if count < 1:
+            raise ValueError(f"a cursor needs at least one task, not {count}")
+        self._count, self._seed, self._shuffle = count, seed, shuffle
+        self._begin(0, 0)
+
+    def next(self) -> int:
+        """The index of the next task; begins another epoch when all have been visited."""
+        if self._position == self._count:
+            self._begin(self._epoch + 1, 0)
+        self._position += 1
+        return self._order[self._position - 1]
+
+    def visits(self, index: int) -> int:
+        """How often ``next`` has returned ``index``."""
+        return self._epoch + (self._rank[index] < self._position)
+
+    def state(self) -> dict[str, int | bool]:
+        """Plain values for a checkpoint."""
+        return {
+            "count": self._count,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def restore(self, state: Mapping[str, int | bool]) -> None:
+        """Continue where ``state`` was taken. Raises CheckpointError when data, seed or shuffling have changed."""
+        here = self.state()
+        fixed = [name for name in ("count", "seed", "shuffle") if state[name] != here[name]]
+        changed = [f"{name}: {state[name]} then, {here[name]} now" for name in fixed]
+        if changed:
+            raise CheckpointError(f"the checkpoint visits other tasks than this run ({'; '.join(changed)})")
+        self._begin(int(state["epoch"]), int(state["position"]))
+
+    def _begin(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = list(range(self._count))
+        if self._shuffle:
+            random.Random(derive(self._seed, "epoch", epoch)).shuffle(self._order)
+        self._rank = {index: rank for rank, index in enumerate(self._order)}

@@ -1,0 +1,81 @@
+"""One environment while it lives: made, called and closed by the one thread that owns it, here or in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rayloop.core.failures import DeadlineExceeded
+from rayloop.core.owner_thread import OwnerThread
+from rayloop.core.protocols import Environment
+from rayloop.envs.toolkit import schemas
+
+
+class Instance(Protocol):
+    """An environment as the episode loop sees it. Each call waits at most ``timeout`` seconds.
+
+    ``name`` is that of its class. ``contained``: it has a process of its own, so whatever it does costs nobody else.
+    """
+
+    name: str
+    contained: bool
+
+    async def make(self, timeout: float) -> None:
+        """Call its constructor; first of all. Raises as ``call`` does."""
+        ...
+
+    async def call(self, method: str, *args: object, timeout: float) -> Any:
+        """What ``invoke`` gives. Raises DeadlineExceeded, EnvironmentFailed when its process ended, and what the method raises."""
+        ...
+
+    async def close(self, timeout: float) -> None:
+        """Last of all, also after a failure. Raises as ``call`` does; whatever happens, nothing of it is used again."""
+        ...
+
+
+def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
+    """Call a method of the protocol; ``tools`` gives the schemas of the tools that the environment offers now."""
+    return schemas(environment) if method == "tools" else getattr(environment, method)(*args)
+
+
+class InThread:
+    """``isolation: thread``: one thread of this process for the whole life of the instance.
+
+    A call that does not return keeps its thread; ``close`` is then left to that thread, for when it does.
+    """
+
+    contained = False
+
+    def __init__(self, name: str, build: Callable[[], Environment]) -> None:
+        self.name, self._build = name, build
+        self._environment: Environment | None = None
+        self._thread = OwnerThread()
+        self._stuck = False
+
+    async def make(self, timeout: float) -> None:
+        await self._within(timeout, self._make)
+
+    async def call(self, method: str, *args: object, timeout: float) -> Any:
+        return await self._within(timeout, invoke, self._environment, method, args)
+
+    async def close(self, timeout: float) -> None:
+        try:
+            if self._stuck:
+                self._thread.put(self._close)
+            else:
+                await self._within(timeout, self._close)
+        finally:
+            self._thread.end()
+
+    def _make(self) -> None:
+        self._environment = self._build()
+
+    def _close(self) -> Any:
+        return None if self._environment is None else self._environment.close()
+
+    async def _within(self, timeout: float, function: Callable[..., Any], *args: object) -> Any:
+        try:
+            return await self._thread.call(function, *args, timeout=timeout)
+        except DeadlineExceeded:
+            self._stuck = True
+            raise

@@ -1,0 +1,168 @@
+"""``isolation: process``: an environment in a process of its own, which can be ended without harm to any other.
+
+The process (rayloop/envs/guard.py, worker.py) starts without torch and without Ray, in a session of its own. It is used again
+for other instances unless something hangs in it, and is killed with all that it started when a call does not return. It ends
+with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
+from rayloop.core.threads import in_thread, start
+from rayloop.envs.settings import EnvironmentKind
+
+HEADER = struct.Struct("!Q")
+"""In front of each message, pickled: its length in bytes."""
+DYING = 5.0
+"""Seconds in which a killed process must be gone."""
+START = "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class WorkerProcess:
+    """A process that hosts one environment after the other."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._lifeline, watched = socket.socketpair()
+        with theirs, watched:
+            given = (theirs.fileno(), watched.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, *map(str, given), *sys.path],
+                pass_fds=given,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._socket.setblocking(False)
+
+    async def ask(self, message: tuple[Any, ...], timeout: float) -> tuple[bool, Any]:
+        """Whether that succeeded, and what it returned or raised. Raises DeadlineExceeded, EnvironmentFailed when it has ended.
+
+        When this raises, cancellation included, the process is killed.
+        """
+        content = pickle.dumps(message)
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content)) + content)
+                [length] = HEADER.unpack(await self._receive(HEADER.size))
+                answer: tuple[bool, Any] = pickle.loads(await self._receive(length))
+                return answer
+        except TimeoutError as error:
+            self.kill()
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(f"no answer within {timeout:g} seconds") from error
+        except (EOFError, ConnectionError) as error:
+            self.kill()
+            raise EnvironmentFailed(await self._end()) from error
+        except BaseException:
+            self.kill()
+            raise
+
+    def idle(self) -> bool:
+        """Whether it lives and has nothing to say."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK)) and False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """With all that it started. Safe to call again."""
+        if self._socket.fileno() == -1:
+            return
+        self._socket.close()
+        self._lifeline.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        start(self._reap)
+
+    def _reap(self) -> None:
+        self._process.wait()
+
+    async def _receive(self, length: int) -> bytearray:
+        received = bytearray()
+        while len(received) < length:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(length - len(received), 1 << 20))
+            if not part:
+                raise EOFError
+            received += part
+        return received
+
+    async def _end(self) -> str:
+        """How it ended, in words."""
+        try:
+            code = await in_thread(self._process.wait, timeout=DYING)
+        except DeadlineExceeded:
+            return "its process closed the connection"
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        return f"its process was killed by {signal.Signals(-code).name}"
+
+
+class IdleWorkers(list[WorkerProcess]):
+    """Processes that wait for their next instance: as many as there were at once. The last to come is the first to go."""
+
+    def take(self) -> WorkerProcess:
+        """One that lives; a new one when there is none."""
+        while self:
+            if (worker := self.pop()).idle():
+                return worker
+            worker.kill()
+        return WorkerProcess()
+
+    def end(self) -> None:
+        while self:
+            self.pop().kill()
+
+
+class InProcess:
+    """An instance in a process of its own (``rayloop.envs.instance.Instance``)."""
+
+    contained = True
+
+    def __init__(self, kind: EnvironmentKind, workers: IdleWorkers) -> None:
+        self.name, self._kind, self._workers = kind.name, kind, workers
+        self._worker: WorkerProcess | None = None
+
+    async def make(self, timeout: float) -> None:
+        self._worker = self._workers.take()
+        await self._ask("make", self._kind, timeout=timeout)
+
+    async def call(self, method: str, *args: object, timeout: float) -> Any:
+        return await self._ask("call", method, args, timeout=timeout)
+
+    async def close(self, timeout: float) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        succeeded, value = await worker.ask(("close",), timeout)
+        if succeeded and value == 0:  # threads in which calls of tools hang
+            self._workers.append(worker)
+            return
+        worker.kill()
+        if not succeeded:
+            raise value
+
+    async def _ask(self, *message: object, timeout: float) -> Any:
+        """Raises EnvironmentFailed when the process is gone already, else as ``WorkerProcess.ask``, and what the call raised."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            raise EnvironmentFailed("its process is gone")
+        succeeded, value = await worker.ask(message, timeout)
+        self._worker = worker
+        if succeeded:
+            return value
+        raise value

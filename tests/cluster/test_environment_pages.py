@@ -1,0 +1,110 @@
+"""docs/bring_your_own/environment.md and tool.md: every snippet is written to its file and run, as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Message, Task
+from rayloop.envs.tools import ToolCalls
+
+ROOT = Path(__file__).parents[2]
+SNIPPET = re.compile(r"^```(\w*)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = ("environment", "tool")
+
+
+def snippets() -> list[tuple[str, str, str]]:
+    pages = [(ROOT / f"docs/bring_your_own/{page}.md").read_text() for page in PAGES]
+    return [found for page in pages for found in SNIPPET.findall(page)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the pages' files, whose modules can be imported."""
+    for language, name, text in snippets():
+        assert name, f"a snippet of {language} has no file, so nothing would run it"
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_implementation_is_short() -> None:
+    for language, name, text in snippets():
+        if language == "python":
+            assert len([line for line in text.splitlines() if line.strip()]) < 40, name
+
+
+def test_the_environment_does_what_its_page_says(folder: Path) -> None:
+    queries: Any = import_module("queries")
+    tables = {"tables": "create table fruit(name, price); insert into fruit values ('fig', 3), ('kiwi', 1)"}
+    database = queries.Queries(queries.Queries.Settings(rows=1))
+    messages = (Message("user", ("Which?",)),)
+    assert database.reset(Task("t", messages, "kiwi", extra=tables)).messages == messages
+    rows = database.step("select name from fruit order by price")
+    assert (rows.observation.messages[0].parts, rows.error, rows.done) == (("[('kiwi',)]",), None, False)
+    assert database.step("select").error.startswith("Error: ")
+    assert database.step("kiwi").done
+    assert database.evaluate() == 1.0
+    database.close()
+    with pytest.raises(DataFailure, match="its tables cannot be made"):
+        queries.Queries(queries.Queries.Settings()).reset(Task("t", ()))
+
+
+@pytest.mark.parametrize("name", ["queries", "mixed", "rates"])
+def test_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str) -> None:
+    told = command(folder, "try", f"{name}.yaml", f"model.path={digits_model}")
+    assert "2 of 2 answers have a reward" in told
+
+
+def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model: Path) -> None:
+    (folder / "mixed.jsonl").write_text((folder / "mixed.jsonl").read_text().replace('"talk"', '"tlak"'))
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster", "data", "validate", "mixed.yaml", f"model.path={digits_model}"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert (
+        "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database, talk" in done.stderr
+    )
+
+
+def called(environment: ToolCalls, name: str, arguments: str) -> tuple[Any, str | None]:
+    step = environment.step(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+    assert step.observation is not None
+    return step.observation.messages[0].parts[0], step.error
+
+
+def test_the_tool_does_what_its_page_says(folder: Path) -> None:
+    settings = {"tools": [{"use": "rates:Convert", "with": {"rate": 1.2}}], "role": "user"}
+    environment = ToolCalls(ToolCalls.Settings.model_validate(settings))
+    environment.reset(Task("t", ()))
+    assert [tool.name for tool in environment.tools] == ["convert"]
+    assert called(environment, "convert", '{"euros": 2}') == ("2.40 dollars", None)
+    for arguments, complaint in (
+        ('{"euros": -1}', "an amount of euros is not negative"),
+        ('{"euros": "two"}', "the argument 'euros' of convert must be of type number, not 'two'"),
+        ("{}", "convert needs the argument 'euros'"),
+        ('{"euros": 1, "cents": 5}', "convert knows no argument 'cents'; it has: euros"),
+    ):
+        assert called(environment, "convert", arguments) == (f"Error: {complaint}", complaint)
+    assert environment.step("2.40").done
+    silent = ToolCalls(ToolCalls.Settings.model_validate({**settings, "describe": False}))
+    silent.reset(Task("t", ()))
+    assert silent.tools == ()
