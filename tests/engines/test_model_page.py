@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/bring_your_own/model.md").read_text()
+from tests.support.pages import ROOT, write_snippets
+
 RUN = """\
 name: sums
 steps: 1
@@ -21,14 +20,12 @@ reward: {source: {use: "rewards:length"}}
 
 
 def test_the_model_of_the_page_answers(tmp_path: Path) -> None:
-    ((name, program),) = re.findall(r"```python title=(\S+)\n(.*?)```", PAGE, re.DOTALL)
-    assert len(program.splitlines()) < 40
-    (tmp_path / name).write_text(program)
+    write_snippets("bring_your_own/model.md", tmp_path)
     (tmp_path / "sums.yaml").write_text(RUN)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "Add: 1 2", "answer": "3"}\n')
     (tmp_path / "rewards.py").write_text("def length(context):\n    return len(context.texts[-1])\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words in ([name], ["-m", "cluster", "try", "sums.yaml"]):
+    for words in (["make_model.py"], ["-m", "cluster", "try", "sums.yaml"]):
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-
-PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/data.md").read_text()
+from tests.support.pages import write_snippets
 
 
 def test_the_rows_of_the_page_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ((name, program),) = re.findall(r"```python title=(\S+)\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / name).write_text(program)
-    subprocess.run([sys.executable, name], cwd=tmp_path, check=True, timeout=60)
+    write_snippets("bring_your_own/data.md", tmp_path)
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=60)
     file = tmp_path / "train.jsonl"
     assert main(["data", "validate", str(file)]) == 0
     assert "2 rows read by rayloop.data.dataset:ChatRows, 0 problems" in capsys.readouterr().out

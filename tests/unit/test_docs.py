@@ -181,3 +181,13 @@ def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
 def pattern(word: str) -> str:
     """The word as text, as a name, or as a class."""
     return r"[\s_-]*".join(map(re.escape, re.split(r"[ -]", word)))
+
+
+def test_every_page_of_what_one_brings_is_short_and_run_by_a_test() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in (DOCS / "bring_your_own").glob("[a-z]*.md"):
+        assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), (
+            f"no test runs what {page.name} shows"
+        )
+        for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(), re.DOTALL):
+            assert len(program.splitlines()) < 50, f"{page.name}: a program of a page is read in a minute"
