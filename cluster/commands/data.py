@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import pkgutil
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import recipes
@@ -19,7 +17,8 @@ from rayloop.run.config import RunConfig, read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     prepare = actions.add_parser("prepare", help="make a recipe's dataset")
-    prepare.add_argument("recipe", metavar="RECIPE", choices=preparable(), help=", ".join(preparable()))
+    known = recipes.having("prepare")
+    prepare.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
     prepare.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own options; --help names them"
     )
@@ -43,12 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with a data file: larger images are refused",
     )
     check.set_defaults(run=_validate)
-
-
-def preparable() -> list[str]:
-    """Recipes that make their dataset: those with a module ``prepare``, whose ``main(arguments)`` returns an exit code."""
-    names = [module.name for module in pkgutil.iter_modules(recipes.__path__) if module.ispkg]
-    return sorted(name for name in names if find_spec(f"recipes.{name}.prepare"))
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
