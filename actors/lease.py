@@ -8,15 +8,9 @@ import logging
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from ray.exceptions import ObjectLostError, RayActorError
-
 from actors.handles import Handle, submit
-from actors.lost import cause
-from rayloop.core.failures import WorkerLost
+from actors.lost import cause, is_lost, object_lost
 from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
-
-LOST = (RayActorError, ObjectLostError, WorkerLost, TimeoutError)
-"""What a request sees when its engine died, became unreachable, lost the answer, or outlived the deadline."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +75,7 @@ class LeasedEngine:
                 async with asyncio.timeout(self._timeout):
                     return await submit(self._lease.handle, Engine.generate, sent, sampling)
             except Exception as error:
-                if not isinstance(cause(error), LOST):
+                if not (is_lost(error) or object_lost(error)):  # the answer, too, can be lost
                     raise
                 logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
                 self._cohort = None

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+from rayloop.core.failures import WorkerLost, WorkerSpent
 from rayloop.core.references import Ref
 
 T = TypeVar("T")
@@ -18,6 +19,30 @@ def cause(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     return error
+
+
+LOST = (RayActorError, TimeoutError, WorkerLost)
+"""What a caller sees when an actor died, became unreachable, or outlived its deadline (Ray's GetTimeoutError is a TimeoutError)."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the error says that the actor, not the work, is the problem; an object that is gone is no loss of the actor."""
+    return isinstance(cause(error), LOST) and not object_lost(error)
+
+
+def is_spent(error: BaseException) -> bool:
+    """Whether the actor asks to be replaced: too many threads of it hang."""
+    return isinstance(cause(error), WorkerSpent)
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what was raised inside the actor, or the name of its type."""
+    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text: Ray puts the remote traceback before it."""
+    return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
 
 
 def object_lost(error: BaseException) -> bool:

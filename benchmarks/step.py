@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any, get_args
 
 import yaml
-from safetensors import safe_open
 
 from benchmarks.measure import PeakMemory, alternately, machine
 from rayloop.config.settings import SettingsModel, load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
+from rayloop.doctor.checks import parameter_shapes
 from rayloop.engines.settings import Dtype
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.run.config import RunConfig
@@ -210,11 +210,7 @@ def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[s
 
 def _parameters(model: Path) -> int:
     """Parameters in the folder's safetensors files; a tied head is not among them."""
-    total = 0
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, "numpy") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return total
+    return sum(map(math.prod, (parameter_shapes(str(model)) or {}).values()))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from actors.base import Actor
 from actors.handles import Handle
 from actors.lease import Lease
-from actors.lost import cause
+from actors.lost import brief, cause
 from actors.reference import ReferenceActor
 from actors.rollout import RolloutActor
 from cluster.loop.activity import doing
@@ -29,7 +29,6 @@ from cluster.loop.loggers import open_logger
 from cluster.loop.publication import Publisher
 from cluster.loop.state import capture, complete_references, reinstate
 from cluster.loop.watchdog import watch
-from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.background import background, decisive, timed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.files import trusted
+from rayloop.core.files import trusted, write_whole
 from rayloop.core.threads import in_thread
 
 READ = 30.0
@@ -79,10 +78,7 @@ class FileDiscovery:
 def announce(path: Path, address: Address) -> None:
     """Write the judge's address for others to find. Atomic: a reader sees the old address or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(address.model_dump_json())
-    fresh.chmod(0o644)  # whatever the umask is: clients believe no file that others can write
-    os.replace(fresh, path)
+    write_whole(path, address.model_dump_json().encode(), mode=0o644)  # clients believe no file that others can write
 
 
 def withdraw(path: Path, address: Address) -> None:

@@ -26,7 +26,7 @@ from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import ImageSource, Task, Trajectory
+from rayloop.core.types import Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def reference(task: Task) -> str:
 
 def images(task: Task) -> tuple[str, ...]:
     """Absolute paths of the task's images. Raises DataFailure when there are too many, or one has no file."""
-    found = [part.path for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+    found = [image.path for image in task.images]
     paths = tuple(str(local_path(path)) for path in found if path is not None)
     if len(paths) < len(found) or len(found) > MAX_IMAGES:
         what = f"{len(found)} images, {len(paths)} of them with a path"

@@ -14,10 +14,10 @@ import ray
 from actors.environment import EnvironmentActor
 from actors.handles import Handle, resolved, submit_pair
 from actors.lease import Lease, LeasesEngines
-from actors.lost import object_lost
+from actors.lost import brief, is_lost, is_spent, object_lost
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
-from cluster.roles.pool import Calls, brief, is_lost, is_spent
+from cluster.roles.pool import Calls
 from cluster.roles.services import Services
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from actors.handles import Handle, submit
+from actors.lost import brief
 from actors.policy import LogprobGap
 from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.roles.pool import brief
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline

@@ -56,7 +56,7 @@ def _snapshot(driver: Driver) -> dict[str, Any]:
         "in_flight": [*production.reissue, *production.in_flight.values()],
         "one_round": synchronous and (production.one_round or not production.reissue),
         "ready": list(production.ready),
-        "finished": [_bare(group) for group in production.finished],
+        "finished": [group.bare() for group in production.finished],
         "quarantined": sorted(production.quarantined),
         "environment_failures": dict(production.blame.groups_failed),
         "acceptance": production.acceptance.state(),
@@ -96,12 +96,6 @@ async def complete_references(driver: Driver) -> None:
         production.ready = [annotated if g.issue == group.issue else g for g in production.ready]
 
 
-def _bare(group: Group) -> Group:
-    return dataclasses.replace(
-        group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in group.members)
-    )
-
-
 async def _resolve(members: Sequence[Member], values: dict[Any, Any]) -> set[TrajectoryId]:
     """Add to ``values`` what the members' references stand for. Returns the trajectories of which something is lost."""
     refs = {ref for m in members for ref in (m.payload, m.reference) if ref is not None and ref not in values}
@@ -122,7 +116,7 @@ def _inline(members: tuple[Member, ...], values: Mapping[Any, Any]) -> tuple[Mem
 
     def one(member: Member) -> Member:
         if not member.kept:
-            return dataclasses.replace(member, payload=None, reference=None)
+            return member.bare()
         reference = None if member.reference is None else values[member.reference]
         return dataclasses.replace(member, payload=values[member.payload], reference=reference)
 

@@ -9,9 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from actors.handles import Handle, submit, submit_pair
-from actors.lost import cause
+from actors.lost import brief, cause, is_lost
 from actors.policy import Assignment, LogprobGap, PolicyRank
-from cluster.roles.pool import brief, is_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member

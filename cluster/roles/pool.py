@@ -15,40 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from actors.handles import Handle, submit, submit_split
 from actors.lease import Lease
-from actors.lost import cause, object_lost
+from actors.lost import LOST, brief, cause, is_lost, is_spent, last_line
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
-from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerSpent, WorkerStartFailed
+from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.core.references import Ref
 from rayloop.run.lifetime import RecoverySettings
-
-LOST = (RayActorError, GetTimeoutError, TimeoutError, WorkerLost)
-"""What a caller sees when a worker died, became unreachable, or outlived its deadline."""
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether the error says that the worker, not the work, is the problem."""
-    return isinstance(error, LOST) and not object_lost(error)
-
-
-def is_spent(error: BaseException) -> bool:
-    """Whether the worker asks to be replaced: too many threads of it hang."""
-    return isinstance(cause(error), WorkerSpent)
-
-
-def brief(error: BaseException) -> str:
-    """The first line of what was raised inside the actor, or the name of its type."""
-    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of an error's text: Ray puts the remote traceback before it."""
-    return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
 
 
 class Pooled(Protocol):

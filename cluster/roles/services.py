@@ -27,6 +27,7 @@ from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
 from rayloop.run.config import Placement, RunConfig
+from rayloop.run.demand import bundles, demand, total
 
 A = TypeVar("A", bound=Pooled)
 
@@ -37,39 +38,6 @@ CONCURRENCY = 1000
 def actor_name(role: str) -> str:
     """Names are for people; the suffix is there because the one that is replaced may still be dying."""
     return f"{role}-{secrets.token_hex(3)}"
-
-
-def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
-    """One entry per actor, in the order of the placement group's bundles. An evaluation neither trains nor compares."""
-    training = [
-        ("policy", config.policy.ranks, config.policy.placement),
-        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
-    ]
-    roles = [
-        ("rollout", config.rollout.actors, config.rollout.placement),
-        ("environment", config.environment.actors, config.environment.placement),
-        ("reward", config.reward.actors, config.reward.placement),
-        *(training if trains else ()),
-    ]
-    return [(role, placement) for role, count, placement in roles for _ in range(count)]
-
-
-def _bundle(placement: Placement) -> dict[str, float]:
-    bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
-    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
-
-
-def bundles(config: RunConfig, trains: bool = True) -> list[dict[str, float]]:
-    """What each actor reserves, as Ray's placement groups want it."""
-    return [_bundle(placement) for _, placement in demand(config, trains)]
-
-
-def total(each: list[dict[str, float]]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for bundle in each:
-        for name, amount in bundle.items():
-            sums[name] = sums.get(name, 0.0) + amount
-    return sums
 
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], tell: Tell) -> PlacementGroup:

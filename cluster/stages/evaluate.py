@@ -19,7 +19,7 @@ from actors.lost import cause
 from actors.rollout import RolloutActor, start_weights
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
-from cluster.roles.services import Services, bundles, total
+from cluster.roles.services import Services
 from cluster.roles.session import session
 from rayloop.config.settings import dump
 from rayloop.core import incidents
@@ -32,6 +32,7 @@ from rayloop.engines.settings import serves_its_own_weights
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import Item, summarise, table
 from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays

@@ -19,6 +19,7 @@ from ray.serve.schema import ProxyStatus
 from cluster.roles.session import serve_details, session
 from judge.discovery import Address, announce, withdraw
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.signals import handling
 from serve_apps.judge.address import publish, unclaimed
 from serve_apps.judge.app import app, gpus
 from serve_apps.judge.settings import LOOPBACK, ApplicationSettings, HttpOptions, ServeFile
@@ -42,7 +43,10 @@ def serve(file: ServeFile, address: str | None, temporary: str | None, announced
     each = {"CPU": replicas.cpus, "GPU": gpus(application.args), **replicas.resources}
     needed = {name: replicas.max * amount for name, amount in each.items()}
     host = file.http_options.host
-    with session(needed, address, temporary, logs(announced)), _interruptible():
+    interrupt = (
+        signal.default_int_handler
+    )  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
+    with session(needed, address, temporary, logs(announced)), handling(interrupt, signal.SIGTERM):
         unclaimed(application.name)
         running = room(application, file.http_options)
         port = running or file.http_options.port or free_port(host)
@@ -130,16 +134,6 @@ def free_port(host: str) -> int:
     with socket.socket() as found:
         found.bind((host, 0))
         return int(found.getsockname()[1])
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler, which it sets when it is initialised, ends the process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _url(host: str, port: int) -> str:

@@ -11,10 +11,7 @@ import math
 import os
 import random
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
+from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.settings import LossSettings
@@ -46,36 +44,25 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     folder = local_path(config.output) / RUN
     make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement
+    told = StopSignals()
     needed = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     with (
         session({name: config.workers * n for name, n in needed.items()}, address, temporary, folder / "logs"),
-        _stop_signals() as stopped,  # behind ray.init, which has a handler of its own
+        handling(told, *STOP),  # behind ray.init, which has a handler of its own
     ):
-        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stopped)
+        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, told)
     shutil.rmtree(folder / CHECKPOINTS)
     print(f"wrote {config.output}")
     return 0
 
 
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT end up in the list: an exception raised by a handler can be lost."""
-    seen: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: seen.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _follow(running: Any, path: Path, stopped: list[int]) -> None:
+def _follow(running: Any, path: Path, told: StopSignals) -> None:
     """Print what rank 0 writes to ``path`` until the stage ends. Raises what it raised, and Preempted."""
     path.touch()
     with path.open() as progress:
         progress.seek(0, os.SEEK_END)
         ended: list[Any] = []
-        while not ended and not stopped:
+        while not ended and told.first is None:
             ended, _ = ray.wait([running], timeout=POLL)
             print(progress.read(), end="", flush=True)
     if not ended:

@@ -18,17 +18,18 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.handles import Handle, create, submit
-from actors.lost import cause
+from actors.lost import brief, cause
 from cluster.driver import Driver
-from cluster.roles.pool import brief
-from cluster.roles.services import actor_name, bundles, total
+from cluster.roles.services import actor_name
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import NotSaved, RayloopError
+from rayloop.core.signals import STOP, handling
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import check as check_fit
 from rayloop.run.identity import identity
@@ -194,7 +195,7 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
     (this one, or that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
     """
     seen, told = socket.socketpair()
-    with seen, told, _handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+    with seen, told, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
         seen.setblocking(False)
         told.setblocking(False)
         signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
@@ -228,19 +229,9 @@ def _stop_on_signal(driver: Handle[Driver], progress: Progress, grace: float) ->
         progress.note(
             f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once"
         )
-        for again in (signal.SIGTERM, signal.SIGINT):
+        for again in STOP:
             signal.signal(again, lambda *_: sys.exit(1))
         submit(driver, Driver.stop)
 
-    with _handling(stop, signal.SIGTERM, signal.SIGINT):
+    with handling(stop, *STOP):
         yield lambda: until
-
-
-@contextmanager
-def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -70,7 +70,7 @@ class Renderer:
 
         Raises DataFailure for an unusable image, and for messages that the chat template refuses.
         """
-        images = [self._image(source, keep_file=True) for source in _images(messages)]
+        images = [self._image(source, keep_file=True) for message in messages for source in message.images]
         try:
             chat = [self._chat(message) for message in messages]
             text = self._template(chat, generation=True, tools=[self._plain_json(tool) for tool in tools])
@@ -84,7 +84,7 @@ class Renderer:
         Images always carry their bytes. Raises DataFailure for an unusable image, ConfigError when the template refuses
         the messages or rewrites what came before them.
         """
-        images = [self._image(source, keep_file=False) for source in _images(messages)]
+        images = [self._image(source, keep_file=False) for message in messages for source in message.images]
         try:
             text = self._template([*_DUMMY, *map(self._chat, messages)], generation=True)
         except jinja2.TemplateError as error:
@@ -225,7 +225,3 @@ def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> Ima
         return ImageGeometry(vision["patch_size"], vision["spatial_merge_size"], model.min_pixels, model.max_pixels)
     except KeyError as error:
         raise ConfigError(f"{folder}: vision_config has no {error}; only models like Qwen-VL are supported") from error
-
-
-def _images(messages: Sequence[Message]) -> list[ImageSource]:
-    return [part for message in messages for part in message.parts if isinstance(part, ImageSource)]

@@ -39,24 +39,32 @@ WAITS = Waits()
 """Of this process."""
 
 
+async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
+    """Await for so many seconds at most, then raise ``late``. A TimeoutError of what is awaited stays what it is.
+
+    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
+    """
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise late from error
+
+
 async def with_deadline(
     deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True
 ) -> T:
     """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
 
     With ``counts=False`` (health checks) its end does not tell that anything moves.
-    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
     """
     WAITS.entered += 1
     key = WAITS.entered
     WAITS.open[key] = Wait(what, time.monotonic(), actor, counts)
     try:
-        async with asyncio.timeout(deadline) as limit:
-            return await awaitable
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise WorkerLost(f"{what} did not answer within {deadline:g} s") from error
+        return await bounded(deadline, awaitable, WorkerLost(f"{what} did not answer within {deadline:g} s"))
     finally:
         del WAITS.open[key]
         if counts:

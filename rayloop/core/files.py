@@ -1,9 +1,10 @@
-"""Files that nobody else may have made, changed or read: keys, tokens, and what says where to send them."""
+"""Files that are there whole or not at all, and files that nobody else may have made, changed or read: keys, tokens, addresses."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,36 @@ from pathlib import Path
 from rayloop.core.failures import ConfigError
 
 ROOT = 0
+
+
+def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
+    """Replace a file: a reader sees the old content or the new one, on a shared file system too, and never a part.
+
+    ``mode`` is the file's whatever the umask is. With ``durable`` it is on the disk when this returns; without, a crash of the
+    machine may lose it. Raises OSError, with the old content still there.
+    """
+    aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def trusted(path: Path, what: str, others: int = 0o022) -> None:

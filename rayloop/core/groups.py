@@ -111,6 +111,10 @@ class Member:
     def kept(self) -> bool:
         return self.fate is None
 
+    def bare(self) -> Member:
+        """The same member without references to what lies in the object store."""
+        return dataclasses.replace(self, payload=None, reference=None)
+
     @property
     def reward(self) -> float:
         """The reward of a scored member. Raises ValueError for an unscored one."""
@@ -142,6 +146,10 @@ class Group:
     def map(self, change: Mapping[int, Member]) -> Group:
         """The same group with the members at the given positions replaced."""
         return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
+
+    def bare(self) -> Group:
+        """The same group without references to what lies in the object store."""
+        return dataclasses.replace(self, members=tuple(member.bare() for member in self.members))
 
     def with_references(self, references: Mapping[int, Ref[Any]]) -> Group:
         """The same group with reference log-probs attached to the members at the given positions."""

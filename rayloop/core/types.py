@@ -79,6 +79,11 @@ class Message:
     role: str
     parts: tuple[str | ImageSource, ...]
 
+    @property
+    def images(self) -> list[ImageSource]:
+        """Those among its parts."""
+        return [part for part in self.parts if isinstance(part, ImageSource)]
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -93,6 +98,11 @@ class Task:
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images that its messages show, in reading order."""
+        return [image for message in self.messages for image in message.images]
 
 
 @dataclass(frozen=True, slots=True)

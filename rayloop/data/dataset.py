@@ -122,7 +122,7 @@ class Dataset:
 
     def _without_images(self) -> str:
         """Columns that look like images when the policy is shown none."""
-        if any(isinstance(part, ImageSource) for task in self._tasks for m in task.messages for part in m.parts):
+        if any(task.images for task in self._tasks):
             return ""
         found = dict.fromkeys(name for task in self._tasks for name, value in task.extra.items() if _like_images(value))
         if not found:

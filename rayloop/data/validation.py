@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
@@ -38,8 +38,8 @@ def validate(path: Path, reader: Component, max_image_pixels: int, kinds: Collec
 
 def unusable_images(task: Task, where: str, max_image_pixels: int) -> Iterator[DataFailure]:
     """A failure for each image of the task that cannot be shown, named after ``where``."""
-    for part in (part for message in task.messages for part in message.parts if isinstance(part, ImageSource)):
+    for image in task.images:
         try:
-            probe(part, max_image_pixels)
+            probe(image, max_image_pixels)
         except DataFailure as failure:
             yield DataFailure(where, str(failure))

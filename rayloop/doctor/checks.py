@@ -22,8 +22,10 @@ from rayloop.core.failures import ConfigError, DeadlineExceeded
 from rayloop.core.threads import in_thread
 from rayloop.doctor import isolation, machine, network, software
 from rayloop.doctor.finding import Finding
+from rayloop.launch.addresses import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from rayloop.run.preflight import preflight
 
 HEADER = """# doctor
@@ -48,7 +50,7 @@ def checks(
 ) -> dict[str, partial[list[Finding]]]:
     """Name -> check of this machine. ``config``: what a run of it needs; ``address``: the cluster that it would join."""
     environment, shapes = dict(os.environ), parameter_shapes(config.model.path) if config else None
-    node = network.this_node()
+    node = this_node()
     joined = [network.place(address)[0]] if address and address not in ("auto", "local") else []
     internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
     alone = config is not None and address is None
@@ -71,7 +73,7 @@ def checks(
         "cores": partial(machine.cores, len(os.sched_getaffinity(0)), environment),
         "gpus": partial(
             machine.gpus,
-            gpus_asked(config) if config and alone else 0.0,
+            total(bundles(config)).get("GPU", 0.0) if config and alone else 0.0,
             software.installed_version("torch"),
             environment,
         ),
@@ -173,17 +175,6 @@ def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
     if config.reference.kind == "actor" and not config.reference.placement.num_gpus:
         needed += config.reference.actors * weights * FLOAT
     return needed
-
-
-def gpus_asked(config: RunConfig) -> float:
-    """GPUs that all actors of a run reserve together."""
-    roles = [
-        (config.policy.ranks, config.policy.placement), (config.rollout.actors, config.rollout.placement),
-        (config.environment.actors, config.environment.placement), (config.reward.actors, config.reward.placement),
-    ]  # fmt: skip
-    if config.reference.kind == "actor":
-        roles.append((config.reference.actors, config.reference.placement))
-    return sum(actors * placement.num_gpus for actors, placement in roles)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import stat
 import urllib.request
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 import psutil
 
 from rayloop.doctor.finding import Finding
+from rayloop.launch.addresses import CONNECT, unreachable
 
 DASHBOARD = 8265
 PORTS = {
@@ -30,8 +30,6 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 SCHEME_PORTS = {"": 6379, "ray": 10001, "http": DASHBOARD, "https": 443}
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address of the cluster that was started last on this machine; read for the address ``auto``."""
-CONNECT = 2.0
-"""Seconds for a TCP connection or an HTTP answer."""
 
 
 def ports(required: Collection[int] = ()) -> list[Finding]:
@@ -103,25 +101,6 @@ def _port(url: SplitResult, default: int) -> int:
         return url.port or default
     except ValueError:
         return default
-
-
-def unreachable(host: str, port: int) -> str:
-    """Why no TCP connection can be made within CONNECT seconds; empty when one can."""
-    try:
-        socket.create_connection((host, port), timeout=CONNECT).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def this_node() -> str | None:
-    """The address under which other machines see this one; None when it has no network. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); UDP only looks up the route
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 def place(address: str) -> tuple[str, int]:

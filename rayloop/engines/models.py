@@ -6,7 +6,6 @@ Images are supported for the Qwen-VL family, where an image is a (t, h, w) grid 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
 from collections import OrderedDict
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from rayloop.chat.tokenizer import model_folder
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.types import ImageRef
+from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.linear import use_onednn
 from rayloop.engines.settings import ModelSettings
@@ -160,9 +160,7 @@ class Vision:
 
     def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-                features = self._processor(images=[upright], return_tensors="pt")
+            features = self._processor(images=[decode(data)], return_tensors="pt")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataFailure(name, f"the image cannot be decoded: {error}") from error
         return features["pixel_values"], tuple(features["image_grid_thw"][0].tolist())

@@ -189,5 +189,5 @@ class ImageTools(ToolCalls):
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
-        images = [read(part) for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+        images = [read(image) for image in task.images]
         return [CropTool(images, self._min_side), *super().tools_for(task)]

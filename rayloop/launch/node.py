@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure, Preempted
+from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.ports import Ports, block, port_range
 from rayloop.launch.ray_variables import node_settings, temporary_folder, without_proxy
@@ -71,33 +72,19 @@ class End(Enum):
     RAY = "Ray ended"
 
 
-class StopSignals:
-    """The signals that came: ``first`` is None before there was one."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.again = False
-
-    def __call__(self, number: int, frame: Any) -> None:
-        self.first, self.again = self.first or number, self.first is not None
-
-    def near_limit(self) -> bool:
-        return self.first == signal.SIGUSR1
-
-
 def run_node(a: argparse.Namespace) -> int:
     """The node of ``python -m cluster node`` until it ends; its exit code."""
     told = StopSignals()
     deaf = a.role is worker and not a.program and not a.requeue
-    signal.signal(signal.SIGTERM, told)
-    signal.signal(signal.SIGINT, told)
-    signal.signal(signal.SIGUSR1, (lambda *_: None) if deaf else told)
     _prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
-    if (job := slurm_job.job()) is not None:
-        place.register(job, program=bool(a.program))
-    code: int = a.role(a, place, told)
-    psutil.wait_procs(psutil.Process().children(), timeout=DRAIN + END)  # cluster.sbatch's srun: its nodes leave now
+    with handling(told, *STOP), handling((lambda *_: None) if deaf else told, signal.SIGUSR1):
+        if (job := slurm_job.job()) is not None:
+            place.register(job, program=bool(a.program))
+        code: int = a.role(a, place, told)
+        psutil.wait_procs(
+            psutil.Process().children(), timeout=DRAIN + END
+        )  # cluster.sbatch's srun: its nodes leave now
     if _requeued(a, told, code):
         print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
         slurm_job.requeue()

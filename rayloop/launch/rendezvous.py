@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.files import new_secret, trusted
+from rayloop.core.files import new_secret, trusted, write_whole
 from rayloop.launch import slurm_job
+from rayloop.launch.addresses import unreachable
 
 POLL = 0.5
 """Seconds between two looks into the folder."""
-CONNECT = 2.0
-"""Seconds that a head may take to accept a connection."""
 
 
 class NoHead(InfrastructureFailure):
@@ -60,11 +57,7 @@ class Head:
 def accepts(address: str) -> bool:
     """Whether ``host:port`` accepts a TCP connection."""
     host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT):
-            return True
-    except OSError:
-        return False
+    return not unreachable(host, int(port))
 
 
 class Rendezvous:
@@ -150,9 +143,7 @@ class Rendezvous:
         trusted(self.folder, "the cluster's folder")
 
     def _write(self, name: str, head: Head) -> None:
-        aside = self.folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
-        aside.write_text(json.dumps(asdict(head)))
-        aside.replace(self.folder / name)
+        write_whole(self.folder / name, json.dumps(asdict(head)).encode())
 
     def _read(self, name: str) -> Head | None:
         try:

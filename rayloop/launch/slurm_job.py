@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.launch.addresses import this_node
 
 LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of jobs that will not run again. Those of PREEMPTED jobs depends on the site."""
@@ -77,14 +78,7 @@ def node_address() -> str:
         fields = slurm("scontrol", "-o", "show", "node", name).split()
         addresses = [value for key, _, value in (field.partition("=") for field in fields) if key == "NodeAddr"]
         return socket.gethostbyname(addresses[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # documentation's network (RFC 5737); connecting a datagram socket sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    return this_node() or "127.0.0.1"
 
 
 def cpus() -> int | None:

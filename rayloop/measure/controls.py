@@ -40,24 +40,20 @@ def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
 
     Tasks without images, and tasks for which there is no such other with other images, are left out.
     """
-    order = [task for task in tasks if _images(task)]
+    order = [task for task in tasks if task.images]
     random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
     result = []
     for position, task in enumerate(order):
         others = (*order[position + 1 :], *order[:position])
-        fits = (o for o in others if (o.source == task.source) == same and _images(o) != _images(task))
+        fits = (o for o in others if (o.source == task.source) == same and o.images != task.images)
         if (other := next(fits, None)) is not None:
-            result.append(_with_images(task, _images(other)))
+            result.append(_with_images(task, other.images))
     return result
-
-
-def _images(task: Task) -> list[ImageSource]:
-    return [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
 
 
 def _with_images(task: Task, images: list[ImageSource]) -> Task:
     """The task with its k-th image replaced by the k-th of ``images``, which are repeated when there are fewer."""
-    remaining = iter(images * len(_images(task)))
+    remaining = iter(images * len(task.images))
     return replace(
         task,
         messages=tuple(

@@ -387,7 +387,7 @@ def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
     """The group after the payloads of these trajectories were lost. Rewards and advantages of the others stay."""
     fate = Fate(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
     gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
-    return group.map({i: dataclasses.replace(m, fate=fate, payload=None, reference=None) for i, m in gone.items()})
+    return group.map({i: dataclasses.replace(m.bare(), fate=fate) for i, m in gone.items()})
 
 
 def _with_fate(group: Group, fate: Fate) -> Group:

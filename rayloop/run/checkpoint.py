@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rayloop.core.failures import CheckpointError, ConfigError, NotSaved, Preempted, RayloopError
+from rayloop.core.files import sync, write_whole
 
 MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -125,7 +126,7 @@ class CheckpointStore:
     def next_lineage(self) -> int:
         """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
         self.lineage = self.lineages() + 1
-        _write(self.folder / "lineage", str(self.lineage).encode())
+        write_whole(self.folder / "lineage", str(self.lineage).encode())
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
@@ -192,25 +193,25 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _commit(self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any]) -> None:
-        _write(aside / DRIVER, pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
+        write_whole(aside / DRIVER, pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
         files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
         for file in files:
-            _sync(file)
+            sync(file)
         marker = {
             **about,
             "step": step,
             "lineage": self.lineage,
             "files": {str(f.relative_to(aside)): f.stat().st_size for f in files},
         }
-        _write(aside / MARKER, json.dumps(marker, indent=1).encode())
+        write_whole(aside / MARKER, json.dumps(marker, indent=1).encode())
         os.replace(aside, final)
 
     def _tidy(self, final: Path) -> list[str]:
         """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
 
         def name() -> None:
-            _sync(self.folder)
-            _write(self.folder / "latest", final.name.encode())
+            sync(self.folder)
+            write_whole(self.folder / "latest", final.name.encode())
 
         failed = []
         for what, act in (("not named as the latest", name), ("an older one could not be removed", self._prune)):
@@ -229,21 +230,3 @@ class CheckpointStore:
 
 def _size(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably."""
-    aside = path.with_name(path.name + ".writing")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

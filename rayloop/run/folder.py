@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError, RunNameInUse
+from rayloop.core.files import write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory
 from rayloop.run.events import EventLog
@@ -166,7 +167,7 @@ class RolloutDump:
         """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
         self.keep(images)
         rows = ({"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)} for record in records)
-        _write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode())
+        write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode(), durable=False)
 
     def keep(self, images: Mapping[str, bytes]) -> None:
         """Store images that are not there yet."""
@@ -174,7 +175,7 @@ class RolloutDump:
         for sha256, data in images.items():
             target = self.images / image_file(sha256, data)
             if not target.exists():
-                _write_whole(target, data)
+                write_whole(target, data, durable=False)
 
     def set_aside_after(self, step: int) -> None:
         """Rename the files of later steps to ``step_N.jsonl.attempt-K``."""
@@ -251,9 +252,3 @@ def _aside(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.attempt-{attempt}")).exists():
         attempt += 1
     return aside
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    fresh = path.with_name(path.name + ".tmp")
-    fresh.write_bytes(data)
-    os.replace(fresh, path)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+
+from rayloop.core.files import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -81,9 +82,7 @@ def _plain(value: Any) -> str:
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
-    fresh = path.with_name(path.name + ".tmp")
-    fresh.write_text("".join(encode(record) + "\n" for record in records), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(encode(record) + "\n" for record in records).encode())
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayloop.core.failures import PublicationError
+from rayloop.core.files import sync
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.seam import Publication, Receiver, Sender, Transport
@@ -49,8 +50,7 @@ class FileSender(Sender[str]):
         path = self._folder / f"weights-{version}.safetensors"
         aside = path.with_suffix(".partial")
         save_file(on_cpu, aside)
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
+        sync(aside)
         os.replace(aside, path)
         self._prune()
         return Publication(manifest(version, on_cpu), str(path))

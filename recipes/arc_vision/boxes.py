@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayloop.config.settings import SettingsModel
-from recipes.arc_vision.data import Box, box
+from rayloop.core.protocols import Box
+from recipes.arc_vision.data import box
 from recipes.arc_vision.reward import parse_box
 
 

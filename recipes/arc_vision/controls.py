@@ -8,8 +8,8 @@ from statistics import mean, median
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Scored
+from rayloop.core.protocols import Box
 from rayloop.core.types import Task
-from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import click_hits, iou
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import Box
 from rayloop.core.types import Message, Task
 from rayloop.data.dataset import field, image_entry
-
-Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2 as fractions of the image's width and height, x1 < x2 and y1 < y2."""
 
 
 class GroundingRows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from rayloop.core.failures import DataFailure
-from recipes.arc_vision.data import Box
+from rayloop.core.protocols import Box
 
 _LIST, _WHOLE = r"([\d.\s,-]+)", r"([\d\s,-]+)"
 _NOTATIONS = tuple(

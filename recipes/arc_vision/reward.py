@@ -16,9 +16,9 @@ from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
-from rayloop.core.protocols import ScoreContext
+from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.arc_vision.data import Box, box
+from recipes.arc_vision.data import box
 from recipes.arc_vision.original import library_box, looks_like_box, trained_box, true_box
 
 _NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"

@@ -18,6 +18,7 @@ from judge.discovery import READ
 from judge.labelled import CANARY_IMAGE, canary
 from judge.prompt import IMAGES
 from judge.rubric import Rubric
+from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.threads import in_thread
 from serve_apps.judge.settings import JudgeSettings
@@ -28,13 +29,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 async def with_deadline(seconds: float, awaited: Awaitable[T]) -> T:
     """Await with a deadline. Raises DeadlineExceeded."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await awaited
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise DeadlineExceeded(f"no answer within {seconds:g} s") from error
+    return await bounded(seconds, awaited, DeadlineExceeded(f"no answer within {seconds:g} s"))
 
 
 class Overloaded(InfrastructureFailure):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
+from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.model_files import model_identity
 from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
@@ -34,15 +34,11 @@ class VllmModel(CompletionModel):
 
     async def complete(self, body: Mapping[str, Any]) -> Answer:
         try:
-            async with asyncio.timeout(self._timeout) as limit:
-                return Answer(200, await self._engine.complete(body))
+            late = DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s")
+            return Answer(200, await bounded(self._timeout, self._engine.complete(body), late))
         except RequestRefused as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
             return Answer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s") from error
 
     def alive(self) -> None:
         self._engine.alive()

@@ -206,7 +206,7 @@ def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
     told: list[str] = []
     store = CheckpointStore(tmp_path, keep=1, warn=told.append)
     save(store, 1)
-    remove, write = shutil.rmtree, checkpoint._write
+    remove, write = shutil.rmtree, checkpoint.write_whole
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -221,7 +221,7 @@ def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
     if broken == "removing an old one":
         monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
     else:
-        monkeypatch.setattr(checkpoint, "_write", write_but_latest)
+        monkeypatch.setattr(checkpoint, "write_whole", write_but_latest)
     save(store, 2)
     assert steps(store) == [2]
     [why] = told

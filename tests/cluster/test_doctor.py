@@ -25,7 +25,9 @@ from safetensors.numpy import save_file
 
 from rayloop.doctor import checks, isolation, machine, network, software
 from rayloop.doctor.finding import Finding, size
+from rayloop.launch.addresses import this_node
 from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from tests.support.heads import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +248,7 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
         tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}}
     )
     assert checks.tensor_bytes(placed, shapes) == 0
-    assert checks.gpus_asked(placed) == 4.5
+    assert total(bundles(placed))["GPU"] == 4.5
     assert checks.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
 
 
@@ -352,7 +354,7 @@ def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None
     ],
 )
 def test_a_dashboard_without_a_token_is_warned_of(status: int, host: str, level: str, found: str) -> None:
-    node = network.this_node() or pytest.skip("this machine has no address but loopback")
+    node = this_node() or pytest.skip("this machine has no address but loopback")
     with dashboard(status, {"ray_version": "2.60.0"}, host) as port:
         finding = only(network.dashboards([port], None, node))
         assert (finding.level, found in finding.found) == (level, True)

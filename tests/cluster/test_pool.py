@@ -20,11 +20,12 @@ from actors.base import Actor
 from actors.handles import create, submit
 from actors.lost import cause
 from cluster.roles.pool import Pool
-from cluster.roles.services import bundles, reserve
+from cluster.roles.services import reserve
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.launch.ray_variables import SUBREAPER
 from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.runs import settings
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.roles.services import demand
 from rayloop.config.settings import check_components
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.run.config import RunConfig, read, wasteful
+from rayloop.run.demand import demand
 from rayloop.run.preflight import preflight
 from tests.support.runs import ROOT
 

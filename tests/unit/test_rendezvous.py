@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.signals import StopSignals
 from rayloop.launch import node, rendezvous, slurm_job
 from rayloop.launch.ports import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
@@ -185,8 +186,8 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
         return end
 
     monkeypatch.setattr(node, "_join", join)
-    assert node.worker(arguments, Rendezvous(tmp_path, "mine"), node.StopSignals()) == 0
+    assert node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals()) == 0
     ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
     with pytest.raises(node.NodeFailed, match="too slow"):
-        node.worker(arguments, Rendezvous(tmp_path, "mine"), node.StopSignals())
+        node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals())
     assert not ends

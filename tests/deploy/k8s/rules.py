@@ -17,10 +17,10 @@ from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import parser
-from cluster.roles.services import bundles
 from rayloop.core.failures import RayloopError
 from rayloop.launch.ray_variables import node_settings
 from rayloop.run.config import read
+from rayloop.run.demand import bundles
 from rayloop.run.preflight import lasting
 from serve_apps.judge.app import gpus
 from serve_apps.judge.settings import JudgeSettings
