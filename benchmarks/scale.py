@@ -119,7 +119,7 @@ def _config(load: Load, folder: Path) -> Path:
         "data": {"train": str(folder / "rows.jsonl")},
         "algorithm": {
             "group_size": load.group, "groups_per_step": load.groups, "staleness": {"max_staleness": load.staleness},
-            "advantage": {"singleton": "raw", "min_group": 1} if load.group == 1 else {},
+            "advantage": {"kind": "raw" if load.group == 1 else "grpo"},
             "filtering": {"max_generation_batches": batches, **({} if load.uniform else {"filters": []})},
         },
         "reward": {"source": {"use": "benchmarks.step:DigitShare"}},

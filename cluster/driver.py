@@ -125,7 +125,7 @@ class Driver(Actor):
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
         group = self.production.replay(group, self.step)  # ARPO; before the statistics, off unless the recipe says so
-        group = with_advantages(group, self.config.algorithm.advantage)  # over the scored members
+        group = with_advantages(group, self.config.algorithm.advantage.rules)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 

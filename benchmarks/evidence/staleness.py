@@ -123,7 +123,7 @@ class World:
 
     async def finish(self, group: Group) -> Group:
         group = self.production.replay(group, self.version.step)
-        group = with_advantages(group, self.config.algorithm.advantage)
+        group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     async def run(self, steps: int) -> dict[str, Any]:

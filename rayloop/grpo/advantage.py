@@ -51,8 +51,7 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
 def _singleton(score: float, settings: AdvantageSettings) -> Advantages:
     if settings.singleton == "error":
         raise ConfigError(
-            "a group has one scored member, which has no baseline: raise min_group to 2 (the group is then excluded), "
-            "or set singleton: raw to take the reward itself as advantage"
+            "a group has one scored member, which has no baseline. Set algorithm.advantage.kind: raw to take the reward itself"
         )
     return Advantages((score,), 0.0, 1.0)
 

@@ -15,7 +15,7 @@ from rayloop.grpo.filters.table import FilterSettings
 
 
 class AdvantageSettings(SettingsModel):
-    """Section 3: the group-relative advantage. Defaults are verl's GRPO."""
+    """What the formula of section 3 is made of; a run chooses one of ``ADVANTAGES``. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
     """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage, without its weight for groups that hardly
@@ -43,6 +43,45 @@ class AdvantageSettings(SettingsModel):
         if self.min_group == 1 and self.singleton == "error":
             raise ValueError("min_group: 1 admits lone samples, which singleton: error refuses; set singleton: raw")
         return self
+
+
+ADVANTAGES = {
+    "grpo": AdvantageSettings(),
+    "dr_grpo": AdvantageSettings(normalize_std=False),
+    "binarised": AdvantageSettings(baseline="binarised"),
+    "chart_rvr": AdvantageSettings(std="population", std_floor=1.0),
+    "raw": AdvantageSettings(min_group=1, singleton="raw"),
+}
+"""The formulas of the works that this project unifies."""
+
+
+class AdvantageChoice(SettingsModel):
+    """Section 3: the group-relative advantage."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "normalize_std": Removed(True, "kind: dr_grpo does not divide by the standard deviation"),
+        "eps": Removed(1e-6, "it is that of the verl family, and matters only where rewards hardly differ"),
+        "std": Removed("unbiased", "kind: chart_rvr takes the population's"),
+        "std_floor": Removed(0.0, "kind: chart_rvr has a floor of 1"),
+        "baseline": Removed("mean", "kind: binarised is PyVision's"),
+        "min_group": Removed(2, "a group with one scored member is excluded, but with kind: raw"),
+        "singleton": Removed("error", "kind: raw takes a lone sample's reward itself"),
+    }
+
+    kind: Literal["grpo", "dr_grpo", "binarised", "chart_rvr", "raw"] = "grpo"
+    """grpo: (reward - mean) / standard deviation. dr_grpo: without the division, so groups that hardly differ weigh little.
+    binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay positive even when all
+    are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is its advantage (verl's
+    original), for ``group_size: 1``."""
+    tolerance: float = Field(0.0, ge=0)
+    """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0. Above 0 for noisy graders."""
+    permuted: bool = False
+    """A control for evidence: each group's rewards are shuffled over its members first, so that there is nothing to learn."""
+
+    @property
+    def rules(self) -> AdvantageSettings:
+        """The formula."""
+        return ADVANTAGES[self.kind].model_copy(update={"tolerance": self.tolerance, "permuted": self.permuted})
 
 
 class FilteringSettings(SettingsModel):

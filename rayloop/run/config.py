@@ -23,7 +23,7 @@ from rayloop.engines.settings import (
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.settings import (
-    AdvantageSettings,
+    AdvantageChoice,
     FilteringSettings,
     LossSettings,
     ReplaySettings,
@@ -163,7 +163,7 @@ class AlgorithmSettings(SettingsModel):
     groups_per_step: int = Field(8, ge=1)
     """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of
     them."""
-    advantage: AdvantageSettings = AdvantageSettings()
+    advantage: AdvantageChoice = AdvantageChoice()
     filtering: FilteringSettings = FilteringSettings()
     replay: ReplaySettings = ReplaySettings()
     staleness: StalenessSettings = StalenessSettings()
@@ -288,10 +288,8 @@ def wasteful(c: RunConfig) -> str:
 
 def _problems(c: RunConfig) -> Any:
     a, stale = c.algorithm, c.algorithm.staleness.max_staleness
-    if a.group_size == 1 and a.advantage.singleton == "error":
-        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.singleton: raw"
-    if a.advantage.min_group > a.group_size:
-        yield f"advantage.min_group ({a.advantage.min_group}) is larger than group_size ({a.group_size}): no group could be trained"
+    if a.group_size == 1 and a.advantage.kind != "raw":
+        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
     if a.filtering.carry_over and stale == 0:
         yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
     if c.rollout.deterministic and stale > 0:

@@ -217,7 +217,6 @@ def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: py
 
 CROSS_FIELD = [
     ({"algorithm.group_size": 1}, ["algorithm.group_size is 1"]),
-    ({"algorithm.advantage": {"min_group": 9}}, ["min_group (9)", "group_size (4)"]),
     ({"algorithm.filtering": {"carry_over": True}}, ["max_staleness: 0"]),
     (
         {"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}},

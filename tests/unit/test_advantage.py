@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Fate, TrajectoryState
 from rayloop.grpo.advantage import advantages, with_advantages
-from rayloop.grpo.settings import AdvantageSettings
+from rayloop.grpo.settings import ADVANTAGES, AdvantageChoice, AdvantageSettings
 from tests.unit.groups import make_group
 
 rewards = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=2, max_size=12)
@@ -112,7 +113,7 @@ def test_huge_rewards_are_exact_and_impossible_ones_are_refused() -> None:
 
 
 def test_a_lone_sample_is_an_error_or_its_own_advantage() -> None:
-    with pytest.raises(ConfigError, match="singleton"):
+    with pytest.raises(ConfigError, match=r"advantage\.kind: raw"):
         advantages([0.1], AdvantageSettings())
     with pytest.raises(ValueError, match="set singleton: raw"):
         AdvantageSettings(min_group=1)
@@ -154,3 +155,25 @@ def test_permuted_rewards_keep_their_values_but_leave_their_members() -> None:
     assert [m.advantage for m in control.members] != [m.advantage for m in plain.members]
     assert [m.reward for m in control.members] == values
     assert control == with_advantages(make_group(0, values), AdvantageSettings(permuted=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("grpo", (1.5, -0.5, -0.5, -0.5)),
+        ("dr_grpo", (0.75, -0.25, -0.25, -0.25)),
+        ("chart_rvr", (0.75, -0.25, -0.25, -0.25)),
+        ("binarised", (1.5, -0.5, -0.5, -0.5)),
+        ("raw", (1.5, -0.5, -0.5, -0.5)),
+    ],
+)
+def test_a_run_chooses_a_formula_by_its_name(kind: str, expected: tuple[float, ...]) -> None:
+    chosen = AdvantageChoice.model_validate({"kind": kind, "tolerance": 0.1}).rules
+    assert advantages([1, 0, 0, 0], chosen).values == pytest.approx(expected, abs=1e-5)
+    assert chosen.tolerance == 0.1
+    assert (chosen.singleton == "raw") == (kind == "raw")
+
+
+def test_every_formula_is_a_choice() -> None:
+    assert AdvantageChoice().rules == AdvantageSettings()
+    assert set(ADVANTAGES) == set(get_args(AdvantageChoice.model_fields["kind"].annotation))
