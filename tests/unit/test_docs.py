@@ -28,6 +28,7 @@ FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
+OWNED = re.compile(r"`(\w+)[^`]*`\s(?:from|of|in)\s`([\w.]+|[\w/]+\.py)`")
 COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m cluster ([a-z]+)\b", re.MULTILINE)
 WHOLE = re.compile(
     r"`(?:\S*python3? -m cluster) ([^`]+ [^`]+)`|^ {4}(?:\S*python3? -m cluster) ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
@@ -129,6 +130,11 @@ def test_every_key_of_a_configuration_that_is_quoted_exists() -> None:
 
 def test_every_module_and_name_that_is_quoted_exists() -> None:
     places = [(place, match[1], match[2]) for _, place, match in found(DOTTED, PRESENT)]
+    places += [
+        (place, match[2].removesuffix(".py").replace("/", "."), match[1])
+        for _, place, match in found(OWNED, PRESENT)
+        if match[2].startswith(TOPS) and match[2] != match[1]
+    ]
     absent = [f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)]
     assert len(places) > 20, "the pattern finds nothing any more"
     assert not absent, "\n".join(absent)
