@@ -68,10 +68,10 @@ class ToolCalls:
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Called by ``reset``, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
-        return [_Checked(tool.build()) for tool in self._settings.tools]
+        return [tool.build() for tool in self._settings.tools]
 
     def reset(self, task: Task) -> Observation:
-        self._tools = {tool.name: tool for tool in self.tools_for(task)}
+        self._tools = {tool.name: _Checked(tool) for tool in self.tools_for(task)}
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:

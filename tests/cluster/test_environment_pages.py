@@ -108,3 +108,15 @@ def test_the_tool_does_what_its_page_says(folder: Path) -> None:
     silent = ToolCalls(ToolCalls.Settings.model_validate({**settings, "describe": False}))
     silent.reset(Task("t", ()))
     assert silent.tools == ()
+
+
+def test_tools_of_an_environment_of_ones_own_get_checked_arguments(folder: Path) -> None:
+    """A wrong argument is the policy's mistake there too, not the environment's."""
+    hidden: Any = import_module("hidden")
+    environment = hidden.Hidden(hidden.Hidden.Settings(most=5))
+    environment.reset(Task("t", (), "7"))
+    assert called(environment, "compare", '{"number": 4}') == ("too small", None)
+    complaint = "the argument 'number' of compare must be of type integer, not 'four'"
+    assert called(environment, "compare", '{"number": "four"}') == (f"Error: {complaint}", complaint)
+    assert environment.step("5").done
+    assert environment.evaluate() == 1.0
