@@ -101,11 +101,11 @@ def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
     import ray
 
     from actors.handles import submit
-    from benchmarks.simulated import SimulatedDriver, simulated_driver
+    from benchmarks.simulated import SimulatedActor, simulated_driver
 
     with tempfile.TemporaryDirectory() as folder:
         driver = simulated_driver(_config(load, Path(folder)), folder, load, latencies)
-        found: dict[str, Any] = ray.get(submit(driver, SimulatedDriver.measure, WARM), timeout=3600)
+        found: dict[str, Any] = ray.get(submit(driver, SimulatedActor.measure, WARM), timeout=3600)
         ray.kill(driver)
     return found
 

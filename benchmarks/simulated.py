@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from actors.base import Actor
 from actors.handles import Handle, create, submit
-from actors.lease import Lease
+from actors.lease import Lease, LeasesEngines
 from benchmarks.load import Load
 from cluster.driver import Driver
-from cluster.loop.publication import Publisher
+from cluster.driver_actor import DriverActor
 from cluster.roles.pool import Pool
 from cluster.roles.services import CONCURRENCY, TrainingServices
 from rayloop.config.settings import load as load_config
@@ -23,6 +23,7 @@ from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
+from rayloop.run.step_metrics import Collected
 from rayloop.transports.seam import Publication
 
 NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
@@ -114,12 +115,10 @@ class SimulatedServices(TrainingServices):
 class SimulatedDriver(Driver):
     """The driver itself, but for what needs weights: it verifies, observes and saves nothing."""
 
-    def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
-        super().__init__(config, folder, "never")
-        self.simulated = SimulatedServices(config, folder, self.reporter.event)
-        self.simulated.load, self.simulated.latencies = load, latencies
-        self.services = self.simulated
-        self.publisher = Publisher(config, self.services, self.reporter)
+    services: SimulatedServices
+
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
         self.marks: list[tuple[float, float, float, Counter[str]]] = []
 
     async def verify(self) -> None: ...
@@ -128,16 +127,31 @@ class SimulatedDriver(Driver):
 
     async def checkpoint(self) -> None: ...
 
-    async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
-        await super().record(report, groups)
-        busy = await submit(self.simulated.world, World.busy)
+    async def record(self, report: Mapping[str, float], collected: Collected) -> None:
+        await super().record(report, collected)
+        busy = await submit(self.services.world, World.busy)
         self.marks.append((time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts())))
+
+
+class SimulatedActor(DriverActor):
+    """The actor in which it lives."""
+
+    def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
+        super().__init__(config, folder, "never")
+        self.load, self.latencies = load, latencies
+
+    def make(self, handle: Handle[LeasesEngines]) -> SimulatedDriver:
+        services = SimulatedServices(self.config, self.folder, self.reporter.event)
+        services.load, services.latencies = self.load, self.latencies
+        return SimulatedDriver(self.config, services, self.reporter, self.origin, handle, self.hashes)
 
     async def measure(self, warm: int) -> dict[str, float]:
         """Run; returns what the steps after the first ``warm`` took."""
         await self.main()
-        (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = self.marks[warm - 1], self.marks[-1]
-        seconds, load, counts = ended - began, self.simulated.load, after - before
+        driver = self.driver
+        assert isinstance(driver, SimulatedDriver)
+        (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = driver.marks[warm - 1], driver.marks[-1]
+        seconds, load, counts = ended - began, self.load, after - before
         trained = counts["trained"]
         finished = sum(n for state, n in counts.items() if state not in NOT_FINAL)
         return {
@@ -153,10 +167,10 @@ class SimulatedDriver(Driver):
         }
 
 
-def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Handle[SimulatedDriver]:
+def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Handle[SimulatedActor]:
     """The driver as an actor."""
     config = load_config(path, (), RunConfig)
     run = Path(folder) / config.name
     run.mkdir()
     options = {"num_cpus": 0, "max_concurrency": CONCURRENCY}
-    return create(SimulatedDriver, options, config, str(run), load, list(latencies))
+    return create(SimulatedActor, options, config, str(run), load, list(latencies))

@@ -10,28 +10,24 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import astuple
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from actors.base import Actor
 from actors.handles import Handle
-from actors.lease import Lease
+from actors.lease import LeasesEngines
 from actors.lost import brief, cause
 from actors.reference import ReferenceActor
-from actors.rollout import RolloutActor
-from cluster.loop.activity import doing
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
-from cluster.loop.loggers import open_logger
+from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
-from cluster.loop.state import capture, complete_references, reinstate
 from cluster.loop.watchdog import watch
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
-from rayloop.core.background import background, decisive, timed
+from rayloop.core.background import background, decisive
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import (
     CheckpointError,
@@ -42,68 +38,60 @@ from rayloop.core.failures import (
     Preempted,
     RayloopError,
 )
-from rayloop.core.groups import Group, TrajectoryState
+from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
+from rayloop.core.timings import Timings, timed
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.production.production import Production, without
+from rayloop.production.production import Production
+from rayloop.production.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
 from rayloop.run.reporter import Reporter
+from rayloop.run.rows import held_out_rows, training_rows
 from rayloop.run.step_metrics import Collected
 from rayloop.view.words import quoted
 
 
-class Driver(Actor):
-    """One asynchronous Ray actor per run, owned by the ``train`` process; it owns all other actors.
+class Driver:
+    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others.
 
-    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints;
-    ``resume`` and ``since`` are those of ``Origin``, by default of a start that is made now.
+    ``origin`` is what it continues from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints.
     """
 
     def __init__(
-        self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None
-    ) -> None:
-        self.config, self.folder, self.hashes = config, Path(folder), hashes
-        self.origin = Origin.of(self.folder / "checkpoints", resume, since)
+        self, config: RunConfig, services: TrainingServices, reporter: Reporter, origin: Origin,
+        handle: Handle[LeasesEngines], hashes: Mapping[str, str] = NOTHING,
+    ) -> None:  # fmt: skip
+        """Reads the data. Raises DataFailure (``data.strict``) and ConfigError."""
+        self.config, self.services, self.reporter = config, services, reporter
+        self.origin, self.hashes = origin, hashes
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
-        self.prepared = self.owes_evaluation = False
+        self.owes_evaluation = False
         self.stopping = asyncio.Event()
         self.saved: tuple[Version, Checkpoint] | None = None
         self.lost = False
-        self.phase = "start"
         self.failed_saves = 0
-        self.timings: dict[str, float] = {}
+        self.timings = Timings()
         self.ledger = Ledger()
-        self.reporter = Reporter(config, self.folder, open_logger)
-        self.services = TrainingServices(config, folder, self.reporter.event)
-        self.publisher = Publisher(config, self.services, self.reporter)
+        self.publisher = Publisher(config, services, reporter)
         self.checkpoints = CheckpointStore(
-            self.folder / "checkpoints", config.checkpoint.keep, lambda why: self.reporter.event(incidents.Warning(why))
+            origin.folder, config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why))
         )
-
-    def prepare(self) -> None:
-        """Read the data. Not in the constructor, whose errors Ray would strip of their type."""
-        self.production = Production(self.config, self.ledger, self.reporter)
-        self.filters = build_filters(self.config.algorithm.filtering.filters)
-        c = self.config
-        for why in filter(None, (on_training_rows(c), never_evaluated(c), wasteful(c))):
-            self.reporter.event(incidents.Warning(why))
-        self.held_out = (
-            [*Production.read(c.data.eval, c, self.reporter)][: c.evaluation.limit] if c.evaluation.every else []
-        )
-        me = ray.get_runtime_context().current_actor
+        self.production = Production(config, self.ledger, training_rows(config, reporter), reporter)
+        self.filters = build_filters(config.algorithm.filtering.filters)
+        for why in filter(None, (on_training_rows(config), never_evaluated(config), wasteful(config))):
+            reporter.event(incidents.Warning(why))
+        self.held_out = held_out_rows(config, reporter)
         own = self.production
-        self.player = EpisodeRunner(self.config, self.services, me, self.reporter.event, own.quarantine, own.blame)
-        self.prepared = True
-        if self.stopping.is_set():
-            self.production.stop()
+        self.player = EpisodeRunner(config, services, handle, reporter.event, own.quarantine, own.blame)
+        self.initial = self.state()
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -114,17 +102,17 @@ class Driver(Actor):
         async with background(self.produce(), self.supervise()):  # a dead producer cancels collect(): no silent hang
             await self.evaluate()
             while self.step < self.config.steps:
-                groups = await self.collect()
-                report = await self.train(groups)
+                collected = await self.collect()
+                report = await self.train(collected.groups)
                 self.step += 1
                 await self.publish()
                 await self.evaluate()
-                await self.record(report, groups)
+                await self.record(report, collected)
                 await self.checkpoint()
 
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
-        group = self.production.replay(group, self.step)  # ARPO; before the statistics, off unless the recipe says so
+        group = self.production.finished.replay(group, self.step)  # ARPO, before the statistics; off by default
         group = with_advantages(group, self.config.algorithm.advantage.rules)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
@@ -137,11 +125,9 @@ class Driver(Actor):
         Raises a RayloopError; Preempted after a requested stop that came before the last step.
         """
         try:
-            self.prepare()
-            logs = self.folder / "logs"
-            async with background(watch(self.config.recovery, lambda: self.phase, self.reporter.event, logs)):
+            logs = self.reporter.folder.path / "logs"
+            async with background(watch(self.config.recovery, lambda: self.timings.phase, self.reporter.event, logs)):
                 await until_stopped(self.stopping, self.services.start(self.publisher.admit))
-                self.initial = await capture(self)
                 await self.run_and_rebuild()
             if self.owes_evaluation:
                 raise Preempted("asked to stop")
@@ -151,7 +137,7 @@ class Driver(Actor):
         except Preempted:
             raise await self.stopped() from None
         except RayloopError as error:
-            self.failed(cause(error))
+            self.reporter.failed(cause(error), self.ledger.counts())
             raise
         finally:
             self.services.stop()
@@ -179,15 +165,12 @@ class Driver(Actor):
         if isinstance(end, Preempted):
             self.reporter.event(events.Preempted(self.ledger.counts()))
         else:
-            self.failed(end)
+            self.reporter.failed(end, self.ledger.counts())
         return end
 
     def on_disk(self) -> bool:
         """Whether there is a complete checkpoint of the current version."""
         return self.saved is not None and self.saved[0] == self.version and complete(self.saved[1].folder) is not None
-
-    def failed(self, why: BaseException) -> None:
-        self.reporter.event(events.Failed(type(why).__name__, why=str(why), ledger=self.ledger.counts()))
 
     async def run_and_rebuild(self) -> None:
         """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
@@ -213,8 +196,8 @@ class Driver(Actor):
         checkpoint = self.origin.find()
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
-        reinstate(self, checkpoint.state() if checkpoint else self.initial)
-        await until_stopped(self.stopping, complete_references(self))
+        self.reinstate(checkpoint.state() if checkpoint else self.initial)
+        await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
@@ -234,8 +217,8 @@ class Driver(Actor):
 
     async def verify(self) -> None:
         """Parity of the log-probs, and the self-test of the publication, before the first step."""
-        self.phase = "verify"
-        probes = self.production.probe_tasks()
+        self.timings.phase = "verify"
+        probes = self.production.issuer.probe_tasks()
         await until_stopped(self.stopping, self.publisher.verify(self.version, probes, self.player))
 
     async def produce(self) -> None:
@@ -257,8 +240,8 @@ class Driver(Actor):
                     self.player.admission.observe(health)
 
     @timed("gen")
-    async def collect(self) -> tuple[Group, ...]:
-        """The groups of this step: ready ones, ranked and cut to the target, and fetched by the ranks."""
+    async def collect(self) -> Collected:
+        """The groups of this step (ready ones, ranked and cut to the target, and fetched by the ranks) and what it is told with."""
         try:
             return await self.production.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
@@ -266,7 +249,7 @@ class Driver(Actor):
 
     async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
-        records = await self.dump(list(self.production.finished[: self.config.keep_rollouts or 1]), self.step + 1)
+        records = await self.dump(self.production.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
         return type(error)(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
@@ -298,7 +281,7 @@ class Driver(Actor):
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on what the ranks hold; each packs its share."""
         report = await self.services.policy.train()
-        self.production.settle(groups, TrajectoryState.TRAINED)
+        self.production.ready.settle_trained(groups)
         self.reporter.trained(self.step + 1, groups)
         return report
 
@@ -324,25 +307,22 @@ class Driver(Actor):
         self.reporter.evaluated(self.step, items, images)
         self.production.alarms.evaluated(first=self.step == 0)
 
-    async def record(self, report: Mapping[str, float], groups: tuple[Group, ...]) -> None:
+    async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""
         self.ledger.check()
         self.production.alarms.step(report)
         if self.production.alarms.unseen:
             await self.observe()
-        trained = {group.issue: group for group in groups}
-        sample = [trained.get(g.issue, g) for g in sorted(self.production.finished, key=lambda g: g.issue)]
+        trained = {group.issue: group for group in collected.groups}
+        sample = [trained.get(g.issue, g) for g in sorted(collected.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts], self.step)
-        production = self.production
-        collected = Collected(groups, tuple(production.finished), dict(production.dropped), production.acceptance.value)
-        self.reporter.step(self.step, report, collected, self.ledger.counts(), self.timings, self.player.metrics())
-        production.forget_step()
-        self.timings.clear()
+        ledger, seconds = self.ledger.counts(), self.timings.take()
+        self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
 
     @timed("parity")
     async def observe(self) -> None:
         """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the ranks hold no groups."""
-        looked = self.publisher.observe(self.production.probe_tasks(), self.player, self.step)
+        looked = self.publisher.observe(self.production.issuer.probe_tasks(), self.player, self.step)
         with suppress(Preempted):  # the step is still recorded and saved
             self.production.alarms.compared(await until_stopped(self.stopping, looked))
 
@@ -364,8 +344,9 @@ class Driver(Actor):
             return
         try:
             began = time.monotonic()
-            ours = about(self.config, self.hashes, len(self.production.dataset), self.reporter.best)
-            saved = await self.checkpoints.save(self.step, await capture(self), self.services.policy.save, ours)
+            ours = about(self.config, self.hashes, len(self.production.dataset))
+            state = await capture(self.state, self.production.lose, self.config.policy.step_timeout)
+            saved = await self.checkpoints.save(self.step, state, self.services.policy.save, ours)
             self.failed_saves, self.saved = 0, (self.version, saved)
             self.reporter.event(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), self.step)
         except CheckpointError as error:
@@ -374,23 +355,30 @@ class Driver(Actor):
             if self.failed_saves > self.config.checkpoint.max_failures or last:
                 raise
 
-    # What other processes call -------------------------------------------------------------------------------------
+    # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
 
-    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
-        return await self.player.replace_engine(episode, lost, why)
+    def state(self) -> dict[str, Any]:
+        """Of this moment: plain values, and ``Held`` ones for payloads, so that production goes on while these are fetched."""
+        return {
+            "step": self.step,
+            "version": astuple(self.version),
+            "inherited": list(self.inherited.items()),
+            "ledger": self.ledger.state(),
+            "production": self.production.state(),
+            "reporter": self.reporter.state(),
+        }
 
-    async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
-        """For the console: how many reports there have been, those after the first ``since``, and what is being done now."""
-        return *self.reporter.updates.since(since), doing(self)
+    def reinstate(self, state: Mapping[str, Any]) -> None:
+        """Become the driver that ``state`` was captured from. Groups that were in flight will be issued again."""
+        version = Version(*state["version"])
+        self.step = state["step"]
+        self.inherited = {**dict(state["inherited"]), version.lineage: version.step}
+        self.ledger.restore(state["ledger"])
+        self.ledger.reissue_live()
+        self.production.restore(state["production"], ray.put)
+        self.reporter.restore(state["reporter"])
 
-    async def workers(self) -> dict[str, list[Handle[Any]]]:
-        """Live actor handles by role (for monitoring and fault injection)."""
-        roles = {pool.role: [w.handle for w in pool.workers.values()] for pool in self.services.pools}
-        return {**roles, "policy": list(self.services.policy.ranks)}
-
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End as preempted: finish an update or checkpoint under way, abandon everything else, and save."""
         self.stopping.set()
-        if self.prepared:
-            self.production.stop()
+        self.production.stop()

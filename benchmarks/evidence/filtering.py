@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from rayloop.core.background import background
-from rayloop.core.groups import Group, TrajectoryState
+from rayloop.core.groups import Group
 from rayloop.core.types import PlayRequest, Version
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -89,9 +89,9 @@ class Learning(World):
         points, trained = [(0, 0, self.success())], 0
         async with background(self.production.run(self, self.finish)):
             for step in range(1, STEPS + 1):
-                groups = await self.production.collect(self.version, {})
+                groups = (await self.production.collect(self.version, {})).groups
                 self.update(groups, step)
-                self.production.settle(groups, TrajectoryState.TRAINED)
+                self.production.ready.settle_trained(groups)
                 trained += sum(len(group.kept) for group in groups)
                 self.version = Version(1, step)
                 self.production.published(self.version)

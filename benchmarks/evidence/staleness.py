@@ -24,7 +24,7 @@ from typing import Any
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, Member, Scored, TrajectoryState
+from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, PlayRequest, Summary, Version
@@ -33,6 +33,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
+from rayloop.run.rows import training_rows
 
 RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
 TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128
@@ -83,7 +84,7 @@ class World:
         })  # fmt: skip
         self.shared, self.uniform = shared, uniform
         self.ledger, self.version = Ledger(), Version(1, 0)
-        self.production = Production(self.config, self.ledger, self)  # type: ignore[arg-type]
+        self.production = Production(self.config, self.ledger, training_rows(self.config, self), self)
         self.production.published(self.version)
         self.slots = asyncio.Semaphore(SLOTS)
         self.lengths: dict[int, list[float]] = {}
@@ -122,7 +123,7 @@ class World:
         return float(random.Random(derive("reward", request.id.group, request.id.sample)).random() < 0.5)
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.replay(group, self.version.step)
+        group = self.production.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
@@ -135,9 +136,9 @@ class World:
         async with background(self.production.run(self, self.finish)):
             for step in range(steps):
                 began = clock() if step == WARM else began
-                groups = await self.production.collect(self.version, {})
+                groups = (await self.production.collect(self.version, {})).groups
                 await asyncio.sleep(TRAINING)
-                self.production.settle(groups, TrajectoryState.TRAINED)
+                self.production.ready.settle_trained(groups)
                 self.ledger.check()
                 taken += [(group.issue, [m.summary.id.sample for m in group.kept]) for group in groups]
                 if step >= WARM:
@@ -153,8 +154,8 @@ class World:
 
     def _fates(self, trained: dict[int, list[int]]) -> dict[str, float]:
         """Whom the steps trained, over the groups issued after the warm steps' worth and before the first that is not final."""
-        live = [*self.production.in_flight, *(group.issue for group in self.production.ready)]
-        window = range(WARM * GROUPS, min(live, default=self.production.next_number + 1))
+        live = [*self.production.in_flight, *(group.issue for group in self.production.ready.groups)]
+        window = range(WARM * GROUPS, min(live, default=self.production.issuer.next_number + 1))
         issued = [length for number in window for length in self.lengths[number]]
         taken = [self.lengths[number][sample] for number in window for sample in trained.get(number, ())]
         counts = self.ledger.counts()

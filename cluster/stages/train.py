@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.handles import Handle, create, submit
 from actors.lost import brief, cause
-from cluster.driver import Driver
+from cluster.driver_actor import DriverActor
 from cluster.roles.services import actor_name
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
@@ -122,7 +122,7 @@ def _run(
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": here,
         }
-        driver = create(Driver, options, config, path, origin.resume, hashes, origin.since)
+        driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since)
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
@@ -150,19 +150,19 @@ def _never() -> float:
 
 
 def _follow(
-    driver: Handle[Driver], progress: Progress, silence: float, until: Callable[[], float], origin: Origin
+    driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin
 ) -> dict[str, Any]:
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
     Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
     must have ended (``time.monotonic``) is over.
     """
-    running, seen, heard = submit(driver, Driver.main), 0, time.monotonic()
+    running, seen, heard = submit(driver, DriverActor.main), 0, time.monotonic()
     while True:
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:
-            seen, updates, doing = ray.get(submit(driver, Driver.updates, seen), timeout=patience)
+            seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
             heard = time.monotonic()
         except RayActorError:
             updates, doing = [], ""  # ``running`` will tell
@@ -216,7 +216,7 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 
 @contextmanager
-def _stop_on_signal(driver: Handle[Driver], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
+def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
     """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
 
     Gives a function that tells until when (``time.monotonic``) the driver must have ended: ``grace`` seconds after a signal.
@@ -231,7 +231,7 @@ def _stop_on_signal(driver: Handle[Driver], progress: Progress, grace: float) ->
         )
         for again in STOP:
             signal.signal(again, lambda *_: sys.exit(1))
-        submit(driver, Driver.stop)
+        submit(driver, DriverActor.stop)
 
     with handling(stop, *STOP):
         yield lambda: until

@@ -1,18 +1,13 @@
-"""Two small helpers of the loop: background tasks that cannot fail silently, and timing inside the callee."""
+"""Background tasks that cannot fail silently."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from rayloop.core.failures import PolicyLost, Preempted
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @asynccontextmanager
@@ -37,22 +32,3 @@ def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for error in errors.exceptions:
         yield from _flat(error) if isinstance(error, BaseExceptionGroup) else (error,)
-
-
-def timed(name: str) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
-    """Add the seconds that an async method takes to ``self.timings[name]``; meanwhile ``self.phase`` is the name."""
-
-    def decorate(method: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-        @functools.wraps(method)
-        async def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.perf_counter()
-            args[0].phase = name  # type: ignore[attr-defined]
-            try:
-                return await method(*args, **kwargs)
-            finally:
-                timings: dict[str, float] = args[0].timings  # type: ignore[attr-defined]
-                timings[name] = timings.get(name, 0.0) + time.perf_counter() - began
-
-        return wrapper
-
-    return decorate

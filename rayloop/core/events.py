@@ -157,7 +157,7 @@ class Preempted(Event, by="cluster/driver.py"):
     ledger: Mapping[str, int]
 
 
-class Failed(Event, by="cluster/driver.py"):
+class Failed(Event, by="rayloop/run/reporter.py"):
     """The run ended by an error. To do: repair what `why` says and start it again; it continues from its checkpoint."""
 
     error: str

@@ -38,7 +38,7 @@ class Warning(Event, by="cluster/driver.py"):
     why: str
 
 
-class DataWarning(Event, by="rayloop/production/production.py"):
+class DataWarning(Event, by="rayloop/run/rows.py"):
     """What may be wrong with a data file though its rows can be read (no answers, no images). To do: look at the file: `python -m
     cluster data validate CONFIG`."""
 

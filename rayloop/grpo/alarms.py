@@ -139,6 +139,14 @@ class Alarms:
         self._first_group(fresh)
         self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
 
+    def state(self) -> dict[str, bool]:
+        """For the checkpoint: plain values. What is averaged and told begins anew with a run."""
+        return {"graded": self.graded}
+
+    def restore(self, state: Mapping[str, bool]) -> None:
+        """Go on where ``state`` was taken; what this process has seen already it does not forget."""
+        self.graded |= state["graded"]
+
     def held_out(self, member: Member) -> None:
         """A held-out answer: only the first of a kind is told, for shares are of what is trained on."""
         self._first_of_its_kind(member)

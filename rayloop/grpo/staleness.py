@@ -114,6 +114,15 @@ class LengthRatio:
         self._played = self._average(self._played, played)
         self._trained = self._average(self._trained, trained)
 
+    def state(self) -> list[list[float]]:
+        """For the checkpoint: plain values."""
+        return [list(self._played), list(self._trained)]
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Go on where ``state`` was taken."""
+        (played, count), (trained, taken) = state
+        self._played, self._trained = (played, count), (trained, taken)
+
     def _average(self, before: tuple[float, float], lengths: Sequence[int]) -> tuple[float, float]:
         """The decayed (sum, number)."""
         return before[0] * self._keep + sum(lengths), before[1] * self._keep + len(lengths)

@@ -82,6 +82,10 @@ class Blame:
             return ""
         return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {why}"
 
+    def state(self) -> dict[str, int]:
+        """For the checkpoint: plain values. Which processes serve, and which groups they play, is of this run only."""
+        return dict(self.groups_failed)
+
     def restore(self, groups_failed: Mapping[str, int]) -> None:
         """Become as at a checkpoint, which knows no groups: their numbers are given to other tasks."""
         self.groups_failed = Counter(groups_failed)

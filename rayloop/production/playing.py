@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,6 +22,10 @@ class Issue:
     number: int
     index: int
     visit: int
+
+    def ids(self, size: int) -> list[TrajectoryId]:
+        """Of its ``size`` trajectories."""
+        return [TrajectoryId(self.number, sample) for sample in range(size)]
 
 
 class Player(Protocol):
@@ -55,12 +59,9 @@ class Playing:
         self.version = Version(0, 0)
         self._began: dict[int, dict[int, Version]] = {}
 
-    def ids(self, issue: Issue) -> list[TrajectoryId]:
-        return [TrajectoryId(issue.number, sample) for sample in range(self.config.algorithm.group_size)]
-
     async def play(self, issue: Issue, task: Task, player: Player) -> Group:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
-        asked = requests(self.config, task, self.ids(issue), issue.visit)
+        asked = requests(self.config, task, issue.ids(self.config.algorithm.group_size), issue.visit)
         self._began[issue.number] = {}
         if self.config.reward.per == "group":
             members = await player.play_together(asked, self.version.step, self._begins)
@@ -88,7 +89,7 @@ class Playing:
         else:
             began.pop(sample, None)
 
-    def any_due(self, training: Version, inherited: dict[int, int]) -> bool:
+    def any_due(self, training: Version, inherited: Mapping[int, int]) -> bool:
         """Whether a group holds what ``training`` is the last version to train on."""
         limit = self.config.algorithm.staleness.max_staleness
         return any(

@@ -2,7 +2,8 @@
 
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
-        driver.pkl                      everything the driver must know to continue (cluster/loop/state.py)
+        driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
+        driver.safetensors              and its arrays and bytes (rayloop/run/plain_files.py)
         COMPLETE                        JSON: step, lineage, the size of every file, and what it says of its run
                                         (rayloop/run/identity.py); written last, then the folder is renamed
     checkpoints/latest                  name of the checkpoint written last
@@ -17,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,8 +28,10 @@ from typing import Any
 
 from rayloop.core.failures import CheckpointError, ConfigError, NotSaved, Preempted, RayloopError
 from rayloop.core.files import sync, write_whole
+from rayloop.run.plain_files import read, write
 
-MARKER, DRIVER, TRAINER = "COMPLETE", "driver.pkl", "trainer"
+MARKER, TRAINER = "COMPLETE", "trainer"
+STRUCTURE, TENSORS = "driver.json", "driver.safetensors"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -46,8 +48,8 @@ class Checkpoint:
         return str(self.folder / TRAINER)
 
     def state(self) -> Any:
-        with open(self.folder / DRIVER, "rb") as file:
-            return pickle.load(file)
+        """The driver's. Raises CheckpointError when it cannot be read."""
+        return read(self.folder / STRUCTURE, self.folder / TENSORS)
 
 
 def complete(folder: Path) -> Checkpoint | None:
@@ -193,7 +195,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _commit(self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any]) -> None:
-        write_whole(aside / DRIVER, pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL))
+        write(aside / STRUCTURE, aside / TENSORS, state)
         files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
         for file in files:
             sync(file)

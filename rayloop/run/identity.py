@@ -19,8 +19,11 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
-SCHEMA = 1
-"""Of a checkpoint: what its marker carries, and what its files hold. Another one is refused, none is migrated."""
+SCHEMA = 2
+"""Of a checkpoint: what its marker carries, and what its files hold. Another one is refused, none is migrated.
+
+1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data.
+"""
 
 FILES = {
     "architecture": ("config.json",),
@@ -53,13 +56,12 @@ def identity(config: RunConfig) -> dict[str, str]:
     return {**hashes, "data.train": hashed([Path(config.data.train)])}
 
 
-def about(config: RunConfig, hashes: Mapping[str, str], tasks: int, best: Mapping[str, float] | None) -> dict[str, Any]:
-    """What a checkpoint says of its run: its ``hashes`` (``identity``), the ``tasks`` of its data, its best held-out reward."""
+def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
+    """What a checkpoint says of its run: its ``hashes`` (``identity``), and the number of ``tasks`` in its data."""
     return {
         "schema": SCHEMA,
         "identity": dict(hashes),
         "tasks": tasks,
-        "best": best,
         "config": config.model_dump(mode="json", by_alias=True),
     }
 
@@ -83,10 +85,7 @@ def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]
 def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:
     """Why, and what to do about it. ``then``: what the checkpoint says of its run."""
     if then.get("schema") != SCHEMA:
-        return (
-            f"its schema is {then.get('schema', 'older than 1')} and this version of rayloop reads {SCHEMA}. Finish the run with "
-            "the version that began it"
-        )
+        return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
         if name != "data.train" and hashes[name] != before:
             other = "differ from those" if name == "weights" else "differs from that"
@@ -106,6 +105,16 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
     """Each value of a checkpoint and of now by dotted key. A key that was removed since has the value that holds for it."""
     old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     return old, {**{key: value for key, value in removed_below(walk(RunConfig)).items() if key in old}, **new}
+
+
+def _other_schema(schema: int) -> str:
+    if schema > SCHEMA:
+        return f"its schema is {schema}, of a newer version of rayloop; this one reads {SCHEMA}. Update rayloop to go on with it"
+    return (
+        f"its schema is {schema or 'older than 1'} and this version of rayloop reads {SCHEMA}. Finish the run with the version "
+        "that began it; or take its weights along (python -m cluster export CHECKPOINT FOLDER, then model.path=FOLDER in a new "
+        "run, whose optimizer, step and order of tasks begin anew)"
+    )
 
 
 def _fixed(key: str) -> bool:

@@ -85,12 +85,25 @@ class Reporter:
         ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
         self.folder.events.append(events.Trained(ids), step)
 
+    def failed(self, why: BaseException, ledger: Mapping[str, int]) -> None:
+        """The run ends because of ``why``."""
+        self.event(events.Failed(type(why).__name__, why=str(why), ledger=dict(ledger)))
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint: plain values."""
+        return {"best": self.best, "lengths": self._lengths.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.best = state["best"]
+        self._lengths.restore(state["lengths"])
+
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
         """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside.
 
         Only now, when the checkpoint has been restored, does this run's configuration replace the one in the folder.
         """
-        self._step, self.best = step, checkpoint.about.get("best") if checkpoint else None
+        self._step = step
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
         restored = checkpoint.folder.name if checkpoint else None

@@ -13,6 +13,23 @@ from rayloop.run.folder import RolloutRecord
 
 Record = Mapping[str, Any]
 
+PHASES = {
+    "start": "starting actors",
+    "verify": "checking that engine and trainer agree",
+    "gen": "generating",
+    "update_actor": "training",
+    "update_weights": "publishing weights",
+    "testing": "evaluating",
+    "save_checkpoint": "saving a checkpoint",
+}
+"""What a run is doing, by the driver's phase, which is the name of its timing."""
+
+
+def doing(phase: str, progress: tuple[int, int] | None) -> str:
+    """One short line; ``progress`` is (done, of how many)."""
+    words = PHASES.get(phase, phase)
+    return words if progress is None else f"{words} {progress[0]}/{progress[1]}"
+
 
 def describe(record: Record) -> str:
     """One line for an event, a table for controls, tracebacks whole; scores by data source are left to the run folder.

@@ -34,7 +34,7 @@ def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(w
 
     made = world(unmounted, environment={"actors": 2})
     made.run(steps=10)
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
     [lost] = made.named("worker_lost")
     assert lost["why"].endswith("failed on it one after the other, last: cannot be read: No such file or directory")
@@ -53,7 +53,7 @@ def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> Non
 
     made = world(unmounted, environment={"actors": 2}, rollout__actors=2)
     made.run(steps=20)
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
     assert asked.count(0) < asked.count(1) / 10
     assert made.named("worker_lost") == [], "the environment actors are not to blame"
@@ -86,7 +86,7 @@ async def probe(made: World, purpose: str = "parity") -> list[Any]:
     reporter: Any = SimpleNamespace(event=made._tell)
     player = await made.player()
     publisher = Publisher(made.config, player.services, reporter)
-    return await publisher._probe(made.production.probe_tasks(), player, purpose)
+    return await publisher._probe(made.production.issuer.probe_tasks(), player, purpose)
 
 
 @pytest.mark.parametrize("probes", [1, 3])
@@ -114,7 +114,7 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
         player = await made.player()
         publisher = Publisher(made.config, player.services, reporter)
         for purpose in ("parity", "language"):
-            assert len(await publisher._probe(made.production.probe_tasks(), player, purpose)) == 4
+            assert len(await publisher._probe(made.production.issuer.probe_tasks(), player, purpose)) == 4
 
     asyncio.run(twice())
     assert made.plays[BAD] == 3
@@ -122,7 +122,7 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
 
 def test_a_quarantined_task_is_no_probe(world: Make) -> None:
     made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
-    made.production.quarantined = {BAD}
+    made.production.issuer.quarantined = {BAD}
     assert len(asyncio.run(probe(made))) == 4
     assert BAD not in made.plays
 
@@ -176,7 +176,7 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
 
     [item] = asyncio.run(evaluated())
     assert item.unscored == "bad_data: truncated or corrupt image"
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     assert made.bad == []
     assert made.named("bad_data") == [{"task": BAD, "path": "/data/x.png", "why": "truncated or corrupt image"}]
 

@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         case "longer":
             os.truncate(weights, 4001)
         case "state":
-            (folder / "driver.pkl").unlink()
+            (folder / "driver.json").unlink()
     assert complete(folder) is None
     assert steps(store) == [1]
     with pytest.raises(ConfigError, match="no complete checkpoint"):

@@ -12,8 +12,9 @@ import pytest
 from cluster.driver import Driver
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN
-from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
+from rayloop.run.step_metrics import Collected
+from tests.support.drivers import made_driver
 from tests.support.runs import settings
 
 OLD = {"actor/old_behaviour_mean/lag_1": 0.0}
@@ -25,8 +26,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     config = RunConfig.model_validate(
         settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}, alarms={"logprobs": {"stop": 0.5}})
     )
-    driver = Driver(config, str(tmp_path), "never")
-    driver.production = Production(config, driver.ledger, driver.reporter)
+    driver = made_driver(config, tmp_path, "never")
     driver.player = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
     driver.steps, driver.looked = [], []  # type: ignore[attr-defined]
 
@@ -42,7 +42,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 async def train(driver: Driver, steps: int) -> None:
     for _ in range(steps):
         driver.step += 1
-        await driver.record(OLD, ())
+        await driver.record(OLD, Collected(()))
 
 
 def test_a_lost_publication_ends_a_run_that_trains_on_nothing_fresh(driver: Driver) -> None:

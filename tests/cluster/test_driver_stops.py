@@ -19,16 +19,16 @@ import torch.distributed.checkpoint as dcp
 
 from actors.policy import LogprobGap, PolicyRank, RankSettings
 from cluster.driver import Driver
+from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
-from cluster.loop.state import capture
 from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
 from rayloop.core.types import Version
-from rayloop.production.production import Production
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
+from tests.support.drivers import made_driver
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 
@@ -78,12 +78,9 @@ class Stage:
 
     def driver(self, folder: Path, resume: str = "auto") -> Driver:
         folder.mkdir(exist_ok=True)
-        driver = Driver(self.config, str(folder), resume, identity(self.config))
-        driver.production = Production(self.config, driver.ledger, driver.reporter)
-        driver.held_out, driver.prepared = [], True
         policy = PolicyGroup(self.config.policy, lambda rank: None)
         policy.ranks = [LocalActor(self.rank)]
-        driver.services = driver.publisher.services = Services(policy)  # type: ignore[assignment]
+        driver = made_driver(self.config, folder, resume, identity(self.config), Services(policy))
         driver.player = SimpleNamespace()  # type: ignore[assignment]
         return driver
 
@@ -91,10 +88,10 @@ class Stage:
         """What an earlier start of the run in ``folder`` has saved: what the rank holds, as each of these steps."""
         driver = self.driver(folder)
         driver.checkpoints.next_lineage()
-        whose = about(self.config, driver.hashes, len(driver.production.dataset), None)
+        whose = about(self.config, driver.hashes, len(driver.production.dataset))
         for driver.step in steps:
             driver.version = Version(1, driver.step)
-            state = asyncio.run(capture(driver))
+            state = asyncio.run(capture(driver.state, driver.production.lose, 10))
             asyncio.run(driver.checkpoints.save(driver.step, state, driver.services.policy.save, whose))
         return driver.checkpoints
 
@@ -172,7 +169,6 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Publisher, "_probe", probe)
     monkeypatch.setattr(PolicyGroup, "compare", compare)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
-    monkeypatch.setattr(Driver, "prepare", lambda self: None)
     yield stage
     stage.rank.engine.close()
 

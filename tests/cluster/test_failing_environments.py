@@ -23,7 +23,7 @@ def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Mak
     made.run(steps=30)
     [failure] = made.bad
     assert failure.reason.endswith("episodes of its group hung")
-    assert made.production.quarantined == {BAD}
+    assert made.production.issuer.quarantined == {BAD}
     assert made.plays[BAD] <= 8 * 3, "one group"
     assert made.environment.replaced <= 3 + actors - 1, "those of attempts, and who hangs beside the last of them"
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
@@ -99,7 +99,7 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
 
     made = world(sick, environment={"actors": 2})
     made.run(steps=30)
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     [lost] = made.named("worker_lost")
     assert lost["why"].startswith(
         "episodes of 3 different tasks failed on it one after the other, last: reset raised OSError"
@@ -121,7 +121,7 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
 
     made = world(sick, environment={"actors": 4}, recovery={"replacements": 10})
     made.run(steps=60)
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     assert "excluded[environment_failure]" not in made.ledger.counts()
     on_sick = sum(len(actor.played) for actor in made.spawned if actor.slot == 0)
     assert on_sick < sum(made.plays.values()) / 10, "a quarter would be its share"
@@ -133,7 +133,7 @@ def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Mak
         GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"
     ):
         made.run(steps=1)
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
     assert made.named("worker_lost") == []
     assert sum(made.plays.values()) == 64 * 2, "what a second actor confirms is not tried a third time"
 

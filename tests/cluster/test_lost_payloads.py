@@ -22,17 +22,17 @@ from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from cluster.driver import Driver
 from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.state import capture
+from cluster.loop.payloads import capture
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Fate, Group, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
-from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory
+from tests.support.drivers import made_driver
 from tests.support.runs import eventually, settings
 
 pytestmark = pytest.mark.timeout(180)
@@ -75,8 +75,8 @@ class Stage:
     def __init__(self, folder: Path, model: Path, lost: set[TrajectoryId], **changes: Any) -> None:
         self.config = RunConfig.model_validate(settings(folder, model, **changes))
         (folder / "run").mkdir()
-        self.driver = Driver(self.config, str(folder / "run"), "auto")
-        self.production = self.driver.production = Production(self.config, self.driver.ledger, self.driver.reporter)
+        self.driver = made_driver(self.config, folder / "run")
+        self.production = self.driver.production
         self.driver.version = Version(1, 0)
         self._holder = Holder.remote()
         self.groups = tuple(self._group(model, issue, lost) for issue in (1, 2))
@@ -85,8 +85,8 @@ class Stage:
             self.driver.ledger.issue(ids)
             for id in ids:
                 self.driver.ledger.move(id, Fate(TrajectoryState.READY))
-        self.production.ready = list(self.groups)
-        self.production.next_number = 2
+        self.production.ready.groups = list(self.groups)
+        self.production.issuer.next_number = 2
 
     def _group(self, model: Path, issue: int, lost: set[TrajectoryId]) -> Group:
         members = []
@@ -100,6 +100,9 @@ class Stage:
             ref = ray.get(self._holder.put.remote(payload))[0] if id in lost else ray.put(payload)
             members.append(Member(summary, Scored(float(sample)), ref, advantage=sample - 1.5))
         return Group(issue, Task("t", ()), tuple(members), mean=1.5, std=1.3)
+
+    async def capture(self) -> Any:
+        return await capture(self.driver.state, self.production.lose, self.config.policy.step_timeout)
 
     def lose(self) -> None:
         kill(self._holder)
@@ -153,7 +156,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
         lost = await stage.driver.hold(stage.groups)
         assert time.monotonic() - began < c.policy.step_timeout
         stage.production.lose(lost)
-        assert await stage.driver.hold(tuple(stage.production.ready)) == set()
+        assert await stage.driver.hold(tuple(stage.production.ready.groups)) == set()
         return lost, dict(await policy.train())
 
     try:
@@ -163,7 +166,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
     assert lost == LOST
     assert report["actor/sequences"] == 8 - len(LOST)
     assert report["actor/updates"] == 1
-    stage.production.settle(stage.production.ready, TrajectoryState.TRAINED)
+    stage.production.ready.settle_trained(stage.production.ready.groups)
     stage.driver.ledger.check()
     counts = stage.driver.ledger.counts()
     assert (counts["trained"], counts["excluded[payload_lost]"], counts["ready"]) == (6, 2, 0)
@@ -216,7 +219,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
     kl = {"reference__kind": "actor", "policy__loss": {"kl_coef": 0.1}}
     stage = Stage(tmp_path, digits_model, LOST, **kl)
-    stage.production.ready = []
+    stage.production.ready.groups = []
     c = stage.config
     actor = ray.remote(concurrency_groups=GROUPS)(ReferenceActor)
 
@@ -263,21 +266,19 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 
     async def go_on() -> Driver:
         store.next_lineage()
-        await store.save(1, await capture(before.driver), nothing, about(before.config, hashes, 24, None))
+        await store.save(1, await before.capture(), nothing, about(before.config, hashes, 24))
         config = RunConfig.model_validate(
             settings(tmp_path, digits_model, reference__kind="actor", policy__loss={"kl_coef": 0.1})
         )
-        driver = Driver(config, str(before.driver.folder), "auto", hashes)
-        driver.production = Production(config, driver.ledger, driver.reporter)
-        policy: Any = SimpleNamespace(load=nothing)
-        driver.services = SimpleNamespace(policy=policy, reference=Reference())  # type: ignore[assignment]
+        services = SimpleNamespace(policy=SimpleNamespace(load=nothing), reference=Reference())
+        driver = made_driver(config, tmp_path / "run", "auto", hashes, services)
         await driver.restore()
         return driver
 
     driver = asyncio.run(go_on())
     assert asked == [4, 4]
-    assert ids(driver.production.ready) == ids(before.groups) - {TrajectoryId(1, 0)}
-    assert all(ray.get(m.reference) == "log-probs" for g in driver.production.ready for m in g.kept)
+    assert ids(driver.production.ready.groups) == ids(before.groups) - {TrajectoryId(1, 0)}
+    assert all(ray.get(m.reference) == "log-probs" for g in driver.production.ready.groups for m in g.kept)
     driver.ledger.check()
     assert driver.ledger.counts()["excluded[payload_lost]"] == 1
 
@@ -288,14 +289,16 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path) -> None:
     stage = Stage(tmp_path, digits_model, LOST)
     stored = stage.groups[1].members[0], stage.groups[1].members[1]
-    stage.production.buffer.restore({"t": stored})
+    stage.production.finished.buffer.restore({"t": stored})
     stage.lose()
-    state = asyncio.run(capture(stage.driver))
+    state = asyncio.run(stage.capture())
 
     kept = {TrajectoryId(g, s) for g in (1, 2) for s in range(4)} - LOST
-    assert ids(state["ready"]) == ids(stage.production.ready) == kept
-    assert [m.summary.id for m in state["replay"]["t"]] == [stored[1].summary.id]
-    assert all(m.payload.id == m.summary.id for g in state["ready"] for m in g.kept)
+    production = state["production"]
+    members = [m for g in production["ready"]["groups"] for m in g["members"] if m["fate"] is None]
+    assert {TrajectoryId(*m["summary"]["id"]) for m in members} == ids(stage.production.ready.groups) == kept
+    assert [m["summary"]["id"] for m in production["finished"]["replay"]["t"]] == [[2, 1]]
+    assert all(m["payload"]["id"] == m["summary"]["id"] for m in members)
     assert state["ledger"]["final"] == {"excluded[payload_lost]": 2}
     assert len(state["ledger"]["live"]) == 6
     stage.driver.ledger.check()
@@ -305,12 +308,12 @@ def test_a_payload_that_does_not_come_fails_the_checkpoint_in_time(tmp_path: Pat
     stage = Stage(tmp_path, digits_model, set(), policy__step_timeout=1.0)
     pending = Holder.remote().never.remote()
     first, *others = stage.groups[0].members
-    stage.production.ready = [
+    stage.production.ready.groups = [
         dataclasses.replace(stage.groups[0], members=(dataclasses.replace(first, payload=pending), *others))
     ]
 
     async def waits() -> list[str]:
-        task = asyncio.ensure_future(capture(stage.driver))
+        task = asyncio.ensure_future(stage.capture())
         await asyncio.sleep(0.5)
         shown = [wait.what for wait in WAITS.oldest()]
         with pytest.raises(CheckpointError, match="payloads for the checkpoint did not answer within 1 s"):

@@ -5,29 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import cluster.loop.state
 from benchmarks.evidence.staleness import VirtualLoop
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
-from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
+from rayloop.core.types import EndReason, PlayRequest, Summary, Trajectory, TrajectoryId, Turn, Version
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.playing import Issue, Playing
-from rayloop.production.production import Production
+from rayloop.production.production import Hold, Production
 from rayloop.run.config import RunConfig
+from rayloop.run.rows import training_rows
+from tests.support.plain import saved_and_read
 from tests.support.runs import ledger_closes, settings
 
 Play = Callable[["Loop", PlayRequest], Awaitable[Scored | Unscored]]
@@ -50,7 +50,9 @@ def member(request: PlayRequest, outcome: Scored | Unscored, version: Version) -
         request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
         observation_images=0, images_consistent=True, first_version=version, last_version=version,
     )  # fmt: skip
-    return Member(summary, outcome, payload=object())
+    turns = (Turn("assistant", (1, 2), logprobs=(-0.5, -1.0), version=version),)
+    played = Trajectory(request.id, 0, request.task.id, request.seed, turns, request.sampling, EndReason.DONE)
+    return Member(summary, outcome, payload=played)
 
 
 class Loop:
@@ -59,7 +61,7 @@ class Loop:
     def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
-        self.production = Production(self.config, self.ledger, self.reporter)  # type: ignore[arg-type]
+        self.production = Production(self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter)
         self.version = Version(1, 0)
         self.production.published(self.version)
         self.played: list[PlayRequest] = []
@@ -73,22 +75,33 @@ class Loop:
         return member(request, await self._play(self, request), version)
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.replay(group, self.version.step)
+        group = self.production.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
+
+    async def collect(self, hold: Hold | None = None) -> tuple[Group, ...]:
+        collected = await self.production.collect(self.version, {}, *filter(None, [hold]))
+        return collected.groups
 
     async def step(self, between: float = 0.0) -> tuple[Group, ...]:
         """Collect, pretend to train for a while, publish."""
         self.collecting = True
-        groups = await self.production.collect(self.version, {})
+        groups = await self.collect()
         self.collecting = False
         await asyncio.sleep(between)
-        self.production.settle(groups, TrajectoryState.TRAINED)
-        self.production.forget_step()
+        self.production.ready.settle_trained(groups)
         self.ledger.check()
         self.version = Version(1, self.version.step + 1)
         self.production.published(self.version)
         return groups
+
+    def continues(self, before: Loop, folder: Path) -> None:
+        """Become what ``before`` saved, written to ``folder`` and read again."""
+        state = {"ledger": before.ledger.state(), "production": before.production.state()}
+        state = saved_and_read(state, folder)
+        self.ledger.restore(state["ledger"])
+        self.ledger.reissue_live()
+        self.production.restore(state["production"], lambda payload: payload)
 
     def run(self, test: Callable[[], Awaitable[Any]]) -> Any:
         async def both() -> Any:
@@ -154,7 +167,9 @@ def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
     counts = loop.ledger.counts()
     ledger_closes(counts)
     assert counts["trained"] == 8
-    assert counts["filtered[all_equal]"] == 4 * (loop.production.next_number - loop.production.next_number // 3)
+    assert counts["filtered[all_equal]"] == 4 * (
+        loop.production.issuer.next_number - loop.production.issuer.next_number // 3
+    )
 
 
 def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> None:
@@ -163,7 +178,7 @@ def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> Non
         GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"
     ):
         loop.run(loop.step)
-    assert loop.production.next_number == 3 * 2
+    assert loop.production.issuer.next_number == 3 * 2
 
 
 def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None:
@@ -176,7 +191,7 @@ def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None
         return issues(await loop.step())
 
     assert loop.run(test) == [1]
-    assert loop.production.next_number == 4
+    assert loop.production.issuer.next_number == 4
 
 
 def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_path: Path) -> None:
@@ -198,7 +213,7 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
 
     async def test() -> list[list[int]]:
         await asyncio.sleep(0.05)  # two steps' worth is admitted
-        assert loop.production.next_number == 4
+        assert loop.production.issuer.next_number == 4
         return [issues(await loop.step(between=0.02)) for _ in range(3)]
 
     assert loop.run(test) == [[1, 2], [3, 4], [5, 6]]
@@ -214,7 +229,7 @@ def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
 
     async def test() -> list[int]:
         await asyncio.sleep(0.05)
-        assert loop.production.survivors == 16
+        assert loop.production.ready.survivors == 16
         loop.version = Version(1, 2)
         return issues(await loop.step())
 
@@ -311,13 +326,12 @@ def test_a_stop_ends_the_wait_for_a_late_group(tmp_path: Path) -> None:
 
 def test_what_is_too_old_is_dropped_by_data_source(tmp_path: Path) -> None:
     loop = Loop(tmp_path, differs, algorithm__staleness={"max_staleness": 1})
-    sources: list[dict[str, int]] = []
+    sources: list[Mapping[str, int]] = []
 
     async def test() -> None:
         await asyncio.sleep(0.05)
         loop.version = Version(1, 2)
-        await loop.production.collect(loop.version, {})
-        sources.append(dict(loop.production.dropped))
+        sources.append((await loop.production.collect(loop.version, {})).dropped)
 
     loop.run(test)
     assert sources == [{"stale/unnamed": 16}]
@@ -330,7 +344,7 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
     async def play(loop: Loop, request: PlayRequest) -> Scored:
         nonlocal most
         production = loop.production
-        most = max(most, production.survivors + 4 * len(production.in_flight) + production._taken)
+        most = max(most, production.ready.survivors + 4 * len(production.in_flight) + production._taken)
         await asyncio.sleep(0.004 + 0.002 * (request.id.group % 7))
         return spread(request)
 
@@ -370,7 +384,7 @@ def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower
     assert found["issued"] == found["trained"] + found["ready"] + found["in_flight"], found
 
 
-def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: float | None) -> list[list[int]]:
+def stopped_and_resumed(folder: Path, stop: float | None) -> list[list[int]]:
     """Two synchronous steps of rounds of five groups, the larger spread last; with ``stop``, by another production from then on.
 
     On a virtual clock: group n ends after n seconds.
@@ -380,23 +394,7 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
         await asyncio.sleep(request.id.group)
         return spread(request)
 
-    async def resolve(members: list[Member], values: dict[Any, Any]) -> set[TrajectoryId]:
-        values.update({member.payload: member.payload for member in members})
-        return set()
-
-    monkeypatch.setattr(cluster.loop.state, "_resolve", resolve)
-    monkeypatch.setattr(cluster.loop.state, "_own", lambda group: group)
     changes = {"algorithm__filtering": {"groups_per_generation": 5}, "rollout__deterministic": True}
-
-    def part(loop: Loop) -> Any:
-        return SimpleNamespace(
-            config=loop.config,
-            step=0,
-            version=loop.version,
-            inherited={},
-            ledger=loop.ledger,
-            production=loop.production,
-        )
 
     async def steps(loop: Loop, until: float | None = None) -> list[list[int]]:
         async with background(loop.production.run(loop, loop.finish)):  # type: ignore[arg-type]
@@ -410,19 +408,16 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, stop: flo
             return runner.run(steps(loop))
         with pytest.raises(Preempted):
             runner.run(steps(loop, stop))
-        state = runner.run(cluster.loop.state.capture(part(loop)))
         resumed = Loop(folder, play, **changes)
-        cluster.loop.state.reinstate(part(resumed), state)
+        resumed.continues(loop, folder)
         return runner.run(steps(resumed))
 
 
 @pytest.mark.parametrize("stop", [0.5, 2.5, 3.5, 4.5])
-def test_a_run_stopped_in_mid_round_trains_what_an_uninterrupted_one_does(
-    stop: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = stopped_and_resumed(tmp_path, monkeypatch, None)
+def test_a_run_stopped_in_mid_round_trains_what_an_uninterrupted_one_does(stop: float, tmp_path: Path) -> None:
+    whole = stopped_and_resumed(tmp_path, None)
     assert whole == [[4, 5], [9, 10]]
-    assert stopped_and_resumed(tmp_path, monkeypatch, stop) == whole
+    assert stopped_and_resumed(tmp_path, stop) == whole
 
 
 def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbers(tmp_path: Path) -> None:
@@ -431,8 +426,8 @@ def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbe
     loop = Loop(tmp_path, differs)
     loop.ledger.restore(first.state())
     loop.ledger.reissue_live()
-    loop.production.reissue = [Issue(number, number - 1, 1) for number in (1, 2)]
-    loop.production.next_number, loop.production.issued_this_step = 2, 2
+    loop.production.issuer.reissue = [Issue(number, number - 1, 1) for number in (1, 2)]
+    loop.production.issuer.next_number, loop.production.issuer.issued_this_step = 2, 2
 
     async def test() -> list[int]:
         return issues(await loop.step())
@@ -456,8 +451,8 @@ def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Pat
         order: list[int] = []
 
         async def test() -> None:
-            await loop.production.collect(loop.version, {})
-            order.extend(group.issue for group in loop.production.finished)
+            collected = await loop.production.collect(loop.version, {})
+            order.extend(group.issue for group in collected.finished)
 
         loop.run(test)
         assert {request.cohort for request in loop.played} == ({4} if deterministic else {None})
@@ -509,8 +504,8 @@ def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
 def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(tmp_path: Path) -> None:
     for seed in range(10):
         loop = Loop(tmp_path, differs, seed=seed)
-        loop.production.cursor = TaskCursor(24, seed, True)
-        loop.production.quarantined = {f"train-{n}" for n in range(2, 24)}
+        loop.production.issuer.cursor = TaskCursor(24, seed, True)
+        loop.production.issuer.quarantined = {f"train-{n}" for n in range(2, 24)}
 
         async def test(loop: Loop = loop) -> None:
             for _ in range(6):
@@ -530,7 +525,7 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(
         await asyncio.sleep(0.01 * request.id.group)
         if request.id.group < 6:
             return spread(request)
-        loop.production.quarantined = {task.id for task in loop.production.dataset}
+        loop.production.issuer.quarantined = {task.id for task in loop.production.dataset}
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
     changes = {
@@ -578,7 +573,7 @@ def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: P
         GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"
     ):
         loop.run(loop.step)
-    assert loop.production.finished, "for the answer that the error quotes"
+    assert loop.production.finished.groups, "for the answer that the error quotes"
 
 
 def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path: Path) -> None:
@@ -636,8 +631,8 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(
 def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
     """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})
-    loop.production.reissue = [Issue(number, number - 1, 1) for number in (1, 2, 3)]
-    loop.production.next_number, loop.production.issued_this_step = 3, 3
+    loop.production.issuer.reissue = [Issue(number, number - 1, 1) for number in (1, 2, 3)]
+    loop.production.issuer.next_number, loop.production.issuer.issued_this_step = 3, 3
     with pytest.raises(GenerationBudgetSpent):
         loop.run(loop.step)
     assert sorted({request.id.group for request in loop.played}) == [1, 2, 3]
@@ -679,8 +674,8 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
     async def test() -> list[tuple[Group, ...]]:
         steps = []
         for _ in range(3):
-            steps.append(await loop.production.collect(loop.version, {}, hold))
-            loop.production.settle(steps[-1], TrajectoryState.TRAINED)
+            steps.append(await loop.collect(hold))
+            loop.production.ready.settle_trained(steps[-1])
             loop.version = Version(1, loop.version.step + 1)
             loop.production.published(loop.version)
         return steps

@@ -5,42 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import cluster.loop.state
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
-from rayloop.core.groups import Group, Member, Scored, TrajectoryState, Unscored
+from rayloop.core.groups import Group, Scored, Unscored
 from rayloop.core.types import PlayRequest, TrajectoryId, Version
-from rayloop.production.production import without
+from rayloop.production.ready import without
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
-
-
-@pytest.fixture(autouse=True)
-def _payloads_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def resolve(members: list[Member], values: dict[Any, Any]) -> set[TrajectoryId]:
-        values.update({member.payload: member.payload for member in members})
-        return set()
-
-    monkeypatch.setattr(cluster.loop.state, "_resolve", resolve)
-    monkeypatch.setattr(cluster.loop.state, "_owned", lambda member: member)
-
-
-def part(loop: Loop) -> Any:
-    """What a checkpoint reads and writes of a driver."""
-    return SimpleNamespace(
-        config=loop.config, step=loop.version.step, version=loop.version, inherited={}, ledger=loop.ledger,
-        production=loop.production,
-    )  # fmt: skip
 
 
 def resumed(folder: Path, before: Loop, play: Play, **changes: Any) -> Loop:
     """Another run of production from the state of this one. It begins as if published again."""
     loop = Loop(folder, play, **changes)
-    cluster.loop.state.reinstate(part(loop), asyncio.run(cluster.loop.state.capture(part(before))))
+    loop.continues(before, folder)
     loop.version = before.version
     loop.production.published(loop.version)
     return loop
@@ -101,8 +81,8 @@ def test_losses_alarm_as_what_is_excluded(tmp_path: Path) -> None:
 
     async def test() -> None:
         for step in range(1, 20):
-            groups = await loop.production.collect(loop.version, {}, loses(2))
-            loop.production.settle(groups, TrajectoryState.TRAINED)
+            groups = await loop.collect(loses(2))
+            loop.production.ready.settle_trained(groups)
             loop.version = Version(1, step)
             loop.production.published(loop.version)
 
@@ -127,7 +107,7 @@ def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp
 
     loop.finish = finish  # type: ignore[method-assign]
     loop.run(loop.step)
-    stored = {member.summary.id for members in loop.production.buffer.state().values() for member in members}
+    stored = {member.summary.id for members in loop.production.finished.buffer.state().values() for member in members}
     assert stored >= {TrajectoryId(1, 3), TrajectoryId(2, 1), TrajectoryId(2, 3)}
     assert not stored & gone
 
@@ -137,20 +117,20 @@ def test_losses_are_made_up_for_beyond_the_budget(batches: int, tmp_path: Path) 
     loop = Loop(tmp_path, differs, algorithm__filtering={"max_generation_batches": batches})
 
     async def test() -> int:
-        groups = await loop.production.collect(loop.version, {}, loses(3, times=batches))
+        groups = await loop.collect(loses(3, times=batches))
         return sum(len(group.kept) for group in groups)
 
     assert loop.run(test) == 8
-    assert loop.production.issued_this_step == 0
+    assert loop.production.issuer.issued_this_step == 0
 
 
 def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_path: Path) -> None:
     loop = Loop(tmp_path, differs, algorithm__filtering={"max_generation_batches": 2})
     with pytest.raises(GenerationBudgetSpent, match=r"excluded\[payload_lost\] 32") as spent:
-        loop.run(lambda: loop.production.collect(loop.version, {}, loses(4, times=99)))
+        loop.run(lambda: loop.collect(loses(4, times=99)))
     assert "loosen filters" not in str(spent.value)
     assert "32 were lost with the nodes that held them" in str(spent.value)
-    assert loop.production.next_number == 2 * 4
+    assert loop.production.issuer.next_number == 2 * 4
     ledger_closes(loop.ledger.counts())
 
 
@@ -162,7 +142,7 @@ def test_a_resume_keeps_its_own_bound_on_staleness(stale: int, tmp_path: Path) -
     """Ten groups were in flight; a step takes two."""
 
     async def play(loop: Loop, request: PlayRequest) -> Scored:
-        most.append(loop.production.survivors + 4 * len(loop.production.in_flight) + loop.production._taken)
+        most.append(loop.production.ready.survivors + 4 * len(loop.production.in_flight) + loop.production._taken)
         await asyncio.sleep(0.01 * (1 + (request.id.group * 7919) % 5))
         return spread(request)
 

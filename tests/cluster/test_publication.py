@@ -33,6 +33,7 @@ from rayloop.engines.training.collator import Collator
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
+from rayloop.run.rows import training_rows
 from tests.engines.prompts import image
 from tests.support import local
 from tests.support.local import LocalActor
@@ -73,8 +74,8 @@ class Stage:
             weights=str(folder / "weights"),
         )
         self.publisher = Publisher(c, self.services, self.reporter)
-        production = Production(c, Ledger(), self.reporter)
-        self.tasks = production.probe_tasks()
+        production = Production(c, Ledger(), training_rows(c, self.reporter), self.reporter)
+        self.tasks = production.issuer.probe_tasks()
         self.player = EpisodeRunner(c, self.services, None, self.reporter.event, production.quarantine)
 
         self.found: float | None = None

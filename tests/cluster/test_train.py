@@ -25,7 +25,7 @@ from tests.support.runs import finished, ledger_closes, run, settings
 
 pytestmark = pytest.mark.timeout(300)
 
-LIGHT = ("Driver", "EnvironmentActor", "RewardActor")
+LIGHT = ("DriverActor", "EnvironmentActor", "RewardActor")
 HEAVY = ("RolloutActor", "PolicyRank")
 
 

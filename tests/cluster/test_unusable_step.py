@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.driver import Driver
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
+from tests.support.drivers import made_driver
 from tests.support.runs import settings
 
 
@@ -35,7 +35,7 @@ class EpisodeRunner:
 
 
 class Production:
-    finished = (1, 2, 3, 4, 5, 6)
+    finished = SimpleNamespace(groups=[1, 2, 3, 4, 5, 6])
 
     async def collect(self, *_: Any) -> Any:
         raise GenerationBudgetSpent("0 of 8 trajectories survived.")
@@ -43,7 +43,7 @@ class Production:
 
 def failed(folder: Path, keep: int, **fields: Any) -> str:
     config = RunConfig.model_validate(settings(folder, folder, keep_rollouts=keep))
-    driver = Driver(config, str(folder), "auto")
+    driver = made_driver(config, folder)
     driver.production, driver.player = Production(), EpisodeRunner(**fields)  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(GenerationBudgetSpent) as error:
@@ -63,7 +63,7 @@ class Broken(Production):
 def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
-    driver = Driver(config, str(tmp_path), "auto")
+    driver = made_driver(config, tmp_path)
     driver.production, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(

@@ -55,7 +55,7 @@ def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> N
 
         made.until_event("checkpoint", step=begin["step"] + 1)
         next_mark(made, marks, "reset", 8)
-        begin, driver = restored(made, "driver actor", "driver_lost", kill(made.actor("Driver")))
+        begin, driver = restored(made, "driver actor", "driver_lost", kill(made.actor("DriverActor")))
         assert begin["lineage"] == 3
         made.ends(0)
     assert [record["step"] for record in made.metrics] == list(range(1, 7))

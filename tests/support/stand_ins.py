@@ -19,7 +19,7 @@ from cluster.roles.pool import Pool
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, PlayFailed, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, PlayFailed, Scored, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
@@ -27,6 +27,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
+from rayloop.run.rows import training_rows
 from tests.support.runs import settings
 
 
@@ -92,7 +93,7 @@ class World:
         self.version = Version(1, 0)
         self.ledger = Ledger()
         reporter: Any = SimpleNamespace(event=self._tell, bad_row=self.bad.append)
-        self.production = Production(self.config, self.ledger, reporter)
+        self.production = Production(self.config, self.ledger, training_rows(self.config, reporter), reporter)
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
@@ -137,7 +138,7 @@ class World:
         )
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.replay(group, self.version.step)
+        group = self.production.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
@@ -161,9 +162,8 @@ class World:
         self.production.published(self.version)
         async with background(self.production.run(player, self.finish), self._supervise()):
             for _ in range(steps):
-                groups = await self.production.collect(self.version, {})
-                self.production.settle(groups, TrajectoryState.TRAINED)
-                self.production.forget_step()
+                collected = await self.production.collect(self.version, {})
+                self.production.ready.settle_trained(collected.groups)
                 self.ledger.check()
                 self.version = Version(1, self.version.step + 1)
                 self.production.published(self.version)

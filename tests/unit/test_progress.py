@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.loop.activity import doing
+from cluster.driver_actor import progress as progress_of
 from rayloop.view.progress import ROWS, Progress
-from rayloop.view.words import describe, span, visible
+from rayloop.view.words import describe, doing, span, visible
 
 METRICS = {
     "step": 3.0,
@@ -118,21 +118,25 @@ def test_events_are_told_in_plain_words(event: dict[str, Any], line: str) -> Non
 
 def test_what_is_being_done_is_told_with_how_far_it_is() -> None:
     driver = SimpleNamespace(
-        phase="start",
+        timings=SimpleNamespace(phase="start"),
         services=SimpleNamespace(up=2, wanted=5),
         player=SimpleNamespace(playing=11, evaluation=None),
-        production=SimpleNamespace(in_flight={1: "group", 2: "group"}, finished=["group"]),
+        production=SimpleNamespace(in_flight={1: "group", 2: "group"}, finished=SimpleNamespace(groups=["group"])),
         config=SimpleNamespace(algorithm=SimpleNamespace(group_size=16)),
     )
-    assert doing(driver) == "starting actors 2/5"
-    driver.phase = "gen"
-    assert doing(driver) == "generating 37/48"
-    driver.phase = "testing"
-    assert doing(driver) == "evaluating"
+
+    def now() -> str:
+        return doing(driver.timings.phase, progress_of(driver))
+
+    assert now() == "starting actors 2/5"
+    driver.timings.phase = "gen"
+    assert now() == "generating 37/48"
+    driver.timings.phase = "testing"
+    assert now() == "evaluating"
     driver.player.evaluation = 3, 200
-    assert doing(driver) == "evaluating 3/200"
-    driver.phase = "update_actor"
-    assert doing(driver) == "training"
+    assert now() == "evaluating 3/200"
+    driver.timings.phase = "update_actor"
+    assert now() == "training"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (240, "4 min"), (7200, "2.0 h")])

@@ -1,0 +1,100 @@
+"""The Ray actor in which the driver lives: what other processes ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.base import Actor
+from actors.handles import Handle
+from actors.lease import Lease, LeasesEngines
+from actors.rollout import RolloutActor
+from cluster.driver import Driver
+from cluster.loop.loggers import open_logger
+from cluster.roles.services import TrainingServices
+from rayloop.core.failures import RayloopError
+from rayloop.core.ledger import Ledger
+from rayloop.run.checkpoint import NOTHING, Origin
+from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
+from rayloop.view.words import doing
+
+
+class DriverActor(Actor):
+    """One asynchronous Ray actor per run, owned by the ``train`` process; its driver owns all other actors.
+
+    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints;
+    ``resume`` and ``since`` are those of ``Origin``, by default of a start that is made now.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None
+    ) -> None:
+        self.config, self.folder, self.hashes = config, folder, hashes
+        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since)
+        self.reporter = Reporter(config, Path(folder), open_logger)
+        self.driver: Driver | None = None
+        self.stopping = False
+
+    def make(self, handle: Handle[LeasesEngines]) -> Driver:
+        """The driver, which reads the data. ``handle`` is that of this actor."""
+        services = TrainingServices(self.config, self.folder, self.reporter.event)
+        return Driver(self.config, services, self.reporter, self.origin, handle, self.hashes)
+
+    async def main(self) -> dict[str, Any]:
+        """Make the driver and run it. Returns the last step's summary; raises what ``Driver.main`` does.
+
+        The driver is made here, not in the constructor, whose errors Ray would strip of their type.
+        """
+        try:
+            self.driver = self.make(ray.get_runtime_context().current_actor)
+        except RayloopError as error:
+            self.reporter.failed(error, Ledger().counts())
+            await self.reporter.loggers.close()
+            raise
+        if self.stopping:
+            self.driver.stop()
+        return await self.driver.main()
+
+    async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
+        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        assert self.driver is not None
+        return await self.driver.player.replace_engine(episode, lost, why)
+
+    async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
+        """For the console: how many reports there have been, those after the first ``since``, and what is being done now."""
+        driver = self.driver
+        now = doing("start", None) if driver is None else doing(driver.timings.phase, progress(driver))
+        return *self.reporter.updates.since(since), now
+
+    async def workers(self) -> dict[str, list[Handle[Any]]]:
+        """Live actor handles by role (for monitoring and fault injection)."""
+        if self.driver is None:
+            return {}
+        services = self.driver.services
+        roles = {pool.role: [w.handle for w in pool.workers.values()] for pool in services.pools}
+        return {**roles, "policy": list(services.policy.ranks)}
+
+    async def stop(self) -> None:
+        """End as preempted: finish an update or checkpoint under way, abandon everything else, and save."""
+        self.stopping = True
+        if self.driver is not None:
+            self.driver.stop()
+
+
+def progress(driver: Driver) -> tuple[int, int] | None:
+    """How far the driver's phase is: actors that are up, answers that are there, or, of the trajectories begun for this step,
+    those that are scored."""
+    match driver.timings.phase:
+        case "start":
+            return driver.services.up, driver.services.wanted
+        case "testing":
+            return driver.player.evaluation
+        case "gen":
+            groups = len(driver.production.in_flight) + len(driver.production.finished.groups)
+            begun = groups * driver.config.algorithm.group_size
+            return max(begun - driver.player.playing, 0), begun
+    return None

@@ -1,0 +1,120 @@
+"""What a step takes: the groups that are ready, which of them are trained, and what becomes of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rayloop.core.groups import Fate, Group, Member, TrajectoryState, UnscoredKind
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import Task, TrajectoryId, Version
+from rayloop.grpo.filtering import Selection, select
+from rayloop.grpo.staleness import expired
+from rayloop.production.plain import Own, group_from_plain, plain_group
+from rayloop.run.config import AlgorithmSettings
+
+
+class ReadyGroups:
+    """Finished groups with something to train on, in issue order; ``dropped`` counts what is not trained after all."""
+
+    def __init__(self, settings: AlgorithmSettings, ledger: Ledger) -> None:
+        self.settings, self.ledger = settings, ledger
+        self.groups: list[Group] = []
+        self.dropped: Counter[str] = Counter()
+        """What became stale or surplus since the last step, by ``state/source`` (for metrics)."""
+
+    @property
+    def survivors(self) -> int:
+        """Trajectories that are ready to be trained."""
+        return sum(len(group.kept) for group in self.groups)
+
+    def add(self, group: Group) -> None:
+        """A finished group; one of which nothing was kept is not ready."""
+        if group.kept:
+            self.groups = sorted([*self.groups, group], key=lambda g: g.issue)
+
+    def expire(self, version: Version, inherited: Mapping[int, int]) -> None:
+        """Members too old for ``version`` become stale."""
+        limit = self.settings.staleness.max_staleness
+        groups = [expired(group, version, limit, inherited) for group in self.groups]
+        self.settle_fates(now for now, before in zip(groups, self.groups, strict=True) if now is not before)
+        self.groups = [group for group in groups if group.kept]
+
+    def select(self) -> Selection:
+        """The step's target, by rank; nothing is taken yet."""
+        return select(self.groups, self.settings.target, self.settings.filtering, oldest_first=self.settings.carry_over)
+
+    def take(self, chosen: Selection, among: Collection[int]) -> None:
+        """The step trains on ``chosen.train``. What is left over of the groups ``among`` which was chosen (issue numbers) competes
+        again or is surplus; groups that came later stay."""
+        self.settle_fates(chosen.train)
+        self.groups = [group for group in self.groups if group.issue not in among]
+        if self.settings.carry_over:
+            self.groups = sorted([*chosen.left_over, *self.groups], key=lambda g: g.issue)
+        else:
+            self.settle_fates(_with_fate(g, Fate(TrajectoryState.SURPLUS, "left_over")) for g in chosen.left_over)
+
+    def lose(self, ids: Collection[TrajectoryId]) -> None:
+        """The payloads of these trajectories are gone."""
+        remaining = [without(group, ids) for group in self.groups]
+        self.settle_fates(remaining)
+        self.groups = [group for group in remaining if group.kept]
+
+    async def complete(self, annotate: Callable[[Group], Awaitable[Group]]) -> None:
+        """Annotate what a run without a reference has left: no step with a KL term could train on it."""
+        for group in [g for g in self.groups if any(m.reference is None for m in g.kept)]:
+            annotated = await annotate(group)
+            self.groups = [annotated if g.issue == group.issue else g for g in self.groups]
+
+    # The ledger ----------------------------------------------------------------------------------------------------
+
+    def settle_trained(self, groups: Iterable[Group]) -> None:
+        """The kept members of these groups were trained."""
+        for member in self._live(groups):
+            if member.kept:
+                self.ledger.move(member.summary.id, Fate(TrajectoryState.TRAINED))
+
+    def settle_fates(self, groups: Iterable[Group]) -> None:
+        """Members of these groups that have a fate meet it, unless they have before."""
+        for member in self._live(groups):
+            if member.fate is not None:
+                self.end(member, member.fate)
+
+    def end(self, member: Member, fate: Fate) -> None:
+        """A member's final state, when it will not be trained."""
+        self.ledger.move(member.summary.id, fate)
+        if fate.state in (TrajectoryState.STALE, TrajectoryState.SURPLUS):
+            self.dropped[f"{fate.state}/{member.summary.source or 'unnamed'}"] += 1
+
+    def _live(self, groups: Iterable[Group]) -> Iterable[Member]:
+        members = (member for group in groups for member in group.members if not member.replayed)
+        return (member for member in members if self.ledger.state_of(member.summary.id) is not None)
+
+    def close(self) -> None:
+        """The run is over: none of these will be trained."""
+        self.settle_fates(_with_fate(group, Fate(TrajectoryState.SURPLUS, "run_ended")) for group in self.groups)
+        self.groups = []
+
+    # The checkpoint ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, and ``Held`` ones for payloads."""
+        return {"groups": [plain_group(group) for group in self.groups], "dropped": dict(self.dropped)}
+
+    def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
+        """Go on where ``state`` was taken; ``own`` keeps what payloads it brings, ``task`` finds a row by its id."""
+        self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
+        self.dropped = Counter(state["dropped"])
+
+
+def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
+    """The group after the payloads of these trajectories were lost. Rewards and advantages of the others stay."""
+    fate = Fate(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
+    gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
+    return group.map({i: replace(m.bare(), fate=fate) for i, m in gone.items()})
+
+
+def _with_fate(group: Group, fate: Fate) -> Group:
+    return group.map({i: replace(m, fate=fate) for i, m in enumerate(group.members) if m.kept})

@@ -1,0 +1,39 @@
+"""The rows that a run trains on and is measured on; what cannot be used of them is reported."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rayloop.core import incidents
+from rayloop.core.events import Event
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Task
+from rayloop.data.dataset import Dataset
+from rayloop.run.config import RunConfig
+
+
+class Tell(Protocol):
+    """Whom a run tells of events, and of rows that are quarantined (rayloop/run/reporter.py)."""
+
+    def event(self, event: Event) -> None: ...
+
+    def bad_row(self, failure: DataFailure) -> None: ...
+
+
+def training_rows(config: RunConfig, tell: Tell) -> Dataset:
+    """``data.train``. Bad rows are quarantined; with ``data.strict`` the first raises DataFailure. ConfigError: there is none."""
+    return _read(config.data.train, config, tell)
+
+
+def held_out_rows(config: RunConfig, tell: Tell) -> list[Task]:
+    """The first ``evaluation.limit`` of ``data.eval``; none when the run does not evaluate. Raises as ``training_rows``."""
+    if not config.evaluation.every or config.data.eval is None:
+        return []
+    return [*_read(config.data.eval, config, tell)][: config.evaluation.limit]
+
+
+def _read(path: str, config: RunConfig, tell: Tell) -> Dataset:
+    dataset = Dataset(path, config.data.reader.build(), config.data.strict, tell.bad_row, config.environment.kinds)
+    if warning := dataset.warning():
+        tell.event(incidents.DataWarning(why=warning))
+    return dataset

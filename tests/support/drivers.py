@@ -1,0 +1,24 @@
+"""A driver without its actor and without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.driver import Driver
+from cluster.loop.loggers import open_logger
+from cluster.roles.services import TrainingServices
+from rayloop.run.checkpoint import NOTHING, Origin
+from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
+
+
+def made_driver(
+    config: RunConfig, folder: Path, resume: str = "auto", hashes: Mapping[str, str] = NOTHING, services: Any = None
+) -> Driver:
+    """As its actor makes it, with other ``services`` if they are given."""
+    reporter = Reporter(config, folder, open_logger)
+    given = services or TrainingServices(config, str(folder), reporter.event)
+    nobody: Any = None
+    return Driver(config, given, reporter, Origin.of(folder / "checkpoints", resume), nobody, hashes)

@@ -1,0 +1,16 @@
+"""What a checkpoint makes of a state, without a checkpoint: written to two files, and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rayloop.production.plain import Plain, filled
+from rayloop.run.plain_files import read, write
+
+
+def saved_and_read(state: Plain, folder: Path) -> Any:
+    """``state``, whose ``Held`` references are the values themselves."""
+    files = folder / "state.json", folder / "state.safetensors"
+    write(*files, filled(state, lambda payload: payload))
+    return read(*files)

@@ -1,0 +1,278 @@
+"""The driver's part of a checkpoint: plain data, whose every field comes back, and which the code of tomorrow still reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayloop.core.events import Event
+from rayloop.core.failures import CheckpointError, DataFailure
+from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import (
+    EndReason,
+    FinishReason,
+    ImageRef,
+    Sampling,
+    Summary,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
+from rayloop.production import plain
+from rayloop.production.playing import Issue
+from rayloop.production.production import Production
+from rayloop.run import plain_files
+from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import SCHEMA
+from rayloop.run.reporter import Reporter
+from rayloop.run.rows import training_rows
+from tests.support.plain import saved_and_read
+from tests.support.runs import ROOT, settings
+
+KEPT = ROOT / "tests/data/checkpoints" / f"schema_{SCHEMA}"
+
+ID = TrajectoryId(7, 3)
+SUMMARY = Summary(
+    ID, 2, "train-5", "digits", EndReason.TOOL_DEADLINE, length=90, sampled_tokens=4, turns=3, images=2,
+    observation_images=1, images_consistent=False, first_version=Version(2, 5), last_version=Version(2, 6),
+    env_result=0.1, seconds=1.5, cut=True,
+)  # fmt: skip
+IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
+SAMPLED = Turn("assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING)
+TRAJECTORY = Trajectory(
+    ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
+    Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5)), EndReason.TOOL_DEADLINE, 0.1, {"3fa2": b"\x00png", "77": b""},
+)  # fmt: skip
+REFERENCE = np.array([0.5, -0.25, 1e-7], np.float32)
+MEMBERS = (
+    Member(SUMMARY, Scored(0.3, {"iou": 0.1}, ("unparsable",), "Traceback"), TRAJECTORY, -1.25, REFERENCE, True),
+    Member(
+        SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), fate=Fate(TrajectoryState.EXCLUDED, "timeout")
+    ),
+)
+GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2))
+
+
+def differing(value: Any, default: Any) -> list[str]:
+    """The fields in which ``value`` is as if nobody had set it."""
+    return [f.name for f in dataclasses.fields(value) if repr(getattr(value, f.name)) == repr(getattr(default, f.name))]
+
+
+def test_the_examples_set_every_field() -> None:
+    """So that a field which is added, and forgotten in plain.py, fails the next test."""
+    bare = Summary(TrajectoryId(0, 0), 0, "", "", EndReason.DONE, 0, 0, 0, 0, 0, True, Version(0, 0), Version(0, 0))
+    assert differing(SUMMARY, bare) == []
+    assert differing(TRAJECTORY, Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)) == []
+    assert differing(SAMPLED, Turn("", ())) == ["images"]
+    assert differing(TRAJECTORY.sampling, Sampling()) == []
+    assert differing(IMAGE, ImageRef("", 0, 0, (0, 0, 0), 0)) == []
+    assert differing(GROUP, Group(0, Task("", ()), ())) == []
+    assert differing(MEMBERS[0], Member(bare, Scored(0.0))) == ["fate"]
+
+
+def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
+    found = plain.group_from_plain(
+        saved_and_read(plain.plain_group(GROUP), tmp_path), lambda payload: payload, lambda id: Task(id, ())
+    )
+    assert isinstance(found.members[0].reference, np.ndarray)
+    assert found.members[0].reference.dtype == np.float32
+    assert found.members[0].reference.tobytes() == REFERENCE.tobytes()
+    same = {0: dataclasses.replace(found.members[0], reference=REFERENCE)}
+    assert found.map(same) == GROUP
+    traces = [member.outcome.trace for member in found.members]  # which equality leaves out
+    assert traces == ["Traceback", "Traceback"]
+
+
+# Files -----------------------------------------------------------------------------------------------------------------
+
+
+def test_reading_runs_no_code(tmp_path: Path) -> None:
+    """What a pickle would do, a state cannot even ask for."""
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    for name in (STRUCTURE, TENSORS):
+        (folder / name).write_bytes(pickle.dumps(print))
+    with pytest.raises(CheckpointError, match=r"driver\.json and driver\.safetensors beside it cannot be read"):
+        Checkpoint(folder, 1, 1).state()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"a": [1, {2, 3}]}, r"state\.a\[1\] is a set"),
+        ({"a": {1: 2}}, r"state\.a has keys that cannot be saved: 1"),
+        ({"a": {"$bytes": "0"}}, r"state\.a has keys that cannot be saved: '\$bytes'"),
+        ({"task": Task("t", ())}, r"state\.task is a Task, which cannot be saved as plain data"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_its_place(value: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", value)
+
+
+def test_equal_bytes_are_written_once(tmp_path: Path) -> None:
+    picture = bytes(range(256)) * 1000
+    tensors = tmp_path / "a.safetensors"
+    plain_files.write(tmp_path / "a.json", tensors, [{"image": bytes(picture)} for _ in range(4)])
+    assert tensors.stat().st_size < 2 * len(picture)
+    assert plain_files.read(tmp_path / "a.json", tensors) == [{"image": picture}] * 4
+
+
+# The parts of the loop -------------------------------------------------------------------------------------------------
+
+
+class Told:
+    def event(self, event: Event) -> None: ...
+
+    def bad_row(self, failure: DataFailure) -> None: ...
+
+
+OF_THE_PROCESS = {
+    "Production": {"config", "ledger", "dataset", "issuer", "ready", "finished", "_tell", "_playing", "_taken",
+                   "_collecting", "_stopping", "_waiting", "_last_commit", "in_flight"},
+    "Issuer": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
+    "ReadyGroups": {"settings", "ledger"},
+    "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
+    "Alarms": {"settings", "_reward", "_tell", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
+               "_raised", "_raised_held_out"},
+    "Blame": {"_settings", "_successes", "_groups", "_services"},
+    "ReplayBuffer": {"_settings", "_rules", "_seed"},
+    "AcceptanceRate": {"_memory", "_floor"},
+    "TaskCursor": {"_count", "_seed", "_shuffle"},
+    "Ledger": set(),
+    "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "loggers"},
+    "LengthRatio": {"_keep"},
+}  # fmt: skip
+"""Attributes that a checkpoint does not hold: what the configuration says, and what begins anew with a process."""
+
+
+def production(folder: Path) -> Production:
+    config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"enabled": True}))
+    return Production(config, Ledger(), training_rows(config, Told()), Told())
+
+
+def full(made: Production) -> None:
+    """Every field of ``made`` is as no new one has it."""
+    made.ledger.issue([TrajectoryId(group, sample) for group in (1, 2, 3, 7) for sample in range(4)])
+    made.ledger.reissue_live()
+    made.ledger.issue([TrajectoryId(group, sample) for group in (3, 7) for sample in range(4)])
+    for sample in range(4):
+        made.ledger.move(TrajectoryId(7, sample), Fate(TrajectoryState.READY))
+    made.ledger.attempt(TrajectoryId(3, 0))
+    made.ledger.move(TrajectoryId(7, 0), Fate(TrajectoryState.STALE))
+    made.ledger.replay()
+    for _ in range(30):  # a second epoch
+        made.issuer.cursor.next()
+    made.issuer.next_number, made.issuer.issued_this_step = 9, 5
+    made.issuer.make_up_for(1)
+    made.issuer.reissue, made.issuer.one_round = [Issue(1, 4, 2), Issue(2, 5, 2)], False
+    made.in_flight = {3: Issue(3, 6, 2)}
+    made.issuer.quarantine(made.dataset[8], "/a.png", "cannot be read")
+    made.ready.groups = [GROUP]
+    made.ready.dropped["stale/digits"] = 3
+    made.finished.groups = [GROUP.bare()]
+    stored = dataclasses.replace(MEMBERS[0], reference=None)
+    made.finished.buffer.restore({"train-5": [stored], "train-6": [stored, stored]})
+    made.finished.acceptance.observe(3, 16)
+    made.alarms.graded = True
+    made.blame.groups_failed["train-9"] = 2
+
+
+def parts(made: Production) -> dict[str, Any]:
+    finished = made.finished
+    found = (made, made.issuer, made.issuer.cursor, made.ready, finished, finished.buffer, finished.acceptance,
+             made.alarms, made.blame, made.ledger)  # fmt: skip
+    return {type(part).__name__: part for part in found}
+
+
+def fields(part: Any) -> Mapping[str, Any]:
+    """What a checkpoint has of ``part``: an attribute that is added is one of these until it is named in OF_THE_PROCESS."""
+    nested = (*parts_of_loop, "LengthRatio")
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name not in OF_THE_PROCESS[type(part).__name__] and type(value).__name__ not in nested
+    }
+
+
+parts_of_loop = tuple(OF_THE_PROCESS)
+
+
+def shown(value: Any) -> str:
+    """Comparable: payloads have arrays."""
+    return repr(sorted(value) if isinstance(value, set) else value)
+
+
+def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
+    new, before, after = (production(tmp_path) for _ in range(3))
+    full(before)
+    for name, part in parts(before).items():
+        unset = [key for key, value in fields(part).items() if shown(value) == shown(fields(parts(new)[name])[key])]
+        assert unset == [], f"{name}: the test must give these another value than a new one has"
+    state = {"production": before.state(), "ledger": before.ledger.state()}
+    read = saved_and_read(state, tmp_path)
+    after.ledger.restore(read["ledger"])
+    after.restore(read["production"], lambda payload: payload)
+    expected = {name: dict(fields(part)) for name, part in parts(before).items()}
+    expected["Issuer"]["reissue"] = [Issue(1, 4, 2), Issue(2, 5, 2), Issue(3, 6, 2)]  # with what was in flight
+    task = after.dataset[[task.id for task in after.dataset].index("train-5")]
+    for part, groups in (("ReadyGroups", [GROUP]), ("FinishedGroups", [GROUP.bare()])):
+        expected[part]["groups"] = [dataclasses.replace(group, task=task) for group in groups]
+    for name, part in parts(after).items():
+        found = fields(part)
+        lost = [key for key, value in expected[name].items() if shown(value) != shown(found[key])]
+        assert lost == [], name
+
+
+def test_the_reporter_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path))
+    new, before, after = (Reporter(config, tmp_path, lambda *_: Silent()) for _ in range(3))
+    before.best = {"reward": 0.75, "step": 10}
+    before._lengths.observe([4, 5], [6])
+    for part in (lambda r: r, lambda r: r._lengths):
+        assert all(shown(value) != shown(fields(part(new))[name]) for name, value in fields(part(before)).items())
+    after.restore(saved_and_read(before.state(), tmp_path))
+    for part in (lambda r: r, lambda r: r._lengths):
+        assert shown(fields(part(after))) == shown(fields(part(before)))
+
+
+class Silent:
+    """A logger."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# What was saved once -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
+    """The files were written by the code that made this schema. Never write them anew: raise SCHEMA instead."""
+    state = Checkpoint(KEPT, 13, 2).state()
+    made = production(tmp_path)
+    made.ledger.restore(state["ledger"])
+    made.restore(state["production"], lambda payload: payload)
+    (group,) = made.ready.groups
+    payload = group.members[0].payload
+    assert payload == TRAJECTORY
+    assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
+    assert [issue.number for issue in made.issuer.reissue] == [1, 2, 3]
+    assert made.issuer.quarantined == {"train-8"}
+    assert len(made.finished.buffer) == 3
+    made.ledger.check()
+    assert (state["step"], state["version"], state["inherited"]) == (13, [2, 13], [[1, 8]])
+    assert state["reporter"]["best"] == {"reward": 0.75, "step": 10}
+    Reporter(made.config, tmp_path, lambda *_: Silent()).restore(state["reporter"])
+    json.dumps(state["ledger"])
