@@ -77,7 +77,7 @@ def test_episodes_that_could_not_be_played_have_no_part_in_it(world: Make) -> No
     made.run(1)
     assert {count for _, count in calls} == {6}
     assert made.ledger.counts()["excluded[environment_failure]"] == 2 * len(calls)
-    trained = [m for g in made.production.ready for m in g.members]
+    trained = [m for g in made.production.ready.groups for m in g.members]
     assert not trained
 
 
