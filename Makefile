@@ -34,7 +34,7 @@ test-slurm: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -rs -m slurm tests/deploy/slurm
 
 test-vllm: $(VENV_VLLM)/.vllm
-	$(VENV_VLLM)/bin/python -m pytest -q -m vllm tests/engines tests/cluster tests/serve
+	$(VENV_VLLM)/bin/python -m pytest -q -m vllm tests/contracts tests/engines tests/cluster tests/serve
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PACKAGES)

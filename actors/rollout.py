@@ -10,32 +10,12 @@ import ray
 from actors.base import Actor
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.settings import Dtype, GenerationSettings, ModelSettings
+from rayloop.engines.generation.build import Place, build_engine
+from rayloop.engines.settings import Dtype, EngineChoice, ModelSettings
 from rayloop.transports.choose import transport as choose
 from rayloop.transports.object_store import Arrays, ArraySender
 from rayloop.transports.seam import Publication
 from rayloop.transports.settings import TransportSettings
-
-
-def build_engine(model: ModelSettings, settings: GenerationSettings, folder: str) -> GenerationEngine:
-    """The engine that ``settings.kind`` names. Its library is imported here, when chosen. ``folder`` is for publications."""
-    match settings.kind:
-        case "vllm":
-            from rayloop.engines.generation.vllm import VllmEngine
-
-            name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-            return VllmEngine(model, settings, scratch(), name)
-        case "sglang":
-            from rayloop.engines.generation.sglang import SglangEngine
-
-            return SglangEngine(model, settings)
-        case "openai_http":
-            from rayloop.engines.generation.openai_http import OpenAiHttpEngine
-
-            return OpenAiHttpEngine(model, settings, folder)
-    from rayloop.engines.generation.transformers import TransformersEngine
-
-    return TransformersEngine(model, settings)
 
 
 def scratch() -> str:
@@ -55,10 +35,9 @@ def start_weights(model: ModelSettings, dtype: Dtype) -> Publication[Arrays]:
 class RolloutActor(Actor):
     """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
 
-    def __init__(
-        self, model: ModelSettings, settings: GenerationSettings, transport: TransportSettings, folder: str
-    ) -> None:
-        self.engine = build_engine(model, settings, folder)
+    def __init__(self, model: ModelSettings, settings: EngineChoice, transport: TransportSettings, folder: str) -> None:
+        name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+        self.engine: GenerationEngine = build_engine(model, settings, Place(folder, scratch, name))
         self.receiver = choose(transport, folder).receiver()
 
     def health(self) -> EngineHealth:

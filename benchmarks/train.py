@@ -121,9 +121,11 @@ def _ceiling(dtype: str) -> float:
     """FLOP/s of square matrix products, the best of three."""
     import torch
 
+    from rayloop.transports.manifest import DTYPES
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side = 4 * SIDE if device == "cuda" else SIDE
-    a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     best = 0.0
     for _ in range(3):

@@ -28,7 +28,6 @@ from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
 from rayloop.data.dataset import Dataset
-from rayloop.engines.settings import serves_its_own_weights
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import Item, summarise, table
 from rayloop.run.config import RunConfig
@@ -113,7 +112,7 @@ class Evaluator(Actor):
         me = ray.get_runtime_context().current_actor
         self.player = EpisodeRunner(self.config, services, me, self._tell)
         try:
-            if not serves_its_own_weights(self.config.rollout.engine):
+            if not self.config.engine.own_weights:
                 self.weights = await asyncio.to_thread(self._pack)
             await services.start(self._admit)
             await play(missing, self.config, self.player, 0, self._keep, self._hear)
@@ -133,7 +132,7 @@ class Evaluator(Actor):
 
     def _pack(self) -> Publication[Any]:
         """The weights of ``model.path``, as a publication."""
-        start = start_weights(self.config.model, self.config.rollout.engine.dtype)
+        start = start_weights(self.config.model, self.config.engine.dtype)
         return Publication(start.manifest, ray.put(start.source))
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
@@ -168,8 +167,7 @@ def config_hash(config: RunConfig) -> str:
 
 def _weights(config: RunConfig) -> str:
     """Whose weights answer: those of ``model.path``, or those of a server, which are known by name only."""
-    engine = config.rollout.engine
-    return f"{engine.model} at {engine.base_url}" if serves_its_own_weights(engine) else weights_hash(config.model.path)
+    return config.engine.own_weights or weights_hash(config.model.path)
 
 
 def weights_hash(path: str) -> str:

@@ -184,9 +184,9 @@ class Rank:
     def _write_model(self, folder: Path) -> None:
         """The weights as they are now, as a model folder."""
         from rayloop.engines.models import save_model
-        from rayloop.engines.training.scorer import COMPUTE_DTYPES
+        from rayloop.transports.manifest import DTYPES
 
-        dtype, tensors = COMPUTE_DTYPES[self.config.dtype], self.engine.export(START)
+        dtype, tensors = DTYPES[self.config.dtype], self.engine.export(START)
         if self.rank == 0:
             save_model(self.config.model.path, folder, {name: t.to(dtype) for name, t in tensors.items()})
 

@@ -37,7 +37,7 @@ from rayloop.core.types import (
 )
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
-from rayloop.engines.settings import GenerationSettings, TransformersEngineSettings, serves_its_own_weights
+from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.kinds import Environments
 from rayloop.production.playing import requests
@@ -103,10 +103,10 @@ def _first_intact(dataset: Dataset, max_image_pixels: int, tell: Tell) -> Task:
     raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
 
 
-def local_engine(config: RunConfig) -> GenerationSettings:
+def local_engine(config: RunConfig) -> EngineChoice:
     """The configured engine; transformers in place of one that has processes of its own and starts in minutes."""
-    engine = config.rollout.engine
-    return TransformersEngineSettings(dtype=engine.dtype) if engine.kind in ("vllm", "sglang") else engine
+    engine = config.engine
+    return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
 
 
 class _Trial:
@@ -143,12 +143,13 @@ class _Trial:
         """A rollout actor that serves the start model, in this process."""
         settings, began = local_engine(self.config), time.monotonic()
         actor = RolloutActor(self.config.model, settings, ObjectStoreTransport(), self.folder)
-        if not serves_its_own_weights(settings):
+        if not settings.own_weights:
             start = await asyncio.to_thread(start_weights, self.config.model, settings.dtype)
             await actor.load(start.manifest, start.source)
-        instead = "" if settings is self.config.rollout.engine else f" (for {self.config.rollout.engine.kind})"
+        wanted = self.config.engine
+        instead = f" (for {wanted.label})" if wanted.starts_slowly else ""
         seconds = time.monotonic() - began
-        self.tell(f"model {self.config.model.path}, engine {settings.kind}{instead}, loaded in {seconds:.1f} s")
+        self.tell(f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in {seconds:.1f} s")
         return actor
 
     async def _made_once(self, task: Task) -> None:

@@ -170,8 +170,8 @@ def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
     if not config.policy.placement.num_gpus:
         # What is saved, the frozen weights, and the gradients, which are as large as what is trained.
         needed += checkpoint_bytes(config, shapes) + FLOAT * weights
-    if not config.rollout.placement.num_gpus and config.rollout.engine.kind != "openai_http":
-        needed += config.rollout.actors * weights * (2 if config.rollout.engine.dtype == "bfloat16" else FLOAT)
+    if not config.rollout.placement.num_gpus and config.engine.holds_model:
+        needed += config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
     if config.reference.kind == "actor" and not config.reference.placement.num_gpus:
         needed += config.reference.actors * weights * FLOAT
     return needed

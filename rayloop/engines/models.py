@@ -30,12 +30,14 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from rayloop.chat.tokenizer import model_folder
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
+from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.linear import use_onednn
 from rayloop.engines.settings import ModelSettings
+from rayloop.transports.manifest import DTYPES, verify
 
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types whose images are grids of patches with M-RoPE positions."""
@@ -241,6 +243,23 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {names[name]: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Verify a publication, then copy it into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
+
+    Raises PublicationError, also when it is of another model; nothing is copied then.
+    """
+    verify(manifest, tensors)
+    missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+    shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
+    if missing or unknown or shapes:
+        raise PublicationError(
+            f"version {manifest.version} is of another model than the engine's: "
+            f"missing {sorted(missing)}, unknown {sorted(unknown)}, other shapes {sorted(shapes)}"
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
 def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
     """Checkpoint names by part of the model, for the publication self-test; parts that do not occur are left out."""
     groups: dict[str, list[str]] = {}
@@ -264,7 +283,7 @@ def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: 
     """
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
-        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
     for file in model_folder(source).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)

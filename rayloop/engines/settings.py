@@ -1,22 +1,63 @@
-"""Settings of the engines and transports. Light: no torch, so that any process can read a configuration."""
+"""Settings of the engines: the table of those that generate. Light: no torch, so that any process can read a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
+from rayloop.config.explain import kind_of
 from rayloop.config.model import ModelSettings as ModelSettings
 from rayloop.config.removed import Removed
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 Dtype = Literal["float32", "bfloat16"]
 
 
-class TransformersEngineSettings(SettingsModel):
+class EngineChoice(SettingsModel):
+    """Base of the settings of every generation engine: what others ask of an engine that they do not know."""
+
+    implementation: ClassVar[str]
+    """``module:Class``, imported where it is needed (``rayloop.engines.generation.build``)."""
+    cohorts: ClassVar[bool] = False
+    """Whether it decodes a group as a batch of its own, as ``rollout.deterministic`` asks for."""
+    starts_slowly: ClassVar[bool] = False
+    """Whether it has processes of its own and starts in minutes: ``try`` takes transformers in its place."""
+    holds_model: ClassVar[bool] = True
+    """Whether the model is in the memory of the rollout actor's node."""
+
+    dtype: Dtype = "bfloat16"
+    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+
+    @property
+    def label(self) -> str:
+        """What a person calls it."""
+        return kind_of(type(self)) or type(self).__name__
+
+    @property
+    def own_weights(self) -> str:
+        """Whose weights answer when they never change; empty when it loads those that are published."""
+        return ""
+
+    def untrainable(self) -> str:
+        """Why its answers cannot be trained on, or nothing."""
+        return ""
+
+    def problems(self, gpus: float, room: int) -> Iterator[str]:
+        """What is wrong for an actor with so many ``gpus``, and episodes of up to ``room`` tokens."""
+        yield from ()
+
+    def with_room(self, tokens: int) -> EngineChoice:
+        """These settings with room for episodes of so many tokens, unless they say otherwise."""
+        return self
+
+
+class TransformersEngineSettings(EngineChoice):
     """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
 
+    implementation = "rayloop.engines.generation.transformers:TransformersEngine"
+    cohorts = True
     removed: ClassVar[Mapping[str, Removed]] = {
         "batch_wait": Removed(0.05, "a batch that is not full starts 0.05 s after its last request"),
         "cohort_wait": Removed(120.0, "the members of a group are waited for 120 s"),
@@ -31,16 +72,16 @@ class TransformersEngineSettings(SettingsModel):
     """Torch threads on CPU; None: the actor's num_cpus. Set it where several roles share the cores of one machine."""
 
 
-class VllmEngineSettings(SettingsModel):
+class VllmEngineSettings(EngineChoice):
     """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
 
+    implementation = "rayloop.engines.generation.vllm:VllmEngine"
+    starts_slowly = True
     removed: ClassVar[Mapping[str, Removed]] = {
         "enforce_eager": Removed(False, "it is vLLM's own argument, extra: {enforce_eager: true}")
     }
 
     kind: Literal["vllm"] = "vllm"
-    dtype: Dtype = "bfloat16"
-    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same. Raise it when the model does not
     fit one."""
@@ -72,6 +113,21 @@ class VllmEngineSettings(SettingsModel):
             )
         return self
 
+    def problems(self, gpus: float, room: int) -> Iterator[str]:
+        """Its limit of tokens, and its GPUs."""
+        if self.max_model_len is not None and self.max_model_len < room:
+            yield f"rollout.engine.max_model_len ({self.max_model_len}) is below environment.episode.max_tokens ({room})"
+        if gpus and gpus != self.tensor_parallel and max(gpus, self.tensor_parallel) > 1:
+            yield (
+                f"rollout.engine.tensor_parallel is {self.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: "
+                "one engine runs on as many GPUs as its actor has"
+            )
+
+    def with_room(self, tokens: int) -> VllmEngineSettings:
+        """Left to itself, vLLM takes the model's limit: with a lower one turns would be cut, and episodes excluded that should end
+        as over_length; a much higher one it refuses."""
+        return self if self.max_model_len else self.model_copy(update={"max_model_len": tokens})
+
 
 _VLLM_ARGUMENTS = frozenset({
     "model", "dtype", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs",
@@ -80,16 +136,16 @@ _VLLM_ARGUMENTS = frozenset({
 """What rayloop itself passes to vLLM."""
 
 
-class SglangEngineSettings(SettingsModel):
+class SglangEngineSettings(EngineChoice):
     """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Written, and not yet run."""
 
+    implementation = "rayloop.engines.generation.sglang:SglangEngine"
+    starts_slowly = True
     removed: ClassVar[Mapping[str, Removed]] = {
         "bucket_bytes": Removed(2**30, "published tensors are handed over in parts of 1 GiB")
     }
 
     kind: Literal["sglang"] = "sglang"
-    dtype: Dtype = "bfloat16"
-    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
     where they suit."""
@@ -104,9 +160,11 @@ class ServerCall(SettingsModel):
     """Sent as JSON. ``{folder}`` within a text stands for the model folder with the weights to load."""
 
 
-class OpenAiHttpEngineSettings(SettingsModel):
+class OpenAiHttpEngineSettings(EngineChoice):
     """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
 
+    implementation = "rayloop.engines.generation.openai_http:OpenAiHttpEngine"
+    holds_model = False
     removed: ClassVar[Mapping[str, Removed]] = {
         "timeout": Removed(600.0, "environment.episode.request_timeout bounds a request"),
         "retries": Removed(5, "a server that is busy or fails is asked six times"),
@@ -129,26 +187,46 @@ class OpenAiHttpEngineSettings(SettingsModel):
     """Calls, in order, that make the server load a published model folder and forget its caches. Empty: its weights are its
     own. The server must see the run folder."""
 
+    @property
+    def own_weights(self) -> str:
+        """Without ``update`` the server keeps its weights."""
+        return "" if self.update else f"{self.model} at {self.base_url}"
 
-def _engine_kind(value: Any) -> str | None:
-    """Which engine is meant: ``transformers`` unless ``kind`` says otherwise."""
-    if isinstance(value, Mapping):
-        return str(value.get("kind", "transformers"))
-    return str(getattr(value, "kind", "")) or None
+    def untrainable(self) -> str:
+        """Log-probs or updates that are missing."""
+        if self.interface == "chat":
+            return (
+                "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
+                "tokens with a server that returns them, another engine, or `python -m cluster eval`"
+            )
+        if self.own_weights:
+            return (
+                "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
+                "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
+            )
+        return ""
+
+
+class OwnEngine(EngineChoice):
+    """An engine that is named by where it is: what others ask of it. It is taken to compute in the trainer's ``dtype``."""
+
+    component: Component
+
+    @property
+    def label(self) -> str:
+        """Where it is."""
+        return self.component.use
 
 
 GenerationSettings = Annotated[
     Annotated[TransformersEngineSettings, Tag("transformers")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
     | Annotated[SglangEngineSettings, Tag("sglang")]
-    | Annotated[OpenAiHttpEngineSettings, Tag("openai_http")],
-    Discriminator(_engine_kind),
+    | Annotated[OpenAiHttpEngineSettings, Tag("openai_http")]
+    | Annotated[Component, Tag(OWN)],
+    by_kind("transformers"),
 ]
-
-
-def serves_its_own_weights(engine: GenerationSettings) -> TypeGuard[OpenAiHttpEngineSettings]:
-    """Whether the engine keeps the weights that it has: it can be measured, but not trained."""
-    return isinstance(engine, OpenAiHttpEngineSettings) and not engine.update
+"""An engine of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
 
 
 class OptimizerSettings(SettingsModel):

@@ -13,12 +13,13 @@ from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import (
+    EngineChoice,
     FsdpSettings,
     GenerationSettings,
     ModelSettings,
     OptimizerSettings,
+    OwnEngine,
     TransformersEngineSettings,
-    VllmEngineSettings,
 )
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings
 from rayloop.grpo.alarms import AlarmSettings
@@ -96,10 +97,15 @@ class RoleSettings(SettingsModel):
     away."""
 
 
+ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
+"""What a generation engine is asked for (``GenerationEngine``)."""
+
+
 class RolloutSettings(SettingsModel):
     actors: int = Field(1, ge=1)
     """Engines. Raise it to generate on more GPUs or nodes; each holds the whole model."""
-    engine: GenerationSettings = TransformersEngineSettings()
+    engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
+    """What generates: [engines](engines.md). One of your own: [engine](bring_your_own/engine.md)."""
     sampling: SamplingSettings = SamplingSettings()
     placement: Placement = Placement()
     deterministic: bool = False
@@ -244,26 +250,23 @@ class RunConfig(SettingsModel):
         return self
 
     @property
-    def engine(self) -> GenerationSettings:
-        """``rollout.engine``; vLLM has room for an episode unless told otherwise, or refuses the model at the start.
-
-        With a lower limit of the model's, turns would be cut and episodes excluded that ought to end as over_length.
-        """
+    def engine(self) -> EngineChoice:
+        """``rollout.engine`` with room for an episode; one of your own is taken to compute in the trainer's dtype."""
         engine = self.rollout.engine
-        if isinstance(engine, VllmEngineSettings) and engine.max_model_len is None:
-            return engine.model_copy(update={"max_model_len": self.environment.episode.max_tokens})
-        return engine
+        if isinstance(engine, Component):
+            return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
+        return engine.with_room(self.environment.episode.max_tokens)
 
     @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as parity."""
-        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
         return self.publish.tolerance or (0.05 if bf16 else 1e-3)
 
     @property
     def drift(self) -> float:
         """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
-        bf16 = "bfloat16" in (self.policy.engine.dtype, self.rollout.engine.dtype)
+        bf16 = "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
         return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
 
 
@@ -324,19 +327,14 @@ def _problems(c: RunConfig) -> Any:
 
 
 def _engine_problems(c: RunConfig) -> Any:
-    """What an engine that batches and places its sequences itself cannot do."""
-    engine, gpus = c.rollout.engine, c.rollout.placement.num_gpus
-    if c.rollout.deterministic and engine.kind != "transformers":
-        yield f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {engine.kind} does not"
-    if isinstance(engine, VllmEngineSettings):
-        room = c.environment.episode.max_tokens
-        if engine.max_model_len is not None and engine.max_model_len < room:
-            yield f"rollout.engine.max_model_len ({engine.max_model_len}) is below environment.episode.max_tokens ({room})"
-        if gpus and gpus != engine.tensor_parallel and max(gpus, engine.tensor_parallel) > 1:
-            yield (
-                f"rollout.engine.tensor_parallel is {engine.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: "
-                "one engine runs on as many GPUs as its actor has"
-            )
+    """What the engine cannot do, or not where it is placed."""
+    if c.rollout.deterministic and not c.engine.cohorts:
+        yield (
+            "rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, "
+            f"{c.engine.label} does not"
+        )
+    if isinstance(engine := c.rollout.engine, EngineChoice):
+        yield from engine.problems(c.rollout.placement.num_gpus, c.environment.episode.max_tokens)
 
 
 def _transport_problems(c: RunConfig) -> Any:

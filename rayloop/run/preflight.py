@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError
-from rayloop.engines.settings import OpenAiHttpEngineSettings, serves_its_own_weights
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
@@ -47,17 +46,8 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
 
 def trainable(config: RunConfig) -> None:
     """Raises ConfigError when the engine's answers could not be trained on."""
-    engine = config.rollout.engine
-    if isinstance(engine, OpenAiHttpEngineSettings) and engine.interface == "chat":
-        raise ConfigError(
-            "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
-            "tokens with a server that returns them, another engine, or `python -m cluster eval`"
-        )
-    if serves_its_own_weights(engine):
-        raise ConfigError(
-            "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
-            "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
-        )
+    if why := config.engine.untrainable():
+        raise ConfigError(why)
 
 
 def lasting(config: RunConfig) -> None:

@@ -65,7 +65,7 @@ class Stage:
             c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(folder / "weights"), 0
         )
         self.policy = PolicyGroup(c.policy, lambda number: LocalActor(rank(made, number, 1)))
-        self.engine = rollout(c.model, c.rollout.engine, c.publish.transport, str(folder / "weights"))
+        self.engine = rollout(c.model, c.engine, c.publish.transport, str(folder / "weights"))
         environment = EnvironmentActor(c.model, c.environment.episode)
         self.services: Any = SimpleNamespace(
             policy=self.policy,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.core.failures import WorkerLost
+from rayloop.core.failures import DataFailure, WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import sglang
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
@@ -35,6 +35,8 @@ def test_what_is_sent() -> None:
     asked = TokenPrompt((1, 2, 2, 2, 2, 2, 3, 3, 2, 4), (large, small, small))
     assert sglang.collapsed(asked, image_token=2) == [1, 2, 2, 3, 3, 2, 4]
     assert sglang.collapsed(TokenPrompt((1, 2, 2)), image_token=None) == [1, 2, 2]
+    with pytest.raises(DataFailure, match="5 image tokens, but its 1 images need 1"):
+        sglang.collapsed(TokenPrompt(asked.token_ids[:6], (small,)), image_token=2)
 
 
 @pytest.mark.parametrize(

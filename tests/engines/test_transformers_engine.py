@@ -1,4 +1,4 @@
-"""What only the transformers engine does: batches, shared prefill, cohorts. What every engine owes is in test_contract.py."""
+"""What only the transformers engine does: batches, shared prefill, cohorts. What all owe: tests/contracts/test_engine.py."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import pytest
 import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
@@ -86,7 +87,9 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), "folder")
+        engine = VllmEngine(
+            ModelSettings(path="x"), VllmEngineSettings.model_validate(options), Place(scratch=lambda: "folder")
+        )
         await load(engine, OLD)
         engine._llm.log.clear()
         async with asyncio.timeout(30):

@@ -26,6 +26,7 @@ from rayloop.chat.tokenizer import load_tokenizer, model_folder
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.build import Place
 from rayloop.engines.models import save_model
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
@@ -44,10 +45,10 @@ IMAGE = "<|image_pad|>"
 
 
 class OpenAiHttpEngine:
-    """A ``GenerationEngine``. ``folder`` is where published weights are written for the server to load."""
+    """A ``GenerationEngine``. ``place.weights`` is where published weights are written for the server to load."""
 
-    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, folder: str | Path) -> None:
-        self._model, self._settings, self._folder = model, settings, Path(folder) / "server"
+    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: Place) -> None:
+        self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
         self._tokenizer = load_tokenizer(model_folder(model.path))
         self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
         if settings.interface == "chat" and (self._start is None or self._end is None):

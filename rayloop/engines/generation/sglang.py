@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,8 @@ from transformers import AutoConfig
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.prompts import collapsed
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
@@ -30,7 +31,7 @@ BUCKET_BYTES = 2**30
 class SglangEngine:
     """A ``GenerationEngine``: running turns are prefilled again under new weights. Raises ConfigError for another release."""
 
-    def __init__(self, model: ModelSettings, settings: SglangEngineSettings) -> None:
+    def __init__(self, model: ModelSettings, settings: SglangEngineSettings, place: Place) -> None:
         import sglang
 
         if sglang.__version__ != TESTED:
@@ -119,18 +120,6 @@ def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
         "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "sampling_seed": prompt.seed,
         "logit_bias": {str(token): -1e9 for token in sampling.banned_tokens}, "skip_special_tokens": False,
     }  # fmt: skip
-
-
-def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
-    """The prompt's tokens with one image token per image, which SGLang expands again."""
-    ids, images = list[int](), iter(prompt.images)
-    for token, run in groupby(prompt.token_ids):
-        left = len(tokens := list(run))
-        while token == image_token and left > 0:
-            left -= next(images).ref.tokens
-            ids.append(token)
-        ids += [] if token == image_token else tokens
-    return ids
 
 
 def completion(meta: Mapping[str, Any], version: Version) -> Completion:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer, model_folder
-from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
+from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
+from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.decoding import Decoder, Row
-from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
-from rayloop.transports.manifest import DTYPES, verify
+from rayloop.transports.manifest import DTYPES
 
 BATCH_WAIT = 0.05
 """Seconds without a new request after which a batch that is not full starts: a shorter wait cuts a step's requests into more,
@@ -44,7 +45,7 @@ class _Request:
 class TransformersEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings) -> None:
+    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: Place) -> None:
         self._settings = settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
@@ -185,17 +186,7 @@ class TransformersEngine:
 
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""
-        verify(manifest, tensors)
-        parameters = self._parameters
-        missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
-        shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
-        if missing or unknown or shapes:
-            raise PublicationError(
-                f"version {manifest.version} is of another model than the engine's: "
-                f"missing {sorted(missing)}, unknown {sorted(unknown)}, other shapes {sorted(shapes)}"
-            )
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        copy_weights(manifest, tensors, self._parameters)
         self._decoder.forget()
 
 

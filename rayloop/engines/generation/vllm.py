@@ -19,11 +19,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import DataFailure, InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.data.images import decode
+from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.prompts import collapsed
 from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers
 from rayloop.engines.generation.vllm_worker import write
 from rayloop.engines.models import TensorCache, has_vision, read_image
@@ -36,26 +38,23 @@ RETRIES = (0.05, 0.5, 2.0)
 class VllmEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(
-        self, model: ModelSettings, settings: VllmEngineSettings, folder: str, name: str | None = None
-    ) -> None:
-        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
-
-        With a ``name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it.
-        """
-        prepare(settings, folder)
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: Place) -> None:
+        """With a ``place.name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it."""
+        prepare(settings, place.scratch())
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
         self._vision = has_vision(config)
+        self._image_token: int | None = config.image_token_id if self._vision else None
         if self._vision:
-            self._image_token: int = config.image_token_id
             self._patch: int = config.vision_config.patch_size
         self._load = VllmLoad()
-        arguments = {"served_model_name": name} | _arguments(model, settings, self._vision)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, name))
+        arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, place.name)
+        )
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
         self._failed_loads = 0
@@ -184,28 +183,13 @@ class VllmEngine:
 
     def _prompt(self, prompt: TokenPrompt, version: Version) -> dict[str, Any]:
         """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
-        given: dict[str, Any] = {"prompt_token_ids": self._collapsed(prompt)}
+        given: dict[str, Any] = {"prompt_token_ids": collapsed(prompt, self._image_token)}
         if self._settings.inflight == "keep_kv":
             given["cache_salt"] = str(version)
         if prompt.images:
             given["multi_modal_data"] = {"image": [self._image(image) for image in prompt.images]}
             given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}
         return given
-
-    def _collapsed(self, prompt: TokenPrompt) -> list[int]:
-        if not prompt.token_ids:
-            raise DataFailure("prompt", "it has no tokens")
-        if not self._vision:
-            if prompt.images:
-                raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
-            return list(prompt.token_ids)
-        ids = np.array(prompt.token_ids)
-        where = np.flatnonzero(ids == self._image_token)
-        counts = [image.ref.tokens for image in prompt.images]
-        if len(where) != sum(counts):
-            raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
-        first = np.cumsum([0, *counts])[:-1]
-        return np.delete(ids, np.delete(where, first)).tolist()
 
     def _image(self, image: PromptImage) -> Image.Image:
         """The picture in the size in which the model sees it: nothing is left for vLLM to resize."""

@@ -29,12 +29,13 @@ from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
 from rayloop.engines.training.optimizer import Optimizer, Step
-from rayloop.engines.training.scorer import COMPUTE_DTYPES, Scorer, score
+from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, gather, join, local, on_all_ranks, shard, total
 from rayloop.grpo.batch import Batch, Sample
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.grpo.settings import LossSettings
+from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class FsdpEngine:
 
         Adapters are merged in float32 into copies. ``version`` is only what the weights will be called.
         """
-        dtype = COMPUTE_DTYPES[self._settings.dtype]
+        dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():

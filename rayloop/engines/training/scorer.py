@@ -18,11 +18,10 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
 from rayloop.engines.attention import use_packed_sdpa
 from rayloop.engines.models import load_model
-from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
 from rayloop.grpo.batch import Batch, Sample
-
-COMPUTE_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from rayloop.transports.manifest import DTYPES
 
 
 class Scores(NamedTuple):  # a tuple, because FSDP finds the tensors of an output through pytrees
@@ -115,7 +114,7 @@ class FrozenScorer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_model(model, dtype=COMPUTE_DTYPES[settings.dtype])
+        loaded = load_model(model, dtype=DTYPES[settings.dtype])
         self._collator = Collator(loaded, model, settings, device)
         self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
 

@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rayloop.core.failures import RayloopError, WorkerStartFailed
 from rayloop.engines.settings import FsdpSettings
-from rayloop.engines.training.scorer import COMPUTE_DTYPES, Scorer
+from rayloop.engines.training.scorer import Scorer
+from rayloop.transports.manifest import DTYPES
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModul
     What goes into a block is not cast: the vision tower computes its rotary embedding in float32, as reference and engine do.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(COMPUTE_DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # The root is the Scorer, not the model: its forward pass is what gathers the head.

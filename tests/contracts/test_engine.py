@@ -1,6 +1,7 @@
 """What every generation engine owes: the model's own tokens and log-probs, whatever is loaded, cancelled or damaged meanwhile.
 
-One suite for all engines: transformers here, vLLM in its own environment (``make test-vllm``).
+One suite for all engines: transformers and the page's here, vLLM in its own environment (``make test-vllm``). One of your own: add
+it to ``ENGINES`` (docs/bring_your_own/engine.md).
 """
 
 from __future__ import annotations
@@ -14,24 +15,31 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from actors.rollout import build_engine
+from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.build import Place, build_engine
 from rayloop.engines.models import hf_state, load_model, save_model
-from rayloop.engines.settings import ModelSettings
-from rayloop.run.config import RolloutSettings
+from rayloop.engines.settings import ModelSettings, OwnEngine
+from rayloop.run.config import RolloutSettings, RunConfig
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import full_logprobs, hf_greedy, image, prompt, special, vision_tokens
+from tests.support.pages import write_snippets
+from tests.support.runs import settings
 
 pytestmark = pytest.mark.timeout(300)
 
 ENGINES = {
     "transformers": {"threads": 1},
+    "page": {"use": "plain_engine.py:PlainEngine"},
     "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": {"enforce_eager": True}},
 }
+"""What stands in the configuration under ``rollout.engine``; ``page`` is that of docs/bring_your_own/engine.md."""
+TEXT_ONLY = ("page",)
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 START = Version(0, 0)
 TOLERANCE = 1e-4
@@ -44,8 +52,9 @@ class Served:
         self.kind, self.folder = kind, folder
         self.start = hf_state(load_model(ModelSettings(path=str(folder))))
         self._runner = asyncio.Runner()
-        wanted = RolloutSettings.model_validate({"engine": {**ENGINES[kind], **settings}}).engine
-        self.engine: Any = build_engine(ModelSettings(path=str(folder)), wanted, "")
+        chosen = RolloutSettings.model_validate({"engine": {**ENGINES[kind], **settings}}).engine
+        wanted = OwnEngine(component=chosen, dtype="float32") if isinstance(chosen, Component) else chosen
+        self.engine: Any = build_engine(ModelSettings(path=str(folder)), wanted, Place())
 
     def run(self, test: Coroutine[Any, Any, Any]) -> Any:
         async def within() -> Any:
@@ -74,18 +83,25 @@ class Served:
         async def end() -> None:
             self.engine.close()
 
-        self.run(end())
+        if self.kind != "page":
+            self.run(end())
         self._runner.close()
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=["transformers", "page", pytest.param("vllm", marks=pytest.mark.vllm)])
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "page":
+            folder = write_snippets("bring_your_own/engine.md", tmp_path_factory.mktemp("page"))
+            patch.setitem(ENGINES, "page", {"use": f"{folder}/{ENGINES['page']['use']}"})
+        yield str(request.param)
 
 
 @pytest.fixture(scope="module")
 def pictures(kind: str, tiny_vlm: Path) -> Iterator[Served]:
     """Qwen2.5-VL, tied."""
+    if kind in TEXT_ONLY:
+        pytest.skip(f"{kind} is an engine for models of text")
     yield from serving(kind, tiny_vlm)
 
 
@@ -260,7 +276,10 @@ def there_and_back(served: Served, requests: list[TokenPrompt], tmp_path: Path) 
 
 def test_weights_loaded_while_a_turn_is_sampled(text: Served, tmp_path: Path) -> None:
     """The turn keeps the version that it began with; each token is of one of the two models, none is lost or repeated."""
-    other, sampling = moved(text, tmp_path / "other"), dataclasses.replace(GREEDY, max_tokens=600)
+    other, sampling = (
+        moved(text, tmp_path / "other"),
+        dataclasses.replace(GREEDY, max_tokens=150 if text.kind == "page" else 600),
+    )
     base = prompt(text.folder, "What is 3 + 9?")
     old = hf_greedy(text.folder, base, sampling.max_tokens)
     began = time.monotonic()
@@ -366,3 +385,21 @@ def test_prompts_that_cannot_be_used_fail_alone(pictures: Served, text: Served) 
     assert isinstance(empty, DataFailure)
     with pytest.raises(DataFailure, match="text-only"):
         text.many((dataclasses.replace(prompt(text.folder, "x"), images=(image(56, 56),)), GREEDY))
+
+
+# One of your own ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(write_snippets("bring_your_own/engine.md", tmp_path)))
+    written = yaml.safe_load((tmp_path / "engine.yaml").read_text())
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
+    check_components(config)
+    assert config.engine.label == "plain_engine:PlainEngine"
+    assert config.engine.dtype == config.policy.engine.dtype
+
+
+def test_an_engine_of_your_own_promises_no_determinism(tmp_path: Path) -> None:
+    engine = {"use": "plain_engine:PlainEngine"}
+    with pytest.raises(ValueError, match="decodes a group as its own batch, plain_engine:PlainEngine does not"):
+        RunConfig.model_validate(settings(tmp_path, tmp_path, rollout={"engine": engine, "deterministic": True}))

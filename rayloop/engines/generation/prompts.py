@@ -1,0 +1,29 @@
+"""Prompts for engines that expand images themselves: one image token per image, where ours have as many as the model sees."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import TokenPrompt
+
+
+def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
+    """The prompt's tokens with one image token per image; ``image_token`` None: the model is text-only.
+
+    Raises DataFailure for a prompt without tokens, or whose image tokens are not as many as its images need.
+    """
+    if not prompt.token_ids:
+        raise DataFailure("prompt", "it has no tokens")
+    if image_token is None:
+        if prompt.images:
+            raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+        return list(prompt.token_ids)
+    ids = np.array(prompt.token_ids)
+    where = np.flatnonzero(ids == image_token)
+    counts = [image.ref.tokens for image in prompt.images]
+    if len(where) != sum(counts):
+        raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
+    first = np.cumsum([0, *counts])[:-1]
+    rest: list[int] = np.delete(ids, np.delete(where, first)).tolist()
+    return rest
