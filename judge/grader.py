@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,8 +27,9 @@ logger = logging.getLogger(__name__)
 def fingerprint(
     label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
 ) -> str:
-    """Of all that a verdict depends on: backend, model and what is behind its name, sampling, rubrics, and this folder's code."""
-    code = {path.name: path.read_text() for path in sorted(Path(__file__).parent.rglob("*.py"))}
+    """Of all that a verdict depends on: backend, model and what is behind its name, sampling, rubrics, and the versions of rules,
+    prompt and reading of replies."""
+    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": verdict.VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

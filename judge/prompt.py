@@ -17,6 +17,8 @@ from judge.rubric import Example, Rubric
 from judge.verdict import SCORES
 from rayloop.core.failures import InfrastructureFailure
 
+VERSION = 1
+"""In the judge's fingerprint. Raise it with every change of what a model is told; a test notices one."""
 _LONGEST = 80
 """Characters of the longest special token that is looked for."""
 _SPECIAL = re.compile(

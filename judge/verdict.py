@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from judge.api import VerdictKind
 
+VERSION = 1
+"""In the judge's fingerprint. Raise it with every change of what a reply is read as; a test notices one."""
 SCORES = (0, 0.25, 0.5, 0.75, 1)
 """What a scored rubric allows."""
 

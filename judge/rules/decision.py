@@ -48,6 +48,10 @@ _LONGEST = 8192
 stands at a question's end."""
 
 
+VERSION = 1
+"""In the judge's fingerprint. Raise it with every change of what any rule decides; a test notices one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """``correct`` None: no rule decides. ``rule`` names the one that did, ``reason`` says so in words."""
