@@ -24,7 +24,7 @@ from typing import Any, get_args
 import yaml
 
 from benchmarks.measure import PeakMemory, alternately, machine
-from rayloop.config.settings import SettingsModel, load
+from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -70,12 +70,6 @@ class Shape:
 
 class DigitShare:
     """A toy reward: the share of characters that are digits."""
-
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: DigitShare.Settings) -> None:
-        del settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> float:
         text = context.texts[-1]

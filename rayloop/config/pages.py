@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rayloop.config.explain import item, kind_of, members, models, walk
+from rayloop.config.settings import Component, NoSettings
 from rayloop.config.yaml_source import KeyPath, dotted
 
 HEADER = """# Configuration
@@ -89,7 +90,8 @@ def components_page() -> str:
         for use in uses:
             cls = pkgutil.resolve_name(use)
             about = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
-            parts += [f"### `{use}`\n", *([f"{about}\n"] if about else []), settings_of(cls.Settings)]
+            model = Component(use=use).settings_class() or NoSettings
+            parts += [f"### `{use}`\n", *([f"{about}\n"] if about else []), settings_of(model)]
     return COMPONENTS_HEADER + "\n".join(parts)
 
 

@@ -97,10 +97,15 @@ class Role:
             self.function(component.build(), component.use)
 
 
+class NoSettings(SettingsModel):
+    """Of a component's class that has no ``Settings`` and takes no argument."""
+
+
 class Component(SettingsModel):
     """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
 
-    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument. Where the
+    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument; one that has
+    nothing to set has neither. Where the
     documentation says so, a plain function will do; ``with`` is then passed to it as keyword arguments. ``package.module`` may
     also be a file: ``path/to/file.py:name``, relative to the current directory.
     """
@@ -123,15 +128,20 @@ class Component(SettingsModel):
         return found
 
     def settings_class(self) -> type[BaseModel] | None:
-        """What validates ``with``: the nested Settings of a class, None for a function. Raises ConfigError."""
+        """What validates ``with``: the nested Settings of a class, NoSettings where it has none, None for a function.
+
+        Raises ConfigError.
+        """
         found = self.resolve()
         if not isinstance(found, type):
             return None
         model = getattr(found, "Settings", None)
+        called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
+        if model is None and not called and not inspect.signature(found).parameters:
+            return NoSettings
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
         what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
-        called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
         instance = (
             f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
         )
@@ -154,6 +164,8 @@ class Component(SettingsModel):
         Raises ConfigError, pydantic.ValidationError.
         """
         found, options = self.resolve(), self.options()
+        if isinstance(options, NoSettings):
+            return found()
         if options is not None:
             return found(options)
         return functools.partial(found, **self.with_) if self.with_ else found

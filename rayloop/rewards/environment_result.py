@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -10,12 +9,6 @@ from rayloop.core.types import Task, Trajectory
 
 class EnvironmentResult:
     """What the environment's ``evaluate`` returned. An episode without such a result has no reward."""
-
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: EnvironmentResult.Settings) -> None:
-        del settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         if trajectory.env_result is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Box
 from recipes.arc_vision.data import box
 from recipes.arc_vision.reward import parse_box
@@ -13,12 +12,6 @@ from recipes.arc_vision.reward import parse_box
 
 class GroundingBoxes:
     """The ground truth is a box, and a valid answer holds one."""
-
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: GroundingBoxes.Settings) -> None:
-        del settings
 
     def true(self, truth: Any) -> Sequence[Box]:
         """Raises DataFailure when the ground truth is no box."""

@@ -77,11 +77,5 @@ class BoxAnswers:
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: BoxAnswers.Settings) -> None:
-        del settings
-
     def answer(self, task: Task, rng: random.Random) -> str:
         return "<bbox>[" + ",".join(f"{value:.2f}" for value in task.ground_truth) + "]</bbox>"

@@ -33,12 +33,6 @@ class IoUReward:
     Components: ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box).
     """
 
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: IoUReward.Settings) -> None:
-        del settings
-
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Raises DataFailure when the ground truth is no box."""
         components = grounding(parse_box(context.texts[-1]), box(task.ground_truth, f"ground truth of task {task.id}"))

@@ -57,11 +57,5 @@ class SortedAnswers:
 
     tokens = ()
 
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: SortedAnswers.Settings) -> None:
-        del settings
-
     def answer(self, task: Task, rng: random.Random) -> str:
         return " ".join(map(str, task.ground_truth))

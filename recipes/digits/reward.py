@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
@@ -18,12 +17,6 @@ class SortReward:
     Components: ``exact`` (1 when all is right) and ``format``. An answer that is not just digits, blanks and commas
     scores 0 with the flag ``unparsable``.
     """
-
-    class Settings(SettingsModel):
-        """Nothing to set."""
-
-    def __init__(self, settings: SortReward.Settings) -> None:
-        del settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         text = context.texts[-1].strip()

@@ -182,7 +182,7 @@ def test_the_reward_stays_in_its_reachable_range(parts: list[str], truth: Box) -
 def test_both_rewards_measure_the_same_box() -> None:
     task = Task("t", (), ground_truth=list(LARGE))
     context = ScoreContext(0, [half(LARGE)])
-    simple = IoUReward(IoUReward.Settings()).score(PLAYED, task, context)
+    simple = IoUReward().score(PLAYED, task, context)
     full = ArcVisionReward(DEFAULTS).score(PLAYED, task, context)
     assert isinstance(simple, Scored)
     assert isinstance(full, Scored)
@@ -190,7 +190,7 @@ def test_both_rewards_measure_the_same_box() -> None:
     assert simple.value == full.components["r_task"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("reward", [IoUReward(IoUReward.Settings()), ArcVisionReward(DEFAULTS)])
+@pytest.mark.parametrize("reward", [IoUReward(), ArcVisionReward(DEFAULTS)])
 @pytest.mark.parametrize("truth", [None, [30, 30, 70, 70], [0.2, 0.2, 0.2, 0.4]])
 def test_a_broken_ground_truth_blames_the_data(reward: IoUReward | ArcVisionReward, truth: Any) -> None:
     with pytest.raises(DataFailure, match="ground truth of task t"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import pkgutil
 import re
 import sys
 import textwrap
@@ -63,6 +62,10 @@ class House(SettingsModel):
         if self.stairs and len(self.pets) > 2:
             raise ValueError("stairs are too narrow for three pets")
         return self
+
+
+class Torch:
+    """A component without anything to set."""
 
 
 class Lamp:
@@ -394,7 +397,7 @@ def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> N
     assert docs.read_text() == page(model), "run: make docs"
 
 
-SHIPPED = [pkgutil.resolve_name(use).Settings for uses in COMPONENTS.values() for use in uses]
+SHIPPED = [Component(use=use).settings_class() or BaseModel for uses in COMPONENTS.values() for use in uses]
 
 
 def meanings(*roots: type[BaseModel]) -> dict[str, str]:
@@ -494,3 +497,9 @@ def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path
     config = settings(tmp_path, tmp_path, policy=placement, publish={"transport": {"kind": "cuda_ipc"}})
     config["rollout"] |= placement
     assert RunConfig.model_validate(config).publish.transport == CudaIpcTransport()
+
+
+def test_a_class_without_arguments_needs_no_settings() -> None:
+    assert isinstance(Component(use=f"{__name__}:Torch").build(), Torch)
+    with pytest.raises(ValidationError, match="watts"):
+        Component(use=f"{__name__}:Torch", **{"with": {"watts": 3}}).build()

@@ -372,7 +372,7 @@ def test_a_tool_runs_under_a_deadline_of_its_own() -> None:
 
 
 def test_the_environments_own_result_can_be_the_reward() -> None:
-    source = EnvironmentResult(EnvironmentResult.Settings())
+    source = EnvironmentResult()
     played = Trajectory(TrajectoryId(0, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE, 0.75)
     assert source.score(played, TASK, ScoreContext(0, [])) == Scored(0.75)
     unscored = source.score(dataclasses.replace(played, env_result=None), TASK, ScoreContext(0, []))

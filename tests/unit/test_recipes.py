@@ -68,9 +68,7 @@ TRUTH: Box = (0.2, 0.2, 0.6, 0.6)
 
 def graded(text: str) -> Outcome:
     task = Task("t", (), ground_truth=TRUTH)
-    return IoUReward(IoUReward.Settings()).score(
-        PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text])
-    )
+    return IoUReward().score(PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text]))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_overlap_is_symmetric_bounded_and_one_for_equals(a: Box, b: Box) -> None
 
 def sorted_digits(text: str) -> Outcome:
     task = Task("t", (), ground_truth=[1, 2, 3, 3])
-    return SortReward(SortReward.Settings()).score(PLAYED, task, ScoreContext(0, [text]))
+    return SortReward().score(PLAYED, task, ScoreContext(0, [text]))
 
 
 @pytest.mark.parametrize(

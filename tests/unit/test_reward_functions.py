@@ -276,6 +276,8 @@ class PlainSettings(NoScore):
 
 
 class NoSettings:
+    def __init__(self, scale: float) -> None: ...
+
     def score(self) -> float:
         return 0.0
 

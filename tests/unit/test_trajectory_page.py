@@ -25,7 +25,7 @@ from tests.support.pictures import picture
 
 NASTY = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 TRUTH = [0.1, 0.2, 0.5, 0.6]
-READER = GroundingBoxes(GroundingBoxes.Settings())
+READER = GroundingBoxes()
 CONFIG = """
 steps: 3
 model: {path: some/model}
