@@ -37,4 +37,5 @@ class Actor:
 
     @ray.method(concurrency_group="debug")
     def stacks(self) -> str:
+        """What all threads of this actor are doing, as text; answers when every other call hangs."""
         return dump()

@@ -48,6 +48,7 @@ class LogprobGap:
     swapped: float = 0.0
 
     def report(self) -> dict[str, float]:
+        """The fields of the event ``parity``."""
         return {
             "tokens": self.tokens,
             "mean": self.mean,
@@ -59,6 +60,8 @@ class LogprobGap:
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
+    """What every rank of the policy is made from, the same for all."""
+
     model: ModelSettings
     engine: FsdpSettings
     optimizer: OptimizerSettings
@@ -177,6 +180,7 @@ class PolicyRank(Actor):
         return getattr(self.sender, method)(*args, **kwargs)
 
     def parameter_groups(self) -> list[str]:
+        """The names that ``perturb`` takes."""
         return self.engine.parameter_groups()
 
     def perturb(self, group: str) -> None:
@@ -184,10 +188,13 @@ class PolicyRank(Actor):
         self.engine.perturb(group)
 
     def restore_parameters(self) -> None:
+        """Undo ``perturb``."""
         self.engine.restore_parameters()
 
     def save(self, folder: str) -> None:
+        """Write this rank's state of the trainer into a folder that all ranks see."""
         self.engine.save(folder)
 
     def load(self, folder: str) -> None:
+        """Take over what ``save`` wrote."""
         self.engine.load(folder)

@@ -27,6 +27,7 @@ class ReferenceActor(Actor):
         self.scorer = self._worker.submit(FrozenScorer, model, engine).result()
 
     def health(self) -> None:
+        """That it answers is all that is asked."""
         return None
 
     async def annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:

@@ -41,12 +41,15 @@ class RolloutActor(Actor):
         self.receiver = choose(transport, folder).receiver()
 
     def health(self) -> EngineHealth:
+        """What the engine has to do, and whether it lives. Raises what ended the engine."""
         return self.engine.health()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Sample one turn. Raises what the engine raises."""
         return await self.engine.generate(prompt, sampling)
 
     async def leave(self, cohort: str) -> None:
+        """One episode of a cohort has ended."""
         await self.engine.leave(cohort)
 
     async def load(self, manifest: Manifest, source: Any) -> None:

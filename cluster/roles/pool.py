@@ -85,6 +85,7 @@ class Pool(Generic[A]):
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
+        """Start all workers. Raises WorkerStartFailed, and WorkerLost when one does not answer in time."""
         await asyncio.gather(*(self._start(slot) for slot in range(self.size)))
 
     async def _start(self, slot: int) -> None:
