@@ -213,6 +213,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     (tmp_path / "eval.jsonl").write_text("".join((tmp_path / "train.jsonl").read_text().splitlines(True)[:3]))
     config |= {"evaluation": {"every": 1}}
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
+    config["algorithm"]["filtering"] = {"filters": [{"use": "tests.support.filters:first"}]}
 
     def sizes() -> Counter[str]:
         found = Counter(path.name.rpartition("-")[2] for path in marks.glob("group-*"))
@@ -223,6 +224,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     made = finished(config)
     assert made.metrics[-1]["val/scored"] == 3
     assert {"reward/component/share/mean", "reward/mean"} <= made.metrics[-1].keys()
+    assert made.metrics[-1]["filtered/first"] == made.metrics[-1]["rollout/groups"] >= 3, "three of four are left"
     trained = sizes()
     assert set(trained) == {"4"}, "held-out answers are alone, and are scored by themselves"
     assert trained["4"] >= 2
