@@ -90,7 +90,11 @@ class WorkerProcess:
         start(self._reap)
 
     def _reap(self) -> None:
+        """Also what it had started: in an actor, which is a subreaper, orphans become children of this process."""
         self._process.wait()
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-self.pid, 0)
 
     async def _receive(self, length: int) -> bytearray:
         received = bytearray()
