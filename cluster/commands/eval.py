@@ -32,18 +32,18 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = read(arguments.config, arguments.overrides)
-    out = arguments.out or evaluation_folder(config, arguments.checkpoint)
-    data = arguments.data or config.data.eval
-    if data is None:
-        raise ConfigError("data.eval names no rows, and --data was not given")
-    if arguments.checkpoint is not None:
-        from rayloop.run.export import model_of  # imports torch
-
-        folder = model_of(arguments.checkpoint, out / "models")
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    preflight(config, trains=False)
     with cluster(arguments) as (address, temporary):
+        config = read(arguments.config, arguments.overrides)
+        out = arguments.out or evaluation_folder(config, arguments.checkpoint)
+        data = arguments.data or config.data.eval
+        if data is None:
+            raise ConfigError("data.eval names no rows, and --data was not given")
+        if arguments.checkpoint is not None:
+            from rayloop.run.export import model_of  # imports torch
+
+            folder = model_of(arguments.checkpoint, out / "models")
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+        preflight(config, trains=False)
         from cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
 
         return evaluate(

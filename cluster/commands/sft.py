@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load(arguments.config, arguments.overrides, SftConfig)
-    check_components(config)
     with cluster(arguments) as (address, temporary):
+        config = load(arguments.config, arguments.overrides, SftConfig)
+        check_components(config)
         from cluster.stages.sft import sft  # imports ray, which reads the environment
 
         return sft(config, address, temporary)

@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = read(arguments.config, arguments.overrides)
-    if arguments.print_config:
-        print(dump(config), end="")
-        return 0
-    preflight(config)
     with cluster(arguments) as (address, temporary):
+        config = read(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(dump(config), end="")
+            return 0
+        preflight(config)
         from cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(config, address, temporary)

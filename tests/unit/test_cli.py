@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -132,3 +133,26 @@ def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts
     config = {**RUN, "model": {"path": str(folder)}, "data": {"train": str(tmp_path / "rows.jsonl")}}
     with pytest.raises(ConfigError, match=why):
         preflight(RunConfig.model_validate(config))
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray reads them when it is imported: too late, and the actors of this run refuse its calls."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delitem(sys.modules, "imports_ray", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imports_ray.py").write_text(
+        "import os\nfrom pathlib import Path\n\nmode = os.environ.get('RAY_AUTH_MODE')\n"
+        "raise RuntimeError(f'RAY_AUTH_MODE is {mode}')\n"
+    )
+    if command == "sft":
+        config: dict[str, Any] = {"model": {"path": "nowhere"}, "output": "out", "steps": 1, "optimizer": {"lr": 1e-3},
+            "data": {"train": "nowhere.jsonl"}, "answers": {"use": "imports_ray:Answers"}}  # fmt: skip
+    else:
+        config = {**RUN, "reward": {"source": {"use": "imports_ray:Reward"}}}
+    (tmp_path / "mine.yaml").write_text(json.dumps(config))
+    assert main([command, str(tmp_path / "mine.yaml")]) == 2
+    assert "RAY_AUTH_MODE is token" in capsys.readouterr().err
