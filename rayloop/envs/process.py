@@ -72,12 +72,12 @@ class WorkerProcess:
 
     def idle(self) -> bool:
         """Whether it lives and has nothing to say."""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK)) and False
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        with suppress(ConnectionError):
+            try:
+                self._socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return True
+        return False
 
     def kill(self) -> None:
         """With all that it started. Safe to call again."""
@@ -119,13 +119,13 @@ class WorkerProcess:
 class IdleWorkers(list[WorkerProcess]):
     """Processes that wait for their next instance: as many as there were at once. The last to come is the first to go."""
 
-    def take(self) -> WorkerProcess:
-        """One that lives; a new one when there is none."""
+    def take(self) -> tuple[WorkerProcess, bool]:
+        """One that seems to live, and True; a new one, and False, when there is none."""
         while self:
             if (worker := self.pop()).idle():
-                return worker
+                return worker, True
             worker.kill()
-        return WorkerProcess()
+        return WorkerProcess(), False
 
     def end(self) -> None:
         while self:
@@ -142,8 +142,15 @@ class InProcess:
         self._worker: WorkerProcess | None = None
 
     async def make(self, timeout: float) -> None:
-        self._worker = self._workers.take()
-        await self._ask("make", self._kind, timeout=timeout)
+        """In an idle process. One that is dying does not look so yet: when it gives no answer, another one is taken."""
+        while True:
+            self._worker, used_before = self._workers.take()
+            try:
+                await self._ask("make", self._kind, timeout=timeout)
+                return
+            except EnvironmentFailed:
+                if self._worker is not None or not used_before:  # the constructor's answer, or its doing
+                    raise
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
         return await self._ask("call", method, args, timeout=timeout)

@@ -46,7 +46,7 @@ def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int)
     made.run(steps=30)
     [failure] = made.bad
     assert failure.reason.endswith("episodes of its group hung")
-    assert made.production.quarantined == {BAD}
+    assert made.production.issuer.quarantined == {BAD}
     assert made.environment.replaced == 0
     assert made.plays[BAD] <= 8 * 3, "one group"
 
@@ -65,7 +65,7 @@ def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_containe
     made.run(steps=30)
     [lost] = made.named("worker_lost")
     assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other")
-    assert made.production.quarantined == set()
+    assert made.production.issuer.quarantined == set()
 
 
 def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:

@@ -68,7 +68,7 @@ each = pytest.mark.parametrize("filter", FILTERS, ids=lambda f: type(f).__name__
 
 @each
 @given(groups())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_only_takes_members_out(filter: Filter, group: Group) -> None:
     """Never invents members, keeps their order, changes nothing but fates, and these to ``filtered`` with a reason."""
     filtered = apply_filters(group, [filter])
@@ -85,7 +85,7 @@ def test_it_only_takes_members_out(filter: Filter, group: Group) -> None:
 
 @each
 @given(groups())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_says_the_same_again(filter: Filter, group: Group) -> None:
     """It depends on the group alone, does not change it, and finds nothing more in what it left."""
     before = repr(group)
@@ -98,14 +98,14 @@ def test_it_says_the_same_again(filter: Filter, group: Group) -> None:
 
 @each
 @given(groups())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_it_never_refuses_one_that_has_left(filter: Filter, group: Group) -> None:
     gone = apply_filters(group, [KeepEndReasons(keep=(EndReason.DONE,))])
     assert all(gone.members[i].kept for i in filter.refused(gone))
 
 
 @given(groups(), st.lists(st.sampled_from(FILTERS), max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_order_decides_the_reason_and_nothing_else(group: Group, chosen: list[Filter]) -> None:
     def left(filters: list[Filter]) -> list[bool]:
         return [member.kept for member in apply_filters(group, filters).members]

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from judge.grader import RuleBackend
 from judge.labelled import calibration
 from judge.reward import JudgeReward
 from judge.rubric import FOLDER, load_rubrics
+from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
@@ -308,11 +310,12 @@ def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) 
 
 def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
     source = Component(use="judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
-    made = RewardActor.__new__(RewardActor)
-    made._settings = RewardSettings(source=source, **settings)
-    made._tokenizer, made._source, made._scoring = None, made._settings.source.build(), 0
-    context = ScoreContext(1, ["<answer>crimson</answer>"], made._settings.timeout)
-    return asyncio.run(made._attempts(TRAJECTORY, TASK, context))
+    chosen = RewardSettings(source=source, **settings)
+    with patch("actors.reward.model_folder"), patch("actors.reward.load_tokenizer"):
+        made = RewardActor(ModelSettings(path="none"), chosen)
+    context = ScoreContext(1, ["<answer>crimson</answer>"], chosen.timeout)
+    (outcome,) = asyncio.run(made._attempts([TRAJECTORY], TASK, [context]))
+    return outcome
 
 
 def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

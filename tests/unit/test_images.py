@@ -21,7 +21,7 @@ SIDES = st.integers(min_value=1, max_value=4000)
 
 
 @given(height=SIDES, width=SIDES, pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_smart_resize_equals_the_processors(height: int, width: int, pixels: tuple[int, int]) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as original
 

@@ -96,7 +96,7 @@ def test_a_prompt_equals_that_of_transformers(renderer: Renderer, hf: Any, messa
 
 
 @given(text=st.text(max_size=40), more=st.text(alphabet=" \n\tab.9<|>", max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_is_tokenized_as_by_transformers(text: str, more: str, cache: dict[str, Any]) -> None:
     assume(not re.search(r"<\|\w+\|>", text + more + text))  # markup typed in a text: transformers takes it, we do not
     messages = [Message("user", (text, more)), Message("assistant", (more,)), Message("tool", (more + text,))]
