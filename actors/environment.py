@@ -12,6 +12,7 @@ from actors.lease import Engine, Lease, LeasedEngine, LeasesEngines
 from actors.lost import cause
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
+from rayloop.core import threads
 from rayloop.core.failures import (
     DataFailure,
     EnvironmentFailed,
@@ -37,7 +38,7 @@ class EnvironmentActor(Actor):
         self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None
     ) -> None:
         self._settings = episode
-        self._renderer = Renderer(model, episode.max_image_pixels)
+        self._renderer = Renderer(model)
         for kind in (episode.environment, *(kinds or {}).values()):
             kind.options()
         self._environments = Environments(episode.environment, kinds or {})
@@ -54,8 +55,8 @@ class EnvironmentActor(Actor):
 
         Raises WorkerSpent, before anything is played.
         """
-        if (stuck := hanging()) >= self._settings.hung_threads:
-            raise WorkerSpent(f"{stuck} calls of tools hang in this process (episode.hung_threads)")
+        if (stuck := hanging()) >= threads.HUNG:
+            raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         engine = LeasedEngine(request, lease, driver, self._settings.request_timeout)
         began = time.monotonic()
         self._running += 1

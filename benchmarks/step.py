@@ -80,7 +80,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.add_argument("--engine", choices=ENGINES, default="transformers", help="that generates")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="for example policy.engine.packing=false"
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example policy.engine.micro_batch_tokens=1"
     )
     parser.set_defaults(run=_step)
 

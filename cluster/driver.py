@@ -25,6 +25,7 @@ from cluster.loop.evaluation import play
 from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
 from cluster.loop.watchdog import watch
+from cluster.roles.pool import ATTEMPTS
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.background import background, decisive
@@ -47,7 +48,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.production.ready import without
-from rayloop.run.checkpoint import NOTHING, Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import FAILED_SAVES, NOTHING, Checkpoint, CheckpointStore, Origin, complete
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
@@ -268,7 +269,7 @@ class Driver:
             return group
         c = self.config.reference
         payloads = [member.payload for _, member in kept if member.payload is not None]
-        reference = self.services.reference.within(c.timeout, c.attempts)
+        reference = self.services.reference.within(c.timeout, ATTEMPTS)
         lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads)
         group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
@@ -352,7 +353,7 @@ class Driver:
         except CheckpointError as error:
             self.failed_saves += 1
             self.reporter.event(incidents.CheckpointFailed(self.failed_saves, why=str(error)), self.step)
-            if self.failed_saves > self.config.checkpoint.max_failures or last:
+            if self.failed_saves > FAILED_SAVES or last:
                 raise
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------

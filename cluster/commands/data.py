@@ -34,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="rayloop.data.dataset:ChatRows",
         help="with a data file (default: %(default)s)",
     )
-    check.add_argument(
-        "--max-image-pixels",
-        type=int,
-        metavar="N",
-        default=50_000_000,
-        help="with a data file: larger images are refused",
-    )
     check.set_defaults(run=_validate)
 
 
@@ -52,8 +45,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def validate_run(config: RunConfig) -> int:
     """Check the rows of a run with its own reader: those to train on, and the held-out ones. Returns and raises as ``validate``."""
     files = [path for path in (config.data.train, config.data.eval) if path is not None]
-    limit, kinds = config.environment.episode.max_image_pixels, config.environment.kinds
-    return max([validate(Path(path), config.data.reader, limit, kinds) for path in files])
+    return max([validate(Path(path), config.data.reader, config.environment.kinds) for path in files])
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -63,4 +55,4 @@ def _validate(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set"
         )
-    return validate(arguments.file, Component(use=arguments.reader), arguments.max_image_pixels)
+    return validate(arguments.file, Component(use=arguments.reader))

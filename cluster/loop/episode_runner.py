@@ -17,7 +17,7 @@ from actors.lease import Lease, LeasesEngines
 from actors.lost import brief, is_lost, is_spent, object_lost
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
-from cluster.roles.pool import Calls
+from cluster.roles.pool import ATTEMPTS, Calls
 from cluster.roles.services import Services
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
@@ -258,7 +258,7 @@ class EpisodeRunner:
 
     def _reward(self) -> Calls[RewardActor]:
         c = self.config.reward
-        return self.services.reward.within(2 * c.timeout + 10, c.attempts, _unavailable)
+        return self.services.reward.within(2 * c.timeout + 10, ATTEMPTS, _unavailable)
 
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
@@ -268,7 +268,7 @@ class EpisodeRunner:
         )
         c = self.config.reward
         try:
-            reward = self.services.reward.within(c.timeout, c.attempts)
+            reward = self.services.reward.within(c.timeout, ATTEMPTS)
             return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):

@@ -25,19 +25,25 @@ from rayloop.transports.seam import Publication
 P = ParamSpec("P")
 R = TypeVar("R")
 
+LOADING = 600.0
+"""Seconds that the ranks have at least to load the model: it is the slowest start, and all of them wait for the last one."""
+
 
 class PolicyGroup:
     """Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt (``rebuild``)."""
 
-    def __init__(self, settings: PolicySettings, spawn: Callable[[int], Handle[PolicyRank]]) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: PolicySettings, spawn: Callable[[int], Handle[PolicyRank]], start_timeout: float = LOADING
+    ) -> None:
+        """``start_timeout``: seconds in which all ranks must have loaded the model; less than ``LOADING`` is not counted."""
+        self.settings, self._start_timeout = settings, max(start_timeout, LOADING)
         self._spawn = spawn
         self.ranks: list[Handle[PolicyRank]] = []
 
     async def start(self) -> None:
         """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        within = self.settings.start_timeout
+        within = self._start_timeout
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)

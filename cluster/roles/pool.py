@@ -40,6 +40,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
+ATTEMPTS = 3
+"""Workers that may be lost with one call to a reward or a reference, before its trajectory goes without."""
+
 
 @dataclass
 class Worker(Generic[A]):

@@ -180,7 +180,7 @@ class TrainingServices(Services):
         def spawn(rank: int) -> Handle[PolicyRank]:
             return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
 
-        self.policy = PolicyGroup(c.policy, spawn)
+        self.policy = PolicyGroup(c.policy, spawn, c.recovery.start_timeout)
         self.reference: Pool[ReferenceActor] | None = None
 
     def _starts(self) -> list[Awaitable[None]]:

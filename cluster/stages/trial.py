@@ -81,7 +81,7 @@ def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Ta
     if more := len(failures[SHOWN_FAILURES:]):
         tell(f"left out: {more} more rows; `python -m cluster data validate CONFIG` names them")
     if row is None:
-        return dataset, _first_intact(dataset, config.environment.episode.max_image_pixels, tell)
+        return dataset, _first_intact(dataset, tell)
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
@@ -90,11 +90,11 @@ def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Ta
     return dataset, found
 
 
-def _first_intact(dataset: Dataset, max_image_pixels: int, tell: Tell) -> Task:
+def _first_intact(dataset: Dataset, tell: Tell) -> Task:
     """The first task whose images can be shown; those before it are told. Raises ConfigError when there is none."""
     first: DataFailure | None = None
     for number, task in enumerate(dataset):
-        failure = next(unusable_images(task, dataset.where(task), max_image_pixels), None)
+        failure = next(unusable_images(task, dataset.where(task)), None)
         if failure is None:
             return task
         first = first or failure
@@ -116,7 +116,7 @@ class _Trial:
         self.config, self.folder, self.tell = config, folder, tell
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
-        self.renderer = Renderer(config.model, self.episode.max_image_pixels)
+        self.renderer = Renderer(config.model)
         self.seen: TokenPrompt | None = None
         self.told: set[str] = set()
 

@@ -21,7 +21,7 @@ from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
-from rayloop.data.images import ImageGeometry, image_ref, probe, tinted
+from rayloop.data.images import MAX_PIXELS, ImageGeometry, image_ref, probe, tinted
 
 _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -45,7 +45,7 @@ class Renderer:
     Raises ConfigError when a file is missing or the template cannot be extended turn by turn.
     """
 
-    def __init__(self, model: ModelSettings, max_image_pixels: int) -> None:
+    def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
         folder = model_folder(model.path)
         self._max_image_pixels = max_image_pixels
         self._tint = model.position_tint

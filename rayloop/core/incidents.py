@@ -103,7 +103,7 @@ class CheckpointFailed(Event, by="cluster/driver.py"):
     """A checkpoint could not be saved. To do: make room on the disk; it is tried again at the next step."""
 
     failures: int
-    """In a row; `checkpoint.max_failures` are allowed."""
+    """In a row; three are allowed."""
     why: str
 
 

@@ -130,7 +130,7 @@ class Tool(Protocol):
     """A function the policy may call. ``parameters`` is a JSON schema of its arguments, ``description`` is for the policy.
 
     It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
-    cannot end threads; with ``episode.hung_threads`` of them the actor is replaced. Tools that may run for long (an interpreter)
+    cannot end threads; with eight of them the actor is replaced. Tools that may run for long (an interpreter)
     are better subprocesses, which can be killed. What it needs and the policy did not choose (files, a service) is fetched in
     ``reset``: under ``tool_timeout`` a file system that hangs would be the policy's doing.
     """

@@ -23,6 +23,9 @@ _OTHERS = {start: f"it is a {name}; convert it" for start, name in
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
+MAX_PIXELS = 50_000_000
+"""Of an image before it is resized: a larger one, 150 MB of pixels alone, is refused before it is decoded (image bombs)."""
+
 _FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -40,7 +43,7 @@ class ImageGeometry:
         return self.patch * self.merge
 
 
-def probe(source: ImageSource, limit_pixels: int) -> tuple[bytes, int, int]:
+def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
     """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
 
     The header is read first, so that an image of more than ``limit_pixels`` is refused before any pixel is decoded.

@@ -12,7 +12,7 @@ from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
 
-def validate(path: Path, reader: Component, max_image_pixels: int, kinds: Collection[str] = ()) -> int:
+def validate(path: Path, reader: Component, kinds: Collection[str] = ()) -> int:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
     Returns 0 when all rows are usable, else 1. Raises ConfigError when the file or the reader cannot be used at all, or a row names
@@ -28,7 +28,7 @@ def validate(path: Path, reader: Component, max_image_pixels: int, kinds: Collec
     built: Reader = reader.build()
     dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds)
     for task in dataset:
-        for failure in unusable_images(task, dataset.where(task), max_image_pixels):
+        for failure in unusable_images(task, dataset.where(task)):
             report(failure)
     if warning := dataset.warning():
         print(f"warning: {warning}")
@@ -36,10 +36,10 @@ def validate(path: Path, reader: Component, max_image_pixels: int, kinds: Collec
     return 1 if problems else 0
 
 
-def unusable_images(task: Task, where: str, max_image_pixels: int) -> Iterator[DataFailure]:
+def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
     """A failure for each image of the task that cannot be shown, named after ``where``."""
     for image in task.images:
         try:
-            probe(image, max_image_pixels)
+            probe(image)
         except DataFailure as failure:
             yield DataFailure(where, str(failure))

@@ -233,7 +233,9 @@ class OptimizerSettings(SettingsModel):
     """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
 
     removed: ClassVar[Mapping[str, Removed]] = {
-        "max_skipped": Removed(3, "the fourth update in a row without a finite gradient ends the run")
+        "max_skipped": Removed(3, "the fourth update in a row without a finite gradient ends the run"),
+        "decay_fraction": Removed(0.3, "wsd decays over the last 0.3 of total_updates"),
+        "min_lr_fraction": Removed(0.0, "cosine and wsd end at 0"),
     }
 
     kind: Literal["adamw", "sgd"] = "adamw"
@@ -251,15 +253,11 @@ class OptimizerSettings(SettingsModel):
     """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr. Some tens, when the first
     updates are large."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to the minimum over ``decay_fraction``. Keep
+    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to 0 over the last 0.3. Keep
     constant while you do not know how long a run will be."""
     total_updates: int | None = Field(None, gt=0)
     """Length of the schedule in optimizer updates, warm-up included; required by cosine and wsd: steps * epochs *
     mini_batches."""
-    decay_fraction: float = Field(0.3, gt=0, le=1)
-    """Last part of ``total_updates`` over which wsd decays. Less of it leaves more of the run at the full rate."""
-    min_lr_fraction: float = Field(0.0, ge=0, le=1)
-    """Minimum of cosine and wsd, as a fraction of ``lr``. Above 0 when a run may be continued after its end."""
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
 
@@ -290,15 +288,17 @@ class LoraSettings(SettingsModel):
 class FsdpSettings(SettingsModel):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {"kind": Removed("fsdp", "it is the only training engine")}
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "kind": Removed("fsdp", "it is the only training engine"),
+        "packing": Removed(True, "micro_batch_tokens: 1 gives each trajectory a micro-batch of its own"),
+    }
 
     dtype: Dtype = "float32"
     """Compute type: bfloat16 on GPUs, float32 on CPU. Master weights and optimizer states stay float32: a learning rate of 1e-6
     vanishes in bfloat16."""
     micro_batch_tokens: int = Field(16_384, gt=0)
-    """Packed tokens per forward and backward. Lower it when memory runs out."""
-    packing: bool = True
-    """Pack trajectories into one row without padding. Off: one trajectory per micro-batch, to compare with."""
+    """Tokens per forward and backward, of trajectories packed into one row without padding. Lower it when memory runs out; a longer
+    trajectory is alone in one, so 1 packs nothing, to compare with."""
     logprob_chunk: int = Field(2048, gt=0)
     """Positions whose logits exist at the same time: [T, vocabulary] is never held. Lower it when memory runs out in the
     head."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, Role, SettingsModel
 
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
@@ -27,6 +29,11 @@ class EnvironmentKind(Component):
 class EpisodeSettings(SettingsModel):
     """How one episode is played, whatever its environment."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "max_image_pixels": Removed(50_000_000, "a larger image is refused before it is decoded"),
+        "hung_threads": Removed(8, "an environment actor with eight calls that hang is replaced"),
+    }
+
     environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(use="rayloop.envs.single_turn:SingleTurn")
     """``{use: module:Class, with: {...}}``: the environment of every task; with ``environment.kinds``, of those that name none."""
     max_turns: int = Field(1, ge=1)
@@ -37,8 +44,6 @@ class EpisodeSettings(SettingsModel):
     """Tokens per episode, prompt and observations included; beyond it the episode ends as over_length."""
     max_images: int = Field(32, ge=0)
     """Images per episode; an observation beyond it ends the episode as max_images."""
-    max_image_pixels: int = Field(50_000_000, gt=0)
-    """A larger image is refused before it is decoded (image bombs)."""
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
     reset_timeout: float = Field(60.0, gt=0)
@@ -49,8 +54,5 @@ class EpisodeSettings(SettingsModel):
     gives to tools (``tool_timeout``), or their hangs count as its own."""
     evaluate_timeout: float = Field(60.0, gt=0)
     """Seconds for ``evaluate``, as for ``step``. Raise it when the result takes long to find out, as when tests are run."""
-    hung_threads: int = Field(8, ge=1)
-    """Calls of tools that may hang in one environment actor. With so many it is replaced, since a thread cannot be ended; that
-    counts against no budget. Lower it when hung calls hold much memory or spin."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds for one generation request; beyond it the engine counts as lost and the turn runs elsewhere."""

@@ -30,17 +30,21 @@ class TensorBoardSettings(SettingsModel):
 
 
 class WandbSettings(SettingsModel):
-    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``."""
+    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``.
 
-    removed: ClassVar[Mapping[str, Removed]] = _TIMEOUT
+    The rest is W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there), ``WANDB_ENTITY`` when the project
+    is a team's, ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
+    """
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **_TIMEOUT,
+        "entity": Removed(None, "W&B reads the variable WANDB_ENTITY where the driver runs"),
+        "mode": Removed("online", "W&B reads the variable WANDB_MODE where the driver runs"),
+    }
 
     kind: Literal["wandb"] = "wandb"
     project: str
     """The project in W&B's interface: runs that you compare share one."""
-    entity: str | None = None
-    """User or team; None: the default one of the account. Set it when the project is a team's."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: write files only, for a later ``wandb sync``. online needs ``WANDB_API_KEY`` or a login where the driver runs."""
 
 
 def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:

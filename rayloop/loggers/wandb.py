@@ -24,7 +24,7 @@ class Wandb:
         if not known.exists():
             known.write_text(secrets.token_hex(4), encoding="utf-8")
         self._run = wandb.init(
-            project=settings.project, entity=settings.entity, mode=settings.mode, name=name, config=dict(config),
+            project=settings.project, name=name, config=dict(config),
             id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip

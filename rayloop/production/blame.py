@@ -1,7 +1,7 @@
 """Whose fault failing episodes are: the task's, the environment actor's, or nobody's that can be told.
 
 - The task's: two different actors saw it fail, while other episodes went well or on actors where nothing else fails. It is
-  quarantined when that happened in ``environment.task_failures`` groups with no good group between, or at once when
+  quarantined when that happened in ``TASK_FAILURES`` groups with no good group between, or at once when
   ``environment.attempts`` episodes of one group hung.
 - The actor's: episodes of ``ACTOR_FAILURES`` different tasks failed on it one after the other, while episodes went
   well since it began to serve. It is replaced.
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 from rayloop.run.config import EnvironmentSettings
 
+TASK_FAILURES = 2
+"""Groups in a row: one may be chance, and each more costs a group."""
 ACTOR_FAILURES = 3
 """Different tasks in a row: two that fail one after another are common among bad rows, three on one actor alone are not."""
 
@@ -115,7 +117,7 @@ class Blame:
             for service in self._services.values():
                 service.failing.discard(task)
         self.groups_failed[task] += 1
-        if self.groups_failed[task] >= self._settings.task_failures:
+        if self.groups_failed[task] >= TASK_FAILURES:
             hangs = hangs or f"its environment failed in {self.groups_failed[task]} groups"
         return hangs
 

@@ -33,6 +33,8 @@ from rayloop.run.plain_files import read, write
 MARKER, TRAINER = "COMPLETE", "trainer"
 STRUCTURE, TENSORS = "driver.json", "driver.safetensors"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+FAILED_SAVES = 3
+"""In a row that a run goes on without: a disk that is full for a while costs checkpoints, one that stays full everything since."""
 
 
 @dataclass(frozen=True)

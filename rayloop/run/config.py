@@ -92,10 +92,9 @@ class RoleSettings(SettingsModel):
     actors: int = Field(1, ge=1)
     """Processes of this role, many calls at once each. Raise it when steps wait for them."""
     placement: Placement = Placement()
-    attempts: int = Field(3, ge=1)
-    """How often a call is made when its actor dies, before the trajectory goes without. Raise it where machines are taken
-    away."""
 
+
+_ATTEMPTS: Mapping[str, Removed] = {"attempts": Removed(3, "a call whose actor dies is made three times")}
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
 """What a generation engine is asked for (``GenerationEngine``)."""
@@ -115,7 +114,10 @@ class RolloutSettings(SettingsModel):
 
 class EnvironmentSettings(RoleSettings):
     removed: ClassVar[Mapping[str, Removed]] = {
-        "actor_failures": Removed(3, "an actor on which three tasks fail one after another is replaced")
+        "actor_failures": Removed(3, "an actor on which three tasks fail one after another is replaced"),
+        "task_failures": Removed(
+            2, "a task whose environment fails in two groups with no good one between is quarantined"
+        ),
     }
 
     actors: int = Field(1, ge=1)
@@ -128,19 +130,20 @@ class EnvironmentSettings(RoleSettings):
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
-    task_failures: int = Field(2, ge=1)
-    """A task is quarantined when its environment failed in this many groups with no good group between, each time on two different
-    actors while others went well. Raise it when failures come in waves that have nothing to do with the task."""
     episode_timeout: float = Field(3600.0, gt=0)
     """Seconds for a whole episode; beyond it the environment actor is replaced. Raise it for long episodes, with
     ``recovery.stall_timeout``."""
 
 
 class RewardPool(RewardSettings, RoleSettings):
+    removed: ClassVar[Mapping[str, Removed]] = {**RewardSettings.removed, **_ATTEMPTS}
+
     placement: Placement = Placement(num_cpus=0.5)
 
 
 class ReferenceSettings(RoleSettings):
+    removed: ClassVar[Mapping[str, Removed]] = _ATTEMPTS
+
     kind: Literal["none", "actor", "adapter_off"] = "none"
     """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
     timeout: float = Field(600.0, gt=0)
@@ -148,6 +151,10 @@ class ReferenceSettings(RoleSettings):
 
 
 class PolicySettings(SettingsModel):
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "start_timeout": Removed(600.0, "the ranks have recovery.start_timeout to load the model, and at least 600 s")
+    }
+
     ranks: int = Field(1, ge=1)
     """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
     engine: FsdpSettings = FsdpSettings()
@@ -155,8 +162,6 @@ class PolicySettings(SettingsModel):
     loss: LossSettings = LossSettings()
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
-    start_timeout: float = Field(600.0, gt=0)
-    """Seconds in which all ranks must have loaded the model. Raise it for large models on slow storage."""
     step_timeout: float = Field(3600.0, gt=0)
     """Seconds for one call of the trainer (a step, a checkpoint, an export). Raise it for large steps on slow devices, with
     ``recovery.stall_timeout``."""

@@ -42,7 +42,6 @@ DURATIONS = (
     Duration(PUBLISH, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced", "recovery.start_timeout"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
-    Duration("policy.start_timeout", "loading the model on all ranks", "the ranks are rebuilt, then the run ends", STALL),
     Duration("recovery.stall_report", "nothing having moved", "what is awaited becomes an event, with stacks", STALL),
     Duration(STALL, "nothing having moved at all", "the run ends: some wait has no deadline of its own"),
     Duration("preemption.grace", "saving, after SIGTERM", "the run ends unsaved; set it below what the scheduler allows"),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 
 
 class CheckpointSettings(SettingsModel):
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "max_failures": Removed(3, "the fourth checkpoint in a row that cannot be saved ends the run")
+    }
+
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
     is slow."""
@@ -16,8 +24,6 @@ class CheckpointSettings(SettingsModel):
     resume: LocalPath = "auto"
     """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
     folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
-    max_failures: int = Field(3, ge=0)
-    """Failed saves in a row (a full disk) before the run stops. 0 where every checkpoint counts."""
 
 
 class EvaluationSettings(SettingsModel):
@@ -54,7 +60,8 @@ class RecoverySettings(SettingsModel):
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an actor may leave a health check unanswered before it is replaced. Raise it for nodes that are very busy."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds for placing and starting an actor. Raise it for vLLM on GPUs (it compiles), and where nodes come late."""
+    """Seconds for placing and starting an actor. Raise it for vLLM on GPUs (it compiles), where nodes come late, and for large
+    models on slow storage; the policy's ranks have 600 at least."""
     stall_report: float = Field(30.0, gt=0)
     """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks. Raise it when steps
     are so long that it tells nothing."""

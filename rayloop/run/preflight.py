@@ -41,7 +41,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
         )
     if Path(model).is_dir():
-        Renderer(config.model, config.environment.episode.max_image_pixels)  # raises for tokenizer and chat template
+        Renderer(config.model)  # raises for tokenizer and chat template
 
 
 def trainable(config: RunConfig) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, model_validator
 
 from rayloop.chat.rendering import Renderer
+from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
@@ -55,6 +57,10 @@ class TinySettings(SettingsModel):
 class SftConfig(SettingsModel):
     """``python -m cluster sft CONFIG``."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "max_image_pixels": Removed(50_000_000, "a larger image is refused before it is decoded")
+    }
+
     output: LocalPath
     """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names."""
     seed: int = 0
@@ -89,8 +95,6 @@ class SftConfig(SettingsModel):
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
     """``total_updates`` of a schedule is ``steps`` unless given. The learning rate is that of a supervised stage, higher than a
     run's."""
-    max_image_pixels: int = Field(50_000_000, gt=0)
-    """A larger image is refused before it is decoded (image bombs). Raise it for pictures that really are so large."""
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
 
@@ -107,7 +111,7 @@ class Examples:
     """Rows as trajectories whose only sampled turn is the answer."""
 
     def __init__(self, config: SftConfig) -> None:
-        self.renderer = Renderer(config.model, config.max_image_pixels)
+        self.renderer = Renderer(config.model)
         self.answers: Answers = config.answers.build()
         self.sampling = self.renderer.sampling(Sampling())
 

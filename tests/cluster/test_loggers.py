@@ -235,7 +235,7 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     fake = types.SimpleNamespace(init=init, Settings=lambda **options: options)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     folder = RunFolder.at(tmp_path)
-    chosen = WandbSettings(project="p", entity="team", mode="offline")
+    chosen = WandbSettings(project="p")
     logged(chosen, folder, (1, 0.1), (2, 0.2))
     logged(chosen, folder, (2, 0.3))
     assert [(name, value) for name, value in calls if name != "init"] == [
@@ -245,16 +245,17 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     first, second = (options for name, options in calls if name == "init")
     assert first == second
     assert first["id"] == (tmp_path / "wandb" / "id").read_text()
-    assert {k: first[k] for k in ("project", "entity", "mode", "name", "config", "resume", "dir")} == {
-        "project": "p", "entity": "team", "mode": "offline", "name": "run", "config": {"seed": 0},
+    assert {k: first[k] for k in ("project", "name", "config", "resume", "dir")} == {
+        "project": "p", "name": "run", "config": {"seed": 0},
         "resume": "allow", "dir": str(tmp_path),
     }  # fmt: skip
 
 
-def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path) -> None:
+def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     folder = RunFolder.at(tmp_path)
-    offline = WandbSettings(project="p", mode="offline")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    offline = WandbSettings(project="p")
     logged(offline, folder, (1, 0.1))
     logged(offline, folder, (2, 0.2))
     (name,) = {path.name for path in folder.wandb.glob("offline-run-*/*.wandb")}

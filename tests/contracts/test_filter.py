@@ -22,7 +22,7 @@ from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.base import Filter
 from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import KeepEndReasons, MaxLength, PositiveNegativeAdvantage
+from rayloop.grpo.filters.members import KeepEndReasons, MaxLength
 from rayloop.grpo.filters.table import FilterSettings, build_filters
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.support.pages import write_snippets
@@ -36,10 +36,9 @@ def few_turns(group: Group, most: int = 1) -> dict[int, str]:
 SHIPPED = [model for model in models(FilterSettings) if model is not Component]
 DEFAULTS: list[Any] = [model() for model in SHIPPED]
 OTHERS = [
-    EqualRewards(tolerance=0.5, right=0.5, wrong=0.25),
+    EqualRewards(tolerance=0.5),
     MaxLength(tokens=10),
     KeepEndReasons(keep=()),
-    PositiveNegativeAdvantage(right_above=-1.0),
     *build_filters([Component(use=f"{__name__}:few_turns")]),
 ]
 FILTERS: list[Filter] = [*DEFAULTS, *OTHERS]

@@ -33,7 +33,7 @@ LOSSES = {
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),
     "three micro-batches": FsdpSettings(micro_batch_tokens=35),
-    "not packed": FsdpSettings(packing=False, logprob_chunk=4, gradient_checkpointing=True),
+    "not packed": FsdpSettings(micro_batch_tokens=1, logprob_chunk=4, gradient_checkpointing=True),
 }
 
 

@@ -26,17 +26,24 @@ ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSett
 GONE = removed_below(walk(RunConfig))
 
 
+def kind_with(key: str) -> str:
+    """The kind that once had the key."""
+    *path, name = key.split(".")
+    found = [m for at, m in walk(RunConfig) if dotted(at) == ".".join(path) and name in removed_from(m)]
+    return str(found[0].model_fields["kind"].default)
+
+
 def run_with(folder: Path, key: str, value: Any) -> RunConfig:
     config = settings(folder, folder)
     if key.startswith("rollout.engine."):
-        wanted = key.split(".")[2]
-        kinds = [m for path, m in walk(RunConfig) if dotted(path) == "rollout.engine" and wanted in removed_from(m)]
-        kind = kinds[0].model_fields["kind"].default
+        kind = kind_with(key)
         config["rollout"]["engine"] = {"kind": kind} | (
             {"base_url": "http://h/v1", "model": "m"} if kind == "openai_http" else {}
         )
     if key.startswith("loggers."):
-        config["loggers"] = [{"kind": "tensorboard", key.split(".")[-1]: value}]
+        config["loggers"] = [{"kind": "wandb", "project": "p", key.split(".")[-1]: value}]
+    elif key.startswith("algorithm.filtering.filters."):
+        config["algorithm"]["filtering"] = {"filters": [{"kind": kind_with(key), key.split(".")[-1]: value}]}
     else:
         set_key(config, key, value)
     path = folder / "run.yaml"

@@ -207,7 +207,8 @@ def test_whose_fault_a_failure_was_is_told(text_folder: Path) -> None:
 def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    player = actor(text_folder, hung_threads=2)
+    monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
+    player = actor(text_folder)
     monkeypatch.setattr("actors.environment.hanging", lambda: 2)
     with pytest.raises(WorkerSpent, match="2 calls of tools hang in this process"):
         run(player, Engine())

@@ -42,9 +42,7 @@ class Collator:
         return make_sample(item, positions(self._model, token_ids, grids), pixels)
 
     def plan(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples' micro-batches: packed up to ``micro_batch_tokens``, or one each without packing."""
-        if not self._engine.packing:
-            return [[sample] for sample in samples]
+        """The samples' micro-batches: packed up to ``micro_batch_tokens``; a longer one is alone."""
         budget = self._engine.micro_batch_tokens
         groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
         plan = micro_batches([packed_length(group) for group in groups], budget)

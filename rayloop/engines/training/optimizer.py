@@ -18,9 +18,12 @@ from rayloop.engines.training.sharding import local
 MAX_SKIPPED = 3
 """Updates in a row that may be skipped because the gradient is not finite: one is a freak of a batch, four are divergence."""
 
+DECAY = 0.3
+"""Last part of a wsd schedule, over which it decays."""
+
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to its minimum.
+    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to 0.
 
     wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay.
     """
@@ -29,12 +32,12 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
     if settings.schedule == "constant" or settings.total_updates is None:
         return settings.lr
     if settings.schedule == "wsd":
-        remaining = max(0, settings.total_updates - update) / (settings.total_updates * settings.decay_fraction)
+        remaining = max(0, settings.total_updates - update) / (settings.total_updates * DECAY)
         height = min(1.0, remaining)
     else:
         length = max(1, settings.total_updates - settings.warmup_steps)
         height = (1 + math.cos(math.pi * min(1.0, (update - settings.warmup_steps) / length))) / 2
-    return settings.lr * (settings.min_lr_fraction + (1 - settings.min_lr_fraction) * height)
+    return settings.lr * height
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Group
+
+RIGHT, WRONG = 1.0, 0.0
+"""Rewards from which an equal group is counted as all right, and down to which as all wrong. Only the counts differ."""
 
 
 class EqualRewards(SettingsModel):
     """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "right": Removed(1.0, "an equal group at 1 or above counts as all_right"),
+        "wrong": Removed(0.0, "an equal group at 0 or below counts as all_wrong"),
+    }
+
     kind: Literal["equal_rewards"] = "equal_rewards"
     tolerance: float = Field(0.0, ge=0)
     """Rewards count as equal when they differ by no more than this: above 0 for noisy graders."""
-    right: float = 1.0
-    """An equal group at or above this value counts as all_right."""
-    wrong: float = 0.0
-    """An equal group at or below this value counts as all_wrong."""
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
         rewards = [member.reward for member in group.kept]
         if len(rewards) < 2 or max(rewards) - min(rewards) > self.tolerance:
             return {}
-        reason = "all_wrong" if max(rewards) <= self.wrong else "all_equal"
-        if min(rewards) >= self.right:
+        reason = "all_wrong" if max(rewards) <= WRONG else "all_equal"
+        if min(rewards) >= RIGHT:
             reason = "all_right"
         return {i: reason for i, member in enumerate(group.members) if member.kept}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rayloop.config.removed import Removed
 from rayloop.core.groups import Member
 from rayloop.core.types import EndReason
 from rayloop.grpo.filters.base import MemberFilter
@@ -52,14 +54,14 @@ class KeepEndReasons(MemberFilter):
 
 
 class PositiveNegativeAdvantage(MemberFilter):
-    """Drop right answers (reward > ``right_above``) whose advantage is negative."""
+    """Drop right answers (reward > 0) whose advantage is negative."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {"right_above": Removed(0.0, "an answer with a reward above 0 is right")}
 
     kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
-    right_above: float = 0.0
-    """An answer with more reward than this is right."""
 
     def keeps(self, member: Member) -> bool:
         """Raises ValueError for a member without an advantage."""
         if member.advantage is None:
             raise ValueError(f"trajectory {member.summary.id} has no advantage yet: filters come after advantages")
-        return not (member.reward > self.right_above and member.advantage < 0)
+        return not (member.reward > 0 and member.advantage < 0)
