@@ -110,6 +110,7 @@ class Driver:
                 await self.evaluate()
                 await self.record(report, collected)
                 await self.checkpoint()
+                del collected  # what it refers to is let go before the next groups fill the object store
 
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
@@ -197,7 +198,12 @@ class Driver:
         checkpoint = self.origin.find()
         if checkpoint is not None:
             await self.services.policy.load(checkpoint.trainer)
-        self.reinstate(checkpoint.state() if checkpoint else self.initial)
+        try:
+            self.reinstate(checkpoint.state() if checkpoint else self.initial)
+        except (KeyError, TypeError, ValueError) as error:
+            if checkpoint is None:
+                raise
+            raise CheckpointError(f"{checkpoint.folder}: this is no state of a driver: {error!r}") from error
         await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)

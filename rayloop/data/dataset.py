@@ -153,7 +153,8 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
     try:
         task = reader.task(row, where, root)
         named = row.get("environment")
-        return dataclasses.replace(task, environment=named) if isinstance(named, str) and not task.environment else task
+        environment = named if isinstance(named, str) and not task.environment else task.environment
+        return dataclasses.replace(task, id=str(task.id), environment=environment)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {short(error, 200)}") from error
 

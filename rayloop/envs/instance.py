@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -41,7 +42,8 @@ def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
 class InThread:
     """``isolation: thread``: one thread of this process for the whole life of the instance.
 
-    A call that does not return keeps its thread; ``close`` is then left to that thread, for when it does.
+    A call that does not return, or whose episode is cancelled, keeps its thread; ``close`` is then left to that thread, for when
+    it does.
     """
 
     contained = False
@@ -76,6 +78,6 @@ class InThread:
     async def _within(self, timeout: float, function: Callable[..., Any], *args: object) -> Any:
         try:
             return await self._thread.call(function, *args, timeout=timeout)
-        except DeadlineExceeded:
+        except (DeadlineExceeded, asyncio.CancelledError):
             self._stuck = True
             raise

@@ -51,8 +51,8 @@ class WorkerProcess:
 
         When this raises, cancellation included, the process is killed.
         """
-        content = pickle.dumps(message)
         try:
+            content = pickle.dumps(message)
             async with asyncio.timeout(timeout) as limit:
                 await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content)) + content)
                 [length] = HEADER.unpack(await self._receive(HEADER.size))

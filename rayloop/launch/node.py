@@ -85,9 +85,9 @@ def run_node(a: argparse.Namespace) -> int:
         psutil.wait_procs(
             psutil.Process().children(), timeout=DRAIN + END
         )  # cluster.sbatch's srun: its nodes leave now
-    if _requeued(a, told, code):
-        print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
-        slurm_job.requeue()
+        if _requeued(a, told, code):  # within the block: to be requeued is to be sent SIGTERM
+            print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
+            slurm_job.requeue()
     return code
 
 

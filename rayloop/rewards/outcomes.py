@@ -24,9 +24,10 @@ def as_outcome(result: Any) -> Outcome:
         return Unscored(
             UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number"
         )
-    components = {name: number for name, given in scored.components.items() if (number := _number(given)) is not None}
+    given = {str(name): _number(value) for name, value in scored.components.items()}
+    components = {name: number for name, number in given.items() if number is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
-    return Scored(value, components, (*scored.flags, *dropped))
+    return Scored(value, components, (*map(str, scored.flags), *dropped))
 
 
 def _number(value: Any) -> float | None:

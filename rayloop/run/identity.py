@@ -1,7 +1,7 @@
 """Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray.
 
 A checkpoint's marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes
-of the model's files, the whole configuration and the best held-out reward so far.
+of the model's files and the whole configuration.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
     """
     found: dict[str, np.ndarray] = {}
     plain = _Writer(found).plain(value, "state")
-    tensors.write_bytes(save(found))
+    try:
+        tensors.write_bytes(save(found))
+    except SafetensorError as error:
+        raise CheckpointError(f"an array of the state cannot be saved: {error}") from error
     structure.write_text(json.dumps(plain), encoding="utf-8")
 
 
@@ -37,7 +40,7 @@ def read(structure: Path, tensors: Path) -> Any:
     """What was written. Raises CheckpointError when it cannot be read."""
     try:
         return _filled(json.loads(structure.read_text(encoding="utf-8")), load_file(tensors))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{structure} and {tensors.name} beside it cannot be read: {error!r}") from error
 
 

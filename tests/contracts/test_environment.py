@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -197,6 +198,35 @@ def test_who_hangs_is_closed_by_its_own_thread_when_it_returns(tmp_path: Path) -
     while hanging() and time.monotonic() - began < 5:
         time.sleep(0.01)
     assert hanging() == 0, "its thread has ended"
+
+
+def test_a_cancelled_episode_does_not_wait_for_its_environment() -> None:
+    async def run() -> None:
+        async with hosted(f"{HERE}:Fault", "thread", seconds=2.0) as environments:
+            instance = await begun(environments)
+            call = asyncio.create_task(instance.call("step", "hang", timeout=30))
+            await asyncio.sleep(0.1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            began = time.monotonic()
+            await instance.close(30)
+            assert time.monotonic() - began < 1
+
+    asyncio.run(run())
+
+
+def test_a_message_that_cannot_be_sent_leaves_no_process() -> None:
+    async def run() -> None:
+        async with hosted(f"{HERE}:Fault") as environments:
+            instance = await begun(environments)
+            pid = int(await instance.call("evaluate", timeout=30))
+            with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+                await instance.call("step", lambda: 0, timeout=30)
+            assert until(lambda: gone(pid))
+            await instance.close(30)
+
+    asyncio.run(run())
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------------

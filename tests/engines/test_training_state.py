@@ -59,3 +59,11 @@ def test_values_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     dcp.save({"updates": torch.tensor(1), "name": Path("x")}, checkpoint_id=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"its index names .*BytesStorageMetadata"):
         state.load(str(tmp_path), {"updates": torch.tensor(0), "name": None}, 0)
+
+
+@pytest.mark.parametrize("index", [b"", b"\x80\x05\x95", b".garbage"], ids=["empty", "cut", "noise"])
+def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> None:
+    state.save(str(tmp_path), tensors(1), 0)
+    (tmp_path / ".metadata").write_bytes(index)
+    with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
+        state.load(str(tmp_path), tensors(0), 0)

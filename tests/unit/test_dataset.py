@@ -68,6 +68,19 @@ def test_the_id_of_a_row(tmp_path: Path, fields: dict[str, Any], task_id: str) -
     assert read(write(tmp_path / "train.jsonl", row(**fields)))[0][0].id == task_id
 
 
+class Numbered:
+    """A reader whose ids are numbers."""
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        return Task(row["n"], (Message("user", ("hi",)),))
+
+
+def test_an_id_that_is_no_text_becomes_one(tmp_path: Path) -> None:
+    """Checkpoints, records and metrics know tasks by it."""
+    path = write(tmp_path / "t.jsonl", {"n": 7})
+    assert Dataset(path, Numbered(), True, lambda _: None)[0].id == "7"
+
+
 def test_a_prompt_may_be_a_json_string_or_a_text(tmp_path: Path) -> None:
     texts = [json.dumps([{"role": "user", "content": "hi"}]), "hi"]
     dataset, _ = read(write(tmp_path / "t.jsonl", *(row(i, prompt=text) for i, text in enumerate(texts))))

@@ -276,3 +276,15 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     assert state["reporter"]["best"] == {"reward": 0.75, "step": 10}
     Reporter(made.config, tmp_path, lambda *_: Silent()).restore(state["reporter"])
     json.dumps(state["ledger"])
+
+
+def test_an_array_that_no_file_can_hold_is_a_failed_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="an array of the state cannot be saved"):
+        plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", {"x": np.array([object()], dtype=object)})
+
+
+def test_nesting_beyond_reason_is_a_broken_file(tmp_path: Path) -> None:
+    plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", {})
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        plain_files.read(tmp_path / "a.json", tmp_path / "a.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import socket
 import stat
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.signals import StopSignals
+from rayloop.core.signals import StopSignals, handling
 from rayloop.launch import node, rendezvous, slurm_job
 from rayloop.launch.ports import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
@@ -191,3 +192,28 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
     with pytest.raises(node.NodeFailed, match="too slow"):
         node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals())
     assert not ends
+
+
+def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm ends the job's processes when it takes a job back, and the node's own exit code is still wanted."""
+    asked, missed = list[int](), list[int]()
+
+    def requeue() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        asked.append(1)
+
+    def role(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return 75
+
+    monkeypatch.setattr(slurm_job, "job", lambda: "7")
+    monkeypatch.setattr(slurm_job, "restarts", lambda: 0)
+    monkeypatch.setattr(slurm_job, "requeue", requeue)
+    monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
+    monkeypatch.setattr(node, "_prctl", lambda *_: None)
+    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3)
+    with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
+        assert node.run_node(asks) == 75
+    assert (asked, missed) == ([1], [])

@@ -259,3 +259,9 @@ def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
 def test_the_actors_of_environment_and_reward_do_not_import_torch() -> None:
     code = "import sys, actors.environment, actors.reward; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_that_are_no_texts_become_texts() -> None:
+    """A checkpoint is plain data: it has room for texts only."""
+    outcome = as_outcome(Scored(1.0, {7: 1.0}, (8,)))  # type: ignore[dict-item, arg-type]
+    assert outcome == Scored(1.0, {"7": 1.0}, ("8",))

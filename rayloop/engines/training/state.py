@@ -69,7 +69,12 @@ class _Index(pickle.Unpickler):
 def _look_through(index: Path) -> None:
     """Raises pickle.UnpicklingError for an index of something else than tensors."""
     with open(index, "rb") as file:
-        _Index(file).load()
+        try:
+            _Index(file).load()
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # of a file that is empty, cut or noise, almost any
+            raise pickle.UnpicklingError(f"its index is broken: {error!r}") from error
 
 
 def _random_file(folder: str, rank: int) -> Path:
