@@ -15,19 +15,20 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor, start_weights
-from rayloop.chat.rendering import Renderer
+from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.tracebacks import own_frames
 from rayloop.core.types import (
     Completion,
     FinishReason,
+    Message,
     PlayRequest,
     Sampling,
     Task,
@@ -109,6 +110,19 @@ def local_engine(config: RunConfig) -> EngineChoice:
     return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
 
 
+class _TellingRenderer(Renderer):
+    """Notices when the chat template shows none of the tools that it is given."""
+
+    unshown: tuple[str, ...] = ()
+    """The names of these tools."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+        rendered = super().prompt(messages, tools)
+        if tools and rendered.token_ids == super().prompt(messages).token_ids:
+            self.unshown = tuple(tool["function"]["name"] for tool in tools)
+        return rendered
+
+
 class _Trial:
     """One task: its episodes, and what is told about them."""
 
@@ -116,7 +130,7 @@ class _Trial:
         self.config, self.folder, self.tell = config, folder, tell
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
-        self.renderer = Renderer(config.model)
+        self.renderer = _TellingRenderer(config.model)
         self.seen: TokenPrompt | None = None
         self.told: set[str] = set()
 
@@ -180,6 +194,8 @@ class _Trial:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
         self.tell(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
         self.tell(_indented(self.renderer.shown(prompt.token_ids)))
+        if unshown := ", ".join(self.renderer.unshown):
+            self.tell(f"the chat template shows none of the tools: {unshown} (docs/bring_your_own/tool.md)")
         for number, image in enumerate((image.ref for image in prompt.images), start=1):
             width, height = self.renderer.resized(image)
             self.tell(

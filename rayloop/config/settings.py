@@ -199,12 +199,15 @@ def _remedy(module: str, error: Exception) -> str:
     known = [Path(path).resolve() for path in getattr(sys.modules.get(first), "__path__", ())]
     if isinstance(error, ModuleNotFoundError) and known and (here / first).is_dir() and here / first not in known:
         return f"{here / first} is hidden by the package {first} in {known[0]}; rename yours"
+    if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
+        alone = ", and a file given by its path finds none that lies beside it" if module.endswith(".py") else ""
+        return f"{module} imports {error.name}, which is neither installed nor in {here}{alone}"
     return "Expected package.module:Class"
 
 
 def _beside(use: str, source: Source) -> str:
     """Where to run the command when the module lies beside the configuration, and is not looked for there; else ""."""
-    folder, first = Path(source.file).absolute().parent, use.partition(":")[0].partition(".")[0]
+    folder, first = Path(os.path.abspath(source.file)).parent, use.partition(":")[0].partition(".")[0]
     if folder == Path.cwd() or not any((folder / name).exists() for name in (first, f"{first}.py")):
         return ""
     return f". {first} lies beside the configuration: run the command in {folder}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -68,9 +69,34 @@ def test_the_environment_does_what_its_page_says(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["queries", "mixed", "rates"])
-def test_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str) -> None:
-    told = command(folder, "try", f"{name}.yaml", f"model.path={digits_model}")
+@pytest.mark.parametrize("row", ["1", "2"])
+def test_each_row_of_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str, row: str) -> None:
+    assert len((folder / f"{name}.jsonl").read_text().splitlines()) == 2
+    told = command(folder, "try", f"{name}.yaml", "--row", row, f"model.path={digits_model}")
     assert "2 of 2 answers have a reward" in told
+    silent = "the chat template shows none of the tools: convert (docs/bring_your_own/tool.md)"
+    assert (silent in told) == (name == "rates")
+
+
+def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Path) -> None:
+    shutil.copytree(digits_model, folder / "model")
+    template = folder / "model/chat_template.jinja"
+    template.write_text((folder / "tools.jinja").read_text() + template.read_text())
+    told = command(folder, "try", "rates.yaml", "model.path=model")
+    assert '"function": {"name": "convert"' in told
+    assert "the chat template shows none" not in told
+    assert "2 of 2 answers have a reward" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("queries_by_hand", "[('kiwi',), ('fig',)]\n1.0\n"), ("convert_by_hand", "2.40 dollars\n")]
+)
+def test_what_is_played_by_hand_says_what_its_page_says(folder: Path, name: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, f"{name}.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model: Path) -> None:

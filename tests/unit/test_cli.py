@@ -156,3 +156,11 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
     (tmp_path / "mine.yaml").write_text(json.dumps(config))
     assert main([command, str(tmp_path / "mine.yaml")]) == 2
     assert "RAY_AUTH_MODE is token" in capsys.readouterr().err
+
+
+def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "cluster", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    wanted = "rayloop: without pydantic and ray: activate the environment (README, Installing)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)

@@ -366,6 +366,30 @@ def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, mo
         ) == beside
 
 
+def test_the_folder_of_a_module_is_written_without_detours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("far", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "far/house.yaml").write_text("name: a\npart: {use: 'grader_far_away:score'}")
+    (tmp_path / "far/grader_far_away.py").write_text("def score(): ...")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match=f"run the command in {tmp_path}/far$"):
+        check_components(load(Path("../here/../far/house.yaml"), [], House))
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_module_that_a_component_imports_and_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool
+) -> None:
+    (tmp_path / "lacking_grader.py").write_text("import no_such_helper")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = str(tmp_path / "lacking_grader.py") if by_path else "lacking_grader"
+    with pytest.raises(
+        ConfigError, match=r"lacking_grader.* imports no_such_helper, which is neither installed nor"
+    ) as caught:
+        Component(use=f"{module}:score").resolve()
+    assert ("a file given by its path finds none that lies beside it" in str(caught.value)) == by_path
+
+
 def test_a_folder_that_our_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/mine.py").write_text("def score(): ...")
@@ -421,7 +445,10 @@ def test_every_key_says_what_it_is_for_and_when_to_change_it() -> None:
     """Whether a sentence is good advice no test can tell; that there is room for both, it can."""
     found = meanings(RunConfig, SftConfig, ServeFile)
     assert len(found) > 200
-    assert [key for key, meaning in found.items() if says_little(key, meaning, least=8)] == []
+    short = [key for key, meaning in found.items() if says_little(key, meaning, least=8)]
+    assert not short, (
+        f"{short}: a docstring of at least 8 words beside the key's own name: what it is, when to change it"
+    )
 
 
 def test_every_setting_of_a_shipped_component_says_what_it_is_for() -> None:
