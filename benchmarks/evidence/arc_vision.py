@@ -107,7 +107,7 @@ def cluster(*arguments: object) -> None:
 def markdown(found: dict[str, Any]) -> list[str]:
     """The table of docs/results.md."""
     lines = [
-        "| arm | seed | s | IoU greedy | gain | IoU sampled | gain | click greedy | gain | ood IoU |",
+        "| variant | seed | s | IoU greedy | gain | IoU sampled | gain | click greedy | gain | ood IoU |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in [{"arm": "start", "seed": "", "seconds": "", "gain": None, **found["start"]}, *found["runs"]]:
@@ -117,7 +117,7 @@ def markdown(found: dict[str, Any]) -> list[str]:
             cells += [f"{arms[arm][score][0]:.3f}", spread(gain[arm][score]) if gain else ""]
         cells.append(f"{run['ood']['arms'][RIGHT]['iou'][0]:.3f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| arm | seed | blind | same source | other source |", "|---|---|---|---|---|"]
+    lines += ["", "| variant | seed | blind | same source | other source |", "|---|---|---|---|---|"]
     for run in [{"arm": "start", "seed": "", **found["start"]}, *found["runs"]]:
         differences = run["test"]["differences"]
         cells = [

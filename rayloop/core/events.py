@@ -74,7 +74,7 @@ class Begin(Event, by="rayloop/run/reporter.py"):
 
 class Parity(Event, by="cluster/loop/publication.py"):
     """Engine and trainer were compared on fresh episodes: before the first step, and when drift would not be seen otherwise. To
-    do: see docs/algorithm.md, section 10, when `mean` is above `tolerance`."""
+    do: when `mean` is above `tolerance`, give engine and trainer the same dtype, attention and sampling."""
 
     tokens: float
     """Sampled tokens that were compared."""

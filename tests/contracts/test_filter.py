@@ -1,6 +1,6 @@
 """What every filter keeps to: the shipped ones, with settings at and beside their defaults, and those of the documentation.
 
-A new filter: a line in ``rayloop/grpo/filters/table.py``, and this suite finds it.
+A new filter: a line in ``rayloop/grpo/filters/table.py``, and this suite finds it; what it refuses, in ``worst`` below.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_each_shipped_filter_refuses_something() -> None:
     cases = [make_group(0, [1.0, 1.0], **worst), make_group(0, [1.0, 0.25, 0.0], **worst)]
     ready = [with_advantages(group, AdvantageSettings()) for group in cases]
     idle = [type(f).__name__ for f in DEFAULTS if not any(f.refused(group) for group in ready)]
-    assert not idle
+    assert not idle, f"{', '.join(idle)}: add to `worst` above what it refuses with its defaults"
 
 
 def test_each_kind_has_a_name_of_its_own_and_can_be_configured() -> None:

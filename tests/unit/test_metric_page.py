@@ -21,6 +21,7 @@ from tests.unit.groups import make_group
 
 PAGE = "bring_your_own/metric.md"
 ADDED = "rollout/turns/max"
+STALE = "docs/bring_your_own/metric.md quotes these lines: adapt its patch"
 
 
 def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,7 @@ def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     """Onto a copy of the two files: one line where it is computed, one row in the table."""
-    assert validate([ADDED]) == (ADDED,)
+    assert validate([ADDED]) == (ADDED,), f"{ADDED} exists by now, and the page adds it: give its patch another metric"
     write_snippets(PAGE, tmp_path)
     for name in ("rayloop/run/step_metrics.py", "rayloop/run/metrics.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     done = subprocess.run(
         ["git", "apply", "--unidiff-zero", "longest.patch"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{STALE}\n{done.stderr}"
     program = (
         "import rayloop, rayloop.run; rayloop.run.__path__.insert(0, 'rayloop/run')\n"
         "from rayloop.run.step_metrics import Collected, step_metrics\n"
@@ -62,4 +63,4 @@ def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{STALE}\n{done.stderr}"
