@@ -417,7 +417,7 @@ PAGES = [("config.md", "rayloop.run.config:RunConfig"), ("sft.md", "rayloop.sft.
 
 @pytest.mark.parametrize(("name", "model"), PAGES)
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
-    docs = Path(__file__).parents[2] / "docs" / name
+    docs = Path(__file__).parents[3] / "docs" / name
     assert docs.read_text() == page(model), "run: make docs"
 
 
@@ -462,7 +462,7 @@ def test_a_meaning_that_is_only_the_name_again_is_found() -> None:
 
 
 def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/choosing_settings.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/choosing_settings.md").read_text()
     found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert len(found) == 3
     for text in found:
@@ -470,7 +470,7 @@ def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     text = (root / "docs/components.md").read_text()
     assert text == components_page(), "run: make docs"
     shipped = [

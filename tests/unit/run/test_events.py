@@ -17,7 +17,7 @@ from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, valida
 from rayloop.run.reporter import Reporter, Updates
 from tests.support.runs import settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
 MODULES = tuple(module.__name__.rpartition(".")[2] for module in PARTS.values())
 

@@ -16,7 +16,7 @@ from cluster.cli import main
 from rayloop.measure.benchmark import Benchmark, HeldOut
 from rayloop.run.config import read
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SUMMARY = {"items": 9, "arms": {"right": {"iou": [0.5, 0.25, 0.75]}}, "unscored": 0}
 
 

@@ -564,7 +564,7 @@ def test_every_panel_draws_metrics_that_exist() -> None:
     known = {metric.name for metric in Metrics("r").registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
     assert judge.metrics.REQUESTS
-    panels = json.loads((Path(__file__).parents[2] / "deploy" / "grafana" / "judge.json").read_text())["panels"]
+    panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text())["panels"]
     for panel in panels:
         for target in panel["targets"]:
             names = {re.sub("_(total|bucket)$", "", name) for name in re.findall(r"judge_\w+", target["expr"])}

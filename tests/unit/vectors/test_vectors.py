@@ -18,7 +18,7 @@ from recipes.arc_vision import reward
 from tests.vector_rules import advantages, algorithm, arc_vision, judge
 from tests.vectors import check, main, matches, read
 
-FILES = sorted((Path(__file__).parent.parent / "data" / "vectors").glob("*.json"))
+FILES = sorted((Path(__file__).parents[2] / "data" / "vectors").glob("*.json"))
 CASES = [(path.stem, i) for path in FILES for i in range(len(read(str(path))))]
 
 

@@ -13,7 +13,7 @@ import pytest
 from actors.handles import submit
 from tests.support.local import LocalActor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HELPER = Path("actors/handles.py")
 
 PROGRAM = """

@@ -13,7 +13,7 @@ from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
 from rayloop.run.step_metrics import Collected, step_metrics
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:

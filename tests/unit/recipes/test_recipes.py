@@ -23,7 +23,7 @@ from recipes.digits.data import DigitRows, rows
 from recipes.digits.prepare import main
 from recipes.digits.reward import SortReward
 
-GROUNDING = Path(__file__).parents[1] / "data" / "grounding"
+GROUNDING = Path(__file__).parents[2] / "data" / "grounding"
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 

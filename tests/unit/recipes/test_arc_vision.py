@@ -20,7 +20,7 @@ from rayloop.run.config import RunConfig
 from recipes.arc_vision.data import Box
 from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Weights, arc_vision
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEFAULTS = ArcVisionReward.Settings()
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 

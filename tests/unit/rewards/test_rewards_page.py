@@ -17,7 +17,7 @@ from rayloop.rewards.functions import as_source
 from rayloop.rewards.outcomes import as_outcome
 from rayloop.rewards.settings import REWARD, ROLES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", PAGE, re.DOTALL))
 TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 TASK = Task("t", (Message("user", ("One and two?",)),), "3", "sums", {"answer": "3"})

@@ -21,7 +21,7 @@ from judge.labelled import calibration
 from judge.rubric import Example, Rubric, load_rubrics
 from judge.rules import decision as rules
 
-PAIRS = yaml.safe_load((Path(__file__).parents[1] / "data" / "judge" / "rule_pairs.yaml").read_text())
+PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text())
 EXAMPLE = Example(question="2+2?", reference="4", answer="four", reason="the same number", verdict=VerdictKind.CORRECT)
 RUBRIC = Rubric(
     name="sums", version=1, kind="binary", instructions="Judge sums.", max_answer=40, examples={"default": [EXAMPLE]}
