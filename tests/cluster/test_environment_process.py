@@ -56,6 +56,7 @@ def request(task: str) -> PlayRequest:
     return PlayRequest(Task(task, (Message("user", ("Sort: 1",)),)), TrajectoryId(1, 0), 0, 1, Sampling())
 
 
+@pytest.mark.slow_faults
 def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model: Path, tmp_path: Path) -> None:
     episode = {
         "environment": {

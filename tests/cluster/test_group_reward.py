@@ -201,7 +201,7 @@ def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> Non
 # A real run ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow_faults
 @pytest.mark.timeout(600)
 def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]

@@ -305,6 +305,7 @@ with private_cluster() as temporary:
 """
 
 
+@pytest.mark.slow_faults
 @pytest.mark.timeout(180)
 def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> None:
     """A private cluster has no dashboard, but its node's agent serves the metrics port; a step may take minutes."""

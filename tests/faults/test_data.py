@@ -69,7 +69,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
         row("raises", fine),
         *(row(name, fine) for name in ("nan", "inf", "none", "string", "half", "crash")),
     ]
-    config = grounding(tmp_path, grounding_model, lines, steps=9, environment__task_failures=1)
+    config = grounding(tmp_path, grounding_model, lines, steps=9)
     episode = config["environment"]["episode"]
     episode |= {"max_prompt_tokens": 300, "reset_timeout": 1.5}
     episode["environment"]["with"] = {"reset": {"hangs": "hang"}, "step": {"raises": "raise"}}
@@ -88,9 +88,9 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert "missing.png" in quarantine[f"{data}:2"]
     assert "900000000 pixels" in quarantine[f"{data}:10"]
     assert "the limit is 50000000 pixels" in quarantine[f"{data}:10"]
-    assert "its environment failed" in quarantine[f"{data}:16"]
+    assert f"{data}:16" not in quarantine, "one group in which it raised may be chance"
     assert "episodes of its group hung" in quarantine[f"{data}:14"]
-    assert len(quarantine) == 7, quarantine
+    assert len(quarantine) == 6, quarantine
 
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
@@ -115,6 +115,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert 1 <= len(made.named("episode_failed", trajectory=hung_trajectory(made))) <= 3
 
 
+@pytest.mark.slow_faults
 def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_model: Path) -> None:
     missing = str(tmp_path / "missing.png")
     made = finished(grounding(tmp_path, grounding_model, [row("missing", missing)], data__strict=True), code=1)
