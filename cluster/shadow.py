@@ -13,8 +13,8 @@ def hiding() -> str:
     """What hides one of our packages, and what to do about it, as a sentence; empty when nothing does."""
     for name in OURS:
         spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            continue
+        if spec is None or spec.origin is None or not (ROOT / name).is_dir():
+            continue  # a copy of the code may lack what it does not use (benchmarks): nothing is hidden then
         found = Path(spec.origin).resolve()
         if found.parent != ROOT / name:
             theirs = found.parent if found.name == "__init__.py" else found

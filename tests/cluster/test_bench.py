@@ -21,6 +21,7 @@ SHAPE = {"prompts": 2, "group": 3, "completion": 5, "steps": 3, "threads": 1}
 OPTIONS = [item for name, value in SHAPE.items() for item in (f"--{name}", str(value))]
 
 
+@pytest.mark.slow_faults
 def test_the_line_of_a_measured_run(digits_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster", "bench", "step", "--model", str(digits_model), *OPTIONS],

@@ -57,6 +57,7 @@ def evaluate(config: dict[str, Any], out: Path, *options: str) -> int:
     ).returncode  # fmt: skip
 
 
+@pytest.mark.slow_faults
 def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding_model: Path) -> None:
     config = grounding(tmp_path, grounding_model)
     made = finished(config)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(200)
 DATA = ROOT / "tests/data/grounding"
 
 
+@pytest.mark.slow_faults
 def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Path) -> None:
     with serving(grounding_model) as server:
         server.reply = {"message": {"content": "<bbox>[0,0,1,1]</bbox>"}, "finish_reason": "stop"}

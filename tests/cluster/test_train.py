@@ -97,6 +97,7 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
     assert again == 2, "never continues nothing"
 
 
+@pytest.mark.slow_faults
 def test_a_run_goes_on_with_other_values_but_not_as_another_run(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def on_policy(made: Run, tolerance: float = 1e-3) -> None:
         assert lags(record) == {0}
 
 
+@pytest.mark.slow_faults
 def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path) -> None:
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
@@ -73,6 +74,7 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
     assert kl[0] < 1e-8 < kl[1], "the reference is the start model, which the first update leaves"
 
 
+@pytest.mark.slow_faults
 def test_replay_and_partial_groups_when_deterministic(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__deterministic=True,

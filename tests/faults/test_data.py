@@ -125,6 +125,7 @@ def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_mo
     assert made.metrics == []
 
 
+@pytest.mark.slow_faults
 def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path, digits_model: Path) -> None:
     made = finished(settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "raise"}}), code=1)
     assert (
@@ -136,6 +137,7 @@ def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(tmp_path: 
     assert made.metrics == []
 
 
+@pytest.mark.slow_faults
 def test_groups_that_never_differ_stop_the_run_with_the_counts(tmp_path: Path, digits_model: Path) -> None:
     config = settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "half"}})
     made = finished(config, code=1)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
+from cluster.shadow import OURS
 from rayloop.core.files import new_secret
 from rayloop.launch.ray_variables import node_settings
 from tests.support.runs import ROOT, TAG, eventually, tagged
-
-PACKAGES = ("actors", "cluster", "judge", "rayloop", "recipes", "serve_apps", "tests")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def without_checkout(folder: Path) -> Path:
 
 def checkout(folder: Path) -> Path:
     """A copy of the code, without the shipped data."""
-    for package in PACKAGES:
+    for package in (*OURS, "tests"):
         shutil.copytree(
             ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny", "data")
         )

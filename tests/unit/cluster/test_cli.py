@@ -15,6 +15,7 @@ import pytest
 
 from cluster.cli import main, parsed
 from cluster.commands.eval import evaluation_folder
+from cluster.shadow import OURS
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
@@ -77,6 +78,16 @@ def test_other_files_and_folders_beside_it_do_no_harm(tmp_path: Path) -> None:
     assert code == 2
     assert "absent.yaml" in text
     assert "in place of" not in text
+
+
+def test_a_copy_of_the_code_without_benchmarks_beside_an_installed_one(tmp_path: Path) -> None:
+    for package in set(OURS) - {"benchmarks"}:
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny")
+        )
+    code, text = command(tmp_path, "train", "absent.yaml")
+    assert code == 2
+    assert "absent.yaml" in text
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
