@@ -101,9 +101,7 @@ def without_checkout(folder: Path) -> Path:
 def checkout(folder: Path) -> Path:
     """A copy of the code, without the shipped data."""
     for package in (*OURS, "tests"):
-        shutil.copytree(
-            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny", "data")
-        )
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny"))
     return folder
 
 
