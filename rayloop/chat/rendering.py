@@ -19,13 +19,17 @@ import jinja2
 from rayloop.chat.template import load_chat_template, read_json
 from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
 from rayloop.config.model import ModelSettings
+from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
-from rayloop.data.images import MAX_PIXELS, ImageGeometry, image_ref, probe, tinted
+from rayloop.data.images import MAX_PIXELS, ImageGeometry
+from rayloop.data.prompt_images import PromptImages
 
 _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, as in broken JSON, have no UTF-8 form."""
+KEPT = 1 << 18
+"""Tokens of rendered texts that are kept for the other members of a group, some 10 MB: 128 prompts of 2,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class Rendered:
 
 
 class Renderer:
-    """Renders for one model folder. Safe to use from many threads.
+    """Renders for one model folder. Safe to use from many threads. What members of a group show alike is rendered, and its images
+    are looked at, once.
 
     ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled: vision tokens, and
     ids without a text; ``image_token`` is the id of which every image has ``ImageRef.tokens``, None for a text-only model.
@@ -47,8 +52,6 @@ class Renderer:
 
     def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
         folder = model_folder(model.path)
-        self._max_image_pixels = max_image_pixels
-        self._tint = model.position_tint
         self._template = load_chat_template(folder)
         self._tokenizer = load_tokenizer(folder)
         self._plain = load_tokenizer(folder)
@@ -59,6 +62,8 @@ class Renderer:
         config = read_json(folder / "config.json")
         self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
+        self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
+        self._encoded: Cache[tuple[str, tuple[ImageRef, ...]], TokenIds] = Cache(KEPT, len)
         self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
@@ -76,7 +81,7 @@ class Renderer:
             text = self._template(chat, generation=True, tools=[self._plain_json(tool) for tool in tools])
         except jinja2.TemplateError as error:
             raise DataFailure("messages", f"the chat template refuses them: {error}") from error
-        return self._rendered(self._encode_template(text), images)
+        return Rendered(self._expanded(text, images), tuple(images))
 
     def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
         """What follows the turn ``sampled``: the closing tokens it lacks, the messages, the assistant's header.
@@ -91,8 +96,8 @@ class Renderer:
             raise ConfigError(f"the chat template refuses the observation: {error}") from error
         if not text.startswith(self._history):
             raise ConfigError("the chat template rewrites earlier turns when an observation follows: not supported")
-        ids = self._encode_template(self._closing + text[len(self._history) :])
-        return self._rendered(ids[1:] if sampled and sampled[-1] == ids[0] else ids, images)
+        ids = self._expanded(self._closing + text[len(self._history) :], images)
+        return Rendered(ids[1:] if sampled and sampled[-1] == ids[0] else ids, tuple(images))
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text as data, without end token; chat markup in it stays plain text."""
@@ -157,25 +162,26 @@ class Renderer:
         return ids
 
     def _image(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
-        if self._geometry is None:
+        if self._images is None:
             raise DataFailure(source.path or "image bytes", "the model takes text only, the messages have an image")
-        data, width, height = probe(source, self._max_image_pixels)
-        if self._tint:
-            data, keep_file = tinted(data, self._tint), False
-        path = source.path if keep_file and source.data is None else None
-        return PromptImage(image_ref(data, width, height, self._geometry, path), None if path else data)
+        return self._images.of(source, keep_file=keep_file)
 
-    def _rendered(self, ids: list[int], images: Sequence[PromptImage]) -> Rendered:
-        """Replace the one image token that the template wrote per image by as many as the image has."""
+    def _expanded(self, text: str, images: Sequence[PromptImage]) -> TokenIds:
+        """Token ids of rendered text; of the one image token that the template wrote per image, as many as the image has."""
+        refs = tuple(image.ref for image in images)
+        return self._encoded.made((text, refs), lambda: self._encode_images(text, refs))
+
+    def _encode_images(self, text: str, refs: Sequence[ImageRef]) -> TokenIds:
+        ids = self._encode_template(text)
         if self.image_token is None:
-            return Rendered(tuple(ids))
-        if (written := ids.count(self.image_token)) != len(images):
-            raise ConfigError(f"the chat template wrote {written} image tokens for {len(images)} images")
+            return tuple(ids)
+        if (written := ids.count(self.image_token)) != len(refs):
+            raise ConfigError(f"the chat template wrote {written} image tokens for {len(refs)} images")
         expanded: list[int] = []
-        remaining = iter(images)
+        remaining = iter(refs)
         for token in ids:
-            expanded += [token] * next(remaining).ref.tokens if token == self.image_token else [token]
-        return Rendered(tuple(expanded), tuple(images))
+            expanded += [token] * next(remaining).tokens if token == self.image_token else [token]
+        return tuple(expanded)
 
     def _pieces(self, folder: Path) -> tuple[str, str]:
         """A dummy conversation as the template writes it, and the part of it that closes the assistant's turn."""

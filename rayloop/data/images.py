@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +98,6 @@ def decode(data: bytes) -> Image.Image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-@lru_cache(maxsize=1024)
 def tinted(data: bytes, strength: float) -> bytes:
     """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right, blue from top to bottom."""
     pixels = np.asarray(decode(data), np.float32) * (1 - strength)
@@ -130,12 +128,12 @@ def smart_resize(
     return rows, columns
 
 
-def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, path: str | None = None) -> ImageRef:
+def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry) -> ImageRef:
     """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
     rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
     grid = (1, rows // geometry.patch, columns // geometry.patch)
     tokens = math.prod(grid) // geometry.merge**2
-    return ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, tokens, path)
+    return ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
 
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)

@@ -120,6 +120,26 @@ def test_an_observation_is_the_tail_of_the_full_rendering(renderer: Renderer, hf
     assert [i.ref.width for i in observation.images] == [28, 100]
 
 
+def test_what_members_of_a_group_show_alike_is_rendered_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, encoded = Renderer(ModelSettings(path=str(folder)), LIMIT), list[str]()
+    encode = renderer.encode
+
+    def counted(text: str) -> tuple[int, ...]:
+        encoded.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(renderer, "encode", counted)
+    for render in (renderer.prompt, lambda messages: renderer.observation(messages, ())):
+        encoded.clear()
+        first = render([Message("user", ("What now?", image(60, 90)))])
+        once = len(encoded)
+        assert render([Message("user", ("What now?", image(60, 90)))]) == first
+        assert len(encoded) == once > 0
+        other = render([Message("user", ("What now?", image(120, 90)))])
+        assert other.token_ids.count(renderer.image_token) > first.token_ids.count(renderer.image_token)
+        assert len(encoded) == 2 * once
+
+
 def test_closing_tokens_are_added_only_where_they_lack(renderer: Renderer, hf: Any) -> None:
     message = [Message("user", ("next",))]
     end, other_end = renderer.end_tokens
