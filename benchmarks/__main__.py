@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import judge, memory, publish, recipe, rollout, scale, step, structure, train
+from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, step, structure, train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
     train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
+    multi_turn.add_arguments(
+        actions.add_parser("multi_turn", help="long episodes with large screenshots on simulated engines")
+    )
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
     structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))
