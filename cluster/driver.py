@@ -300,7 +300,7 @@ class Driver:
             return
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
-        asked = plays(self.config, self.held_out, controls=controls)
+        asked = plays(self.config, self.held_out, controls=controls, samples=self.config.evaluation.samples)
         hear = self.production.alarms.held_out
         playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), hear)
         self.owes_evaluation = True

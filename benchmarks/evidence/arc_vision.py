@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cluster.stages.evaluate import read_items
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains
 from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
+from rayloop.run.held_out import read_items
 
 ROOT = Path("runs/evidence")
 RECIPE, START = Path("recipes/arc_vision"), Path("recipes/arc_vision/tiny")
@@ -90,7 +90,7 @@ def evaluated(name: str, checkpoint: Path) -> dict[str, Any]:
 def compared(name: str, checkpoint: Path) -> dict[str, Any]:
     """The same, and how it differs from the start on the same pages, paired."""
     summaries = evaluated(name, checkpoint)
-    after, before = read_items(ROOT / "test" / name), read_items(ROOT / "test" / "start")
+    after, before = (read_items(ROOT / "test" / arm / "items.jsonl") for arm in (name, "start"))
     return summaries | {"gain": {arm: gains(only(after, arm), only(before, arm)) for arm in (RIGHT, SAMPLED)}}
 
 

@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
-    parser.add_argument("--samples", type=int, default=0, help="sampled answers per row, besides the greedy one")
+    parser.add_argument(
+        "--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)"
+    )
     parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
     add_cluster(parser)
     parser.set_defaults(run=run)
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             data,
             out,
             controls=arguments.controls,
-            samples=arguments.samples,
+            samples=config.evaluation.samples if arguments.samples is None else arguments.samples,
             address=address,
             temporary=temporary,
         )

@@ -34,7 +34,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
-from rayloop.run.held_out import Play, blind, plays
+from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.jsonl import JsonLines
 from rayloop.transports.seam import Publication
 from rayloop.transports.settings import ObjectStoreTransport
@@ -56,7 +56,8 @@ def evaluate(
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
     make_folder(out, "--out")
     _claim(out / "identity.json", identity)
-    done = read_items(out)
+    items_file = out / "items.jsonl"
+    done = read_items(items_file)
     missing = _missing(config, asked, {item.key for item in done})
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
     why = ""
@@ -64,7 +65,9 @@ def evaluate(
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
             why = _play(config, out, missing)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
-    items = [item for key, item in {item.key: item for item in read_items(out)}.items() if key in wanted] + blinds
+    items = [
+        item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted
+    ] + blinds
     summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
@@ -151,12 +154,6 @@ class Evaluator(Actor):
 
     def _tell(self, event: Event) -> None:
         self.events.append(event)
-
-
-def read_items(out: Path) -> list[Item]:
-    """The items on record in an evaluation's folder."""
-    names = {field.name for field in dataclasses.fields(Item)}
-    return [Item(**{k: v for k, v in record.items() if k in names}) for record in JsonLines(out / "items.jsonl")]
 
 
 def config_hash(config: RunConfig) -> str:

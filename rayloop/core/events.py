@@ -137,6 +137,17 @@ class Controls(Event, by="rayloop/run/reporter.py"):
     """Answers without a score."""
 
 
+class Gain(Event, by="rayloop/run/reporter.py"):
+    """The run is done: what the held-out tasks earn now, against the first evaluation on record. To do: when the interval holds 0,
+    more rows in `data.eval` or more `evaluation.samples` tell a small gain from chance."""
+
+    since: int
+    """The step of that first evaluation."""
+    rewards: Mapping[str, Any]
+    """`sampled`, `greedy`: `tasks` that both have, mean reward `before` and `after`, `gain` (mean difference, and the bounds of its
+    95 % interval, paired by task; null for fewer than 8)."""
+
+
 class Checkpoint(Event, by="cluster/driver.py"):
     """A checkpoint is complete."""
 

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from rayloop.core.groups import Scored
@@ -118,15 +119,31 @@ def by_source(items: Sequence[Item]) -> Table:
     return {s: means(i for i in right if i.source == s) for s in sorted({item.source for item in right})}
 
 
-def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
-    """Score -> mean difference over the tasks that both have, with its paired 95 % interval."""
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A score of the ``tasks`` that two evaluations have in common: its means, and ``gain``, the mean of the differences task by
+    task with its 95 % interval."""
+
+    tasks: int
+    before: float
+    after: float
+    gain: Interval
+
+
+def pairs(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Pair]:
+    """Score -> how the tasks that both have differ; scores without a common task are left out."""
     new, old = scores(after), scores(before)
     result = {}
     for name in new.keys() & old.keys():
-        common = sorted(new[name].keys() & old[name].keys())
-        if common:
-            result[name] = paired_interval([new[name][t] for t in common], [old[name][t] for t in common])
+        if common := sorted(new[name].keys() & old[name].keys()):
+            late, early = [new[name][t] for t in common], [old[name][t] for t in common]
+            result[name] = Pair(len(common), fmean(early), fmean(late), paired_interval(late, early))
     return result
+
+
+def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
+    """Score -> mean difference over the tasks that both have, with its paired 95 % interval."""
+    return {name: pair.gain for name, pair in pairs(after, before).items()}
 
 
 def against_controls(items: Sequence[Item]) -> Table:

@@ -163,6 +163,10 @@ class RolloutDump:
     def file(self, step: int) -> Path:
         return self.path / f"step_{step:06d}.jsonl"
 
+    def files(self) -> dict[int, Path]:
+        """Step -> its file, in order; none of those that were set aside."""
+        return {int(file.stem.removeprefix("step_")): file for file in sorted(self.path.glob("step_*.jsonl"))}
+
     def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
         """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
         self.keep(images)
@@ -179,8 +183,8 @@ class RolloutDump:
 
     def set_aside_after(self, step: int) -> None:
         """Rename the files of later steps to ``step_N.jsonl.attempt-K``."""
-        for file in self.path.glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > step:
+        for later, file in self.files().items():
+            if later > step:
                 file.rename(_aside(file))
 
 

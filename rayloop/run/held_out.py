@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -10,9 +11,11 @@ from typing import Any
 
 from rayloop.core.types import Sampling, Task
 from rayloop.data.dataset import Dataset
-from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, swapped
+from rayloop.measure.controls import BLIND, CONTROLS, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, pairs, swapped
+from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import jsonable
+from rayloop.run.jsonl import JsonLines
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,25 @@ class Play:
     sample: int = 0
 
 
-def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int = 0) -> list[Play]:
-    """The right image once per task, the swapped images with ``controls``, and ``samples`` sampled answers per task."""
-    sampling = config.rollout.sampling.sampling(greedy=config.evaluation.greedy)
+def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
+    """The right image once per task, the swapped images with ``controls``, and ``samples`` sampled answers per task.
+
+    With ``evaluation.greedy: false`` the right image has the sampled answers, one at least.
+    """
+    greedy = config.evaluation.greedy
+    sampling = config.rollout.sampling.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}
     if controls:
         arms |= {SAME: swapped(tasks, config.seed, same=True), OTHER: swapped(tasks, config.seed, same=False)}
     asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
-    drawn = config.rollout.sampling.sampling()
-    return asked + [Play(SAMPLED, task, drawn, sample) for sample in range(samples) for task in tasks]
+    arm, first, drawn = (SAMPLED, 0, config.rollout.sampling.sampling()) if greedy else (RIGHT, 1, sampling)
+    return asked + [Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks]
+
+
+def read_items(file: Path) -> list[Item]:
+    """The items of an evaluation on record: ``evaluations/step_N.jsonl`` of a run, ``items.jsonl`` of ``eval``."""
+    names = {field.name for field in dataclasses.fields(Item)}
+    return [Item(**{name: value for name, value in record.items() if name in names}) for record in JsonLines(file)]
 
 
 def on_training_rows(config: RunConfig) -> str:
@@ -68,17 +81,38 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
 
 
 def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
-    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, and val/control/<arm>/...
+    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, val_sampled/... of its sampled
+    answers, and val/control/<arm>/...
 
-    Tasks without a score are left out of the means and counted in val/unscored.
+    Answers without a score are left out of the means and counted in val/unscored.
     """
-    right = [item for item in items if item.arm == RIGHT]
-    names = {f"val/{name}/mean": value[0] for name, value in table.get(RIGHT, {}).items()}
+    right, drawn = _of(items, RIGHT), _of(items, SAMPLED)
+    names = _curve("val", right, table.get(RIGHT, {}))
     for source in sorted({item.source for item in right} - {""}):
         rewards = [item.reward for item in right if item.source == source and item.reward is not None]
         if rewards:
             names[f"val/{source}/reward/mean"] = mean(rewards)
-    for arm in table.keys() - {RIGHT}:
-        names |= {f"val/control/{arm}/{name}/mean": value[0] for name, value in table[arm].items()}
-    scored = sum(item.reward is not None for item in right)
-    return {**names, "val/scored": float(scored), "val/unscored": float(len(right) - scored)}
+    for arm in CONTROLS:
+        names |= {f"val/control/{arm}/{name}/mean": value[0] for name, value in table.get(arm, {}).items()}
+    return {**names, **(_curve("val_sampled", drawn, table.get(SAMPLED, {})) if drawn else {})}
+
+
+def _curve(prefix: str, items: Sequence[Item], scores: Mapping[str, Interval]) -> dict[str, float]:
+    """The means of one arm, the bounds of its reward's interval where it has one, and how many answers it is about."""
+    names = {f"{prefix}/{name}/mean": value[0] for name, value in scores.items()}
+    _, low, high = scores.get("reward", (0.0, None, None))
+    if low is not None and high is not None:
+        names |= {f"{prefix}/reward/low": low, f"{prefix}/reward/high": high}
+    scored = sum(item.reward is not None for item in items)
+    return {**names, f"{prefix}/scored": float(scored), f"{prefix}/unscored": float(len(items) - scored)}
+
+
+def gain(after: Sequence[Item], before: Sequence[Item], *, greedy: bool) -> dict[str, dict[str, Any]]:
+    """``sampled`` and ``greedy``: how the rewards of two evaluations differ (``Pair``); an arm without common tasks is left out."""
+    arms = {"sampled": SAMPLED, "greedy": RIGHT} if greedy else {"sampled": RIGHT}
+    found = {name: pairs(_of(after, arm), _of(before, arm)).get("reward") for name, arm in arms.items()}
+    return {name: dataclasses.asdict(pair) for name, pair in found.items() if pair is not None}
+
+
+def _of(items: Sequence[Item], arm: str) -> list[Item]:
+    return [item for item in items if item.arm == arm]

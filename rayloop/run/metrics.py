@@ -53,6 +53,22 @@ METRICS = tuple(
             "reward",
             "The same with wrong images, or the best answers without one.",
         ),
+        (
+            "val/reward/low",
+            "reward",
+            "Lower bound of its 95 % interval (bootstrap over tasks); absent for fewer than 8.",
+        ),
+        ("val/reward/high", "reward", "Upper bound of the same."),
+        (
+            "val_sampled/reward/mean",
+            "reward",
+            "Mean reward of held-out answers sampled as in training, mean over tasks.",
+        ),
+        ("val_sampled/reward/low", "reward", "Lower bound of its 95 % interval (bootstrap over tasks)."),
+        ("val_sampled/reward/high", "reward", "Upper bound of the same."),
+        ("val_sampled/<component>/mean", "reward", "Mean of one component of the reward of the same answers."),
+        ("val_sampled/scored", "trajectories", "Sampled held-out answers that got a reward."),
+        ("val_sampled/unscored", "trajectories", "Sampled held-out answers without a reward."),
         ("val/best", "reward", "Highest mean reward on the held-out tasks so far; kept in the checkpoint."),
         ("val/best_step", "steps", "The step it belongs to."),
         ("val/scored", "trajectories", "Held-out tasks that got a reward."),
@@ -132,6 +148,7 @@ METRICS = tuple(
         ("timing_s/testing", "s", "Evaluation on held-out tasks."),
         ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
         ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),
+        ("perf/tokens_per_second", "tokens/s", "Sampled tokens of the finished trajectories, per second of the step."),
         ("perf/trajectories_per_second", "trajectories/s", "Finished trajectories per second of the step."),
     )
 )

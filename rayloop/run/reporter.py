@@ -19,7 +19,7 @@ from rayloop.measure.controls import Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
-from rayloop.run.held_out import metrics
+from rayloop.run.held_out import gain, metrics, read_items
 from rayloop.run.step_metrics import Collected, step_metrics
 
 Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
@@ -130,15 +130,17 @@ class Reporter:
         """Write one record to metrics.jsonl, and hand it to the other loggers."""
         self._step = step
         seconds = sum(timings.values())
+        found = step_metrics(collected, self.config.algorithm.target)
         record = {
             "step": float(step),
-            **step_metrics(collected, self.config.algorithm.target),
+            **found,
             **self._length_ratio(collected),
             **report,
             **self._evaluation,
             **{f"timing_s/{name}": value for name, value in timings.items()},
             "timing_s/step": seconds,
             "perf/trajectories_per_second": sum(len(g.members) for g in collected.finished) / max(seconds, 1e-9),
+            "perf/tokens_per_second": found.get("rollout/tokens", 0.0) / max(seconds, 1e-9),
             **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
@@ -163,7 +165,17 @@ class Reporter:
         self.folder.rollouts.write(step, records, images)
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
-        """The run's last word."""
+        """The run's last word: what its held-out tasks have gained, and that it is finished."""
+        self._gain(step)
         self.event(events.Finished(dict(ledger)))
         self.folder.close()
         return {"steps": step, "ledger": dict(ledger)}
+
+    def _gain(self, step: int) -> None:
+        """The last evaluation against the first one on record, which an earlier start of this run may have made."""
+        files = self.folder.evaluations.files()
+        since = min(files, default=step)
+        if step in files and since < step:
+            after, before = read_items(files[step]), read_items(files[since])
+            if rewards := gain(after, before, greedy=self.config.evaluation.greedy):
+                self.event(events.Gain(since, rewards), step)

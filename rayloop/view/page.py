@@ -31,19 +31,18 @@ from rayloop.view.reader import (
     rollout_groups,
     series,
 )
+from rayloop.view.words import gained
 
 MAX_SIDE = 1280
 """Pixels; larger images are shrunk for the page. The originals stay where the run keeps them."""
 MAX_PIXELS = 100_000_000
 """Images beyond this are named instead of shown."""
 
+CURVES = ("val_sampled/reward/mean", "val/reward/mean")
+"""Of the policy that is trained, and of its likeliest answers."""
 CHARTS = (
-    (
-        "Reward: training (reward/mean), held-out (val), controls",
-        "reward/mean",
-        "val/reward/mean",
-        "val/control/*/reward/mean",
-    ),
+    ("Held-out reward, sampled and greedy (shaded: 95 % interval, dotted: at the start)", *CURVES),
+    ("Reward: training (reward/mean), held-out, controls", "reward/mean", *CURVES, "val/control/*/reward/mean"),
     ("Reward components", "reward/component/*/mean"),
     ("Held-out components", "val/*/mean"),
     ("Loss", "actor/loss"),
@@ -65,7 +64,7 @@ CHARTS = (
 """Title, and patterns of the metrics that it shows."""
 COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
 """Metrics that are absent where they would be 0."""
-ROUTINE = ("start", "begin", "parity", "self_test", "evaluated", "controls", "trained", "checkpoint", *ENDS)
+ROUTINE = ("start", "begin", "parity", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
@@ -107,6 +106,7 @@ def content(folder: RunFolder, groups: int) -> Record:
         "constants": [(line["name"], line["points"][0][1]) for c in drawn if is_constant(c) for line in c["lines"]],
         "ledger": ledger(events, metrics),
         "evaluations": list(evaluations.values()),
+        "gains": [line for end in by_step(events, "gain").values() for line in gained(end)],
         "controls": list(by_step(events, "controls").values()),
         "incidents": [event for event in events if event["event"] not in ROUTINE],
         "recorded": len(recorded),
@@ -154,7 +154,16 @@ def charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Rec
             values = dict(lines[name])
             lines[name] = [(step, values.get(step, 0.0)) for step in steps]
     found = ((title, matching(lines, patterns)) for title, *patterns in CHARTS)
-    return [{"title": t, "lines": [{"name": n, "points": lines[n]} for n in names]} for t, names in found if names]
+    return [{"title": t, "lines": [_line(n, lines, t == CHARTS[0][0]) for n in names]} for t, names in found if names]
+
+
+def _line(name: str, lines: Mapping[str, Any], bounded: bool) -> Record:
+    """``bounded``: with where it began, and the bounds of its interval, if it has them."""
+    line: Record = {"name": name, "points": lines[name]}
+    if bounded:
+        prefix = name.removesuffix("mean")
+        line |= {"start": lines[name][0][1], **{bound: lines.get(prefix + bound, []) for bound in ("low", "high")}}
+    return line
 
 
 def is_constant(chart: Record) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from rayloop.data.images import decode
 from rayloop.measure.controls import RIGHT
 from rayloop.run.folder import RunFolder
 from rayloop.run.jsonl import JsonLines
-from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series, step_files
-from rayloop.view.words import sampled
+from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series
+from rayloop.view.words import gained, sampled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,29 +47,37 @@ def draw(folder: RunFolder, reader: BoxReader | None) -> list[Path]:
 
 
 def curves(folder: RunFolder) -> Figure:
-    """Training and held-out reward over the steps."""
+    """Training and held-out reward over the steps; held-out with 95 % intervals, and dotted where each of them began."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    config, evaluations = configuration(folder), by_step(folder.events, "evaluated")
+    config, evaluations = configuration(folder), series(by_step(folder.events, "evaluated").values())
     sampling = (config.get("rollout") or {}).get("sampling") or {}
     drawn, greedy = sampling.get("temperature", 1.0), (config.get("evaluation") or {}).get("greedy", True)
-    lines = {
-        f"training ({sampled(drawn)})": series(folder.metrics).get("reward/mean", []),
-        f"held-out ({sampled(0.0 if greedy else drawn)})": series(evaluations.values()).get("val/reward/mean", []),
-    }
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for (label, points), style in zip(lines.items(), ("-", "o-"), strict=True):
-        if points:
-            steps, values = zip(*((s, float("nan") if v is None else v) for s, v in points), strict=True)
-            axes.plot(steps, values, style, label=label)
-    axes.set(title=folder.path.name, xlabel="step", ylabel="mean reward")
+    if training := series(folder.metrics).get("reward/mean", []):
+        axes.plot(*_numbers(training), "-", color="0.6", linewidth=1, label=f"training ({sampled(drawn)})")
+    for prefix, temperature in (("val_sampled", drawn), ("val", 0.0 if greedy else drawn)):
+        if points := evaluations.get(f"{prefix}/reward/mean", []):
+            (line,) = axes.plot(*_numbers(points), "o-", label=f"held-out ({sampled(temperature)})")
+            low, high = (_numbers(evaluations.get(f"{prefix}/reward/{bound}", []))[1] for bound in ("low", "high"))
+            if len(low) == len(high) == len(points):
+                axes.fill_between(_numbers(points)[0], low, high, color=line.get_color(), alpha=0.15)
+            axes.axhline(_numbers(points)[1][0], color=line.get_color(), linestyle=":", linewidth=1)
+    title = [folder.path.name, *(line for end in by_step(folder.events, "gain").values() for line in gained(end))]
+    axes.set_title("\n".join(title), fontsize=9)
+    axes.set(xlabel="step", ylabel="mean reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
     return figure
+
+
+def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    """Steps and values; what was not finite leaves a gap."""
+    return [step for step, _ in points], [float("nan") if value is None else value for _, value in points]
 
 
 def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
@@ -79,7 +87,7 @@ def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
     """
     from matplotlib.figure import Figure
 
-    files = list(step_files(folder.evaluations.path).items())
+    files = list(folder.evaluations.files().items())
     if len(files) < 2:
         return None
     (first, before), (last, after) = ((step, _answers(file)) for step, file in (files[0], files[-1]))

@@ -19,11 +19,20 @@ from rayloop.view.words import span
 
 ROWS = 10
 ABSENT = "-"
+SHORT = {
+    "gen": "gen",
+    "update_actor": "train",
+    "update_weights": "publish",
+    "parity": "compare",
+    "testing": "eval",
+    "save_checkpoint": "save",
+}
+"""Phases of a step whose share of the time is told, by the name of their timing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``show`` formats a step's metrics; ``word`` is the label in plain lines."""
+    """``show`` formats a step's metrics; ``word`` is the label in plain lines. A table has it once there was a value to show."""
 
     title: str
     word: str
@@ -35,6 +44,8 @@ def _value(name: str, form: str) -> Callable[[Mapping[str, float]], str]:
 
 
 def _kept(metrics: Mapping[str, float]) -> str:
+    if "rollout/trajectories" not in metrics:
+        return ABSENT
     return f"{_value('rollout/trained', '.0f')(metrics)}/{_value('rollout/trajectories', '.0f')(metrics)}"
 
 
@@ -51,28 +62,69 @@ def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
     return share
 
 
-GIVEN_UP = ("publish_s", "train_s", "gen_s", "grad", "entropy", "step_s", "loss", "excluded", "filtered")
+def _phase(phase: str) -> Callable[[Mapping[str, float]], str]:
+    """The share of the step's time that a phase took."""
+
+    def share(metrics: Mapping[str, float]) -> str:
+        whole, part = metrics.get("timing_s/step", 0.0), metrics.get(f"timing_s/{phase}")
+        return f"{part / whole:.0%}" if whole and part is not None else ABSENT
+
+    return share
+
+
+def _time(metrics: Mapping[str, float]) -> str:
+    """Seconds of the step, and the phases that took a twentieth of it or more: ``1.9 s: gen 55% train 41%``."""
+    whole = metrics.get("timing_s/step", 0.0)
+    if not whole:
+        return ABSENT
+    large = {name: share for name in SHORT if (share := metrics.get(f"timing_s/{name}", 0.0) / whole) >= LARGE}
+    return " ".join([f"{whole:.1f} s:", *(f"{SHORT[name]} {share:.0%}" for name, share in large.items())])
+
+
+GIVEN_UP = ("publish", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
 """Words of the columns that a table leaves out, in this order, until it fits the terminal. Never what was earned or trained."""
 SEEN = 10
-"""Steps over whose mean duration the time that is left is reckoned."""
+"""Steps over whose mean duration the time that is left is reckoned, and over whose mean reward the trend."""
+LARGE = 0.05
+"""Phases that took less than this share of a step are not told in a plain line."""
+TREND = "trend"
+"""Not a metric: the mean reward of the newer half of the last 2 * ``SEEN`` steps, minus that of the older half."""
 
 
 def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
     """Of the table. ``sampled`` and ``held_out`` say how the two kinds of answers are drawn: they are not to be compared."""
     return (
-        Column(f"reward\n({sampled})", f"reward({sampled})", _value("reward/mean", ".3f")),
+        Column(f"reward\n({sampled})", "reward", _value("reward/mean", ".3f")),
+        Column("trend", "trend", _value(TREND, "+.3f")),
         Column("trained/\nplayed", "trained", _kept),
         Column("filtered", "filtered", _share("filtered", none="0%")),
         Column("excluded", "excluded", _share("excluded", none=ABSENT)),
-        Column("loss", "loss", _value("actor/loss", ".4f")),
-        Column("grad\nnorm", "grad", _value("actor/grad_norm", ".3g")),
         Column("entropy", "entropy", _value("actor/entropy", ".3f")),
-        Column("generate\ns", "gen_s", _value("timing_s/gen", ".1f")),
-        Column("train\ns", "train_s", _value("timing_s/update_actor", ".1f")),
-        Column("publish\ns", "publish_s", _value("timing_s/update_weights", ".1f")),
+        Column("KL", "KL", _value("actor/kl", ".2g")),
+        Column("grad\nnorm", "grad", _value("actor/grad_norm", ".2g")),
+        Column("tokens\n/s", "tokens", _value("perf/tokens_per_second", ".0f")),
         Column("step\ns", "step_s", _value("timing_s/step", ".1f")),
-        Column(f"held-out\n({held_out})", f"held_out({held_out})", _value("val/reward/mean", ".3f")),
+        Column("gen", "gen", _phase("gen")),
+        Column("train", "train", _phase("update_actor")),
+        Column("publish", "publish", _phase("update_weights")),
+        Column(f"held-out\n({sampled})", "sampled", _value("val_sampled/reward/mean", ".3f")),
+        Column(f"held-out\n({held_out})", "held-out", _value("val/reward/mean", ".3f")),
     )
+
+
+LINE = {
+    "reward": "reward {}",
+    "trend": "({})",
+    "trained": " trained {}",
+    "excluded": " excluded {}",
+    "entropy": " entropy {}",
+    "KL": " KL {}",
+    "grad": " grad {}",
+    "tokens": " {} tok/s",
+    "time": " {}",
+    "left": " {}",
+}
+"""Words of what a plain line says, and how. An evaluation has a line of its own; what filters removed is missing in ``trained``."""
 
 
 class Progress:
@@ -85,7 +137,9 @@ class Progress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._columns = columns(sampled, held_out)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+        self._used: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=SEEN)
+        self._rewards: deque[float] = deque(maxlen=2 * SEEN)
         self._left = ""
         self._doing = ""
         self._live: Live | None = None
@@ -108,19 +162,28 @@ class Progress:
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show one step: a record of metrics.jsonl, with ``step`` in it."""
         step = f"{metrics['step']:.0f}/{self.total_steps}"
-        cells = tuple(column.show(metrics) for column in self._columns)
+        metrics = {**metrics, **self._trend(metrics)}
+        cells = {column.word: column.show(metrics) for column in self._columns}
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
             remaining = (self.total_steps - metrics["step"]) * fmean(self._seconds)
-            self._left = f"about {span(remaining)} left" if remaining else ""
+            self._left = f"{span(remaining)} left" if remaining else ""
         if self._live is None:
-            pairs = (
-                f"{column.word} {cell}" for column, cell in zip(self._columns, cells, strict=True) if cell != ABSENT
-            )
-            self.console.print(Text("  ".join(filter(None, (f"step {step}", *pairs, self._left)))))
+            cells |= {"time": _time(metrics), "left": self._left or ABSENT}
+            said = (form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT)
+            self.console.print(Text(" ".join((f"step {step} ", *said))))
             return
-        self._rows.append((step, *cells))
+        self._used |= {word for word, cell in cells.items() if cell != ABSENT}
+        self._rows.append((step, *cells.values()))
         self._refresh()
+
+    def _trend(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The trend with this step in it; nothing before there are two rewards for each half."""
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        rewards = list(self._rewards)
+        half = len(rewards) // 2
+        return {TREND: fmean(rewards[-half:]) - fmean(rewards[:half])} if half > 1 else {}
 
     def doing(self, text: str) -> None:
         """Below the table of a terminal: what the run does now. Says nothing elsewhere."""
@@ -155,7 +218,7 @@ class Progress:
     def _without(self, words: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right", vertical="bottom", no_wrap=True)
-        shown = [column.word not in words for column in self._columns]
+        shown = [column.word in self._used and column.word not in words for column in self._columns]
         for column in compress(self._columns, shown):
             table.add_column(column.title, justify="right", vertical="bottom", no_wrap=True)
         for step, *cells in self._rows:

@@ -69,14 +69,9 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(fitting))
 
 
-def step_files(folder: Path) -> dict[int, Path]:
-    """Step -> ``step_N.jsonl`` in ``folder``, in order."""
-    return {int(file.stem.removeprefix("step_")): file for file in sorted(folder.glob("step_*.jsonl"))}
-
-
 def rollout_groups(folder: RunFolder) -> Iterator[list[Record]]:
     """The recorded groups, each as the records of its members, by step and issue number."""
-    for file in step_files(folder.rollouts.path).values():
+    for file in folder.rollouts.files().values():
         groups: dict[int, list[Record]] = {}
         for record in JsonLines(file):
             groups.setdefault(record["group"], []).append(record)

@@ -121,16 +121,36 @@ def _self_test(record: Record) -> str:
 
 
 def _evaluated(record: Record) -> str:
-    names = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if k.startswith("val/")}
-    scored, unscored = names.pop("scored", 0), names.pop("unscored", 0)
-    best, when = names.pop("best", None), names.pop("best_step", record["step"])
-    by_source = [name for name in names if fnmatch(name, "*/reward")]
+    """Means of the reward and its components; those by source, of controls and the bounds are left to the run folder."""
+    means = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if fnmatch(k, "val/*/mean")}
     shown = ", ".join(
-        f"{name} {v:.3f}" for name, v in names.items() if name not in by_source and not name.startswith("control/")
+        f"{name} {v:.3f}" for name, v in means.items() if not fnmatch(name, "*/reward") and "control/" not in name
     )
+    scored, drawn = record["val/scored"], record.get("val_sampled/scored", 0)
+    missing = record["val/unscored"] + record.get("val_sampled/unscored", 0)
+    parts = [f"held-out: {shown or 'no score'} over {scored:g} rows"]
+    if drawn:
+        parts.append(f"sampled reward {record['val_sampled/reward/mean']:.3f} over {drawn:g} answers")
+    if missing:
+        parts.append(f"{missing:g} HAVE NO SCORE")
+    best, when = record.get("val/best"), record.get("val/best_step", record["step"])
     before = f" (best so far {best:.3f}, of step {when:g})" if best is not None and when < record["step"] else ""
-    missing = f"; {unscored:g} HAVE NO SCORE" if unscored else ""
-    return f"held-out: {shown or 'no score'} over {scored:g} rows{before}{missing}"
+    return "; ".join(parts) + before
+
+
+def gained(record: Record) -> list[str]:
+    """A sentence for each kind of answer: what held-out tasks earned first, what they earn now, and whether that may be chance."""
+    since = f" since step {record['since']}" if record["since"] else ""
+    return [f"held-out reward, {drawn}: {_gain(pair)}{since}" for drawn, pair in record["rewards"].items()]
+
+
+def _gain(pair: Mapping[str, Any]) -> str:
+    mean, low, high = pair["gain"]
+    change = f"{pair['before']:.3f} -> {pair['after']:.3f}, gain {mean:.3f}"
+    if low is None or high is None:
+        return f"{change} ({pair['tasks']} tasks, too few for an interval)"
+    chance = ": it may be chance" if low <= 0 <= high else ""
+    return f"{change} (95 % interval {low:.3f} to {high:.3f} over {pair['tasks']} tasks{chance})"
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
@@ -141,6 +161,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "parity": _parity,
     "self_test": _self_test,
     "evaluated": _evaluated,
+    "gain": lambda record: "\n".join(gained(record)),
     "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
     "stalled": lambda record: (
         f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} (stacks in {record['stacks']})"

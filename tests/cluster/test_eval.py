@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from cluster.cli import main
-from cluster.stages.evaluate import Evaluator, read_items
+from cluster.stages.evaluate import Evaluator
 from rayloop.core.groups import Member, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, TrajectoryId, Version
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
 from rayloop.run.config import RunConfig
+from rayloop.run.held_out import read_items
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
 
@@ -43,7 +44,7 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
         },
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
         publish={"self_test": False, "probes": 1, "transport": {"kind": "filesystem"}},
-        evaluation={"every": 2, "controls": True, "blind": {"use": "recipes.arc_vision.controls:BlindBox"}},
+        evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "recipes.arc_vision.controls:BlindBox"}},
     )  # fmt: skip
 
 
@@ -66,13 +67,21 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     assert set(controls[0]["differences"]) == {BLIND, OTHER}, "no page type has two rows here"
     assert "right image minus control, paired:" in made.text
     kept = (made.folder / "evaluations/step_000002.jsonl").read_text().splitlines()
-    assert len(kept) == ROWS * 3
+    assert len(kept) == ROWS * (3 + 2)
     assert made.metrics[-1]["val/control/blind/reward/mean"] == controls[-1]["arms"][BLIND]["reward"][0]
+
+    (gain,) = made.named("gain")
+    before, after = (made.named("evaluated")[n]["val_sampled/reward/mean"] for n in (0, -1))
+    sampled = gain["rewards"]["sampled"]
+    assert (gain["since"], sampled["tasks"], sampled["before"], sampled["after"]) == (0, ROWS, before, after)
+    assert sampled["gain"][0] == pytest.approx(after - before)
+    assert f"held-out reward, sampled: {before:.3f} -> {after:.3f}, gain " in made.text
+    assert made.metrics[-1]["val_sampled/scored"] == 2 * ROWS
 
     out, checkpoint = tmp_path / "eval", ("--checkpoint", str(made.folder))
     assert evaluate(config, out, *checkpoint) == 0
     lines = (out / "items.jsonl").read_text().splitlines(keepends=True)
-    items = {item.key: item for item in read_items(out)}
+    items = {item.key: item for item in read_items(out / "items.jsonl")}
     count = {arm: sum(item.arm == arm for item in items.values()) for arm in (RIGHT, SAME, OTHER, SAMPLED)}
     assert count == {RIGHT: ROWS, SAME: 0, OTHER: ROWS, SAMPLED: 2 * ROWS}
     assert len(lines) == len(items)
@@ -85,7 +94,7 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote the eleventh
     assert evaluate(config, out, *checkpoint) == 0
     assert (out / "items.jsonl").read_text().splitlines(keepends=True)[:10] == lines[:10]
-    assert {item.key: item for item in read_items(out)} == items
+    assert {item.key: item for item in read_items(out / "items.jsonl")} == items
     assert json.loads((out / "summary.json").read_text()) == summary
     assert evaluate(config, out) == 2, "the start model's answers do not belong here"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.stages.evaluate import read_items
+from rayloop.run.held_out import read_items
 from tests.support.openai_server import serving
 from tests.support.runs import ROOT, finished, settings
 
@@ -40,7 +40,7 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
             check=False,
         )
         assert done.returncode == 0
-    items = read_items(out)
+    items = read_items(out / "items.jsonl")
     assert len(items) == len(server.requests) == len((DATA / "test.jsonl").read_text().splitlines())
     assert all(item.reward is not None and item.reward > 0 for item in items), "the answer is the whole page"
     assert json.loads((out / "identity.json").read_text())["weights"] == f"theirs at {server.url}/v1"

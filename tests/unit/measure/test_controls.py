@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rayloop.config.settings import load
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.measure.controls import (
     BLIND,
     OTHER,
     RIGHT,
     SAME,
+    SAMPLED,
     Item,
     against_controls,
     by_arm,
@@ -24,9 +27,11 @@ from rayloop.measure.controls import (
     verdict,
 )  # fmt: skip
 from rayloop.measure.intervals import LEAST, interval, paired_interval
-from rayloop.run.held_out import metrics
+from rayloop.run.config import RunConfig
+from rayloop.run.held_out import gain, metrics, plays
 from rayloop.run.metrics import validate
 from recipes.arc_vision.controls import BlindBox
+from tests.support.runs import ROOT
 
 
 def task(name: str, source: str, image: bytes, box: tuple[float, ...] = (0, 0, 1, 1), instruction: str = "Go.") -> Task:
@@ -122,6 +127,48 @@ def test_answers_without_a_reward_are_left_out_and_counted() -> None:
     controlled = metrics(found + items(SAME, [0.0, 0.0, 0.0]), by_arm(found + items(SAME, [0.0, 0.0, 0.0])))
     assert validate(controlled) == ()
     assert controlled["val/control/same source/reward/mean"] == 0.0
+
+
+def test_sampled_answers_have_a_curve_of_their_own_with_bounds() -> None:
+    drawn = [Item(SAMPLED, str(task), "page", k, reward=task / 10 + k / 10) for task in range(LEAST) for k in range(2)]
+    found = items(RIGHT, [0.5] * LEAST) + drawn + [Item(SAMPLED, "0", "page", 2)]
+    recorded = metrics(found, by_arm(found))
+    assert validate(recorded) == ()
+    assert recorded["val_sampled/reward/mean"] == pytest.approx(0.4), "the mean over tasks of their answers' mean"
+    assert recorded["val_sampled/reward/low"] < 0.4 < recorded["val_sampled/reward/high"]
+    assert (recorded["val_sampled/scored"], recorded["val_sampled/unscored"]) == (2 * LEAST, 1)
+    assert (recorded["val/reward/mean"], recorded["val/scored"]) == (0.5, LEAST)
+    assert not [name for name in recorded if name.startswith("val/control/")]
+
+
+def test_the_gain_is_over_the_tasks_that_both_evaluations_have() -> None:
+    before = items(RIGHT, [0.1] * 10) + [
+        Item(SAMPLED, str(n), "page", k, reward=0.2) for n in range(10) for k in range(4)
+    ]
+    after = items(RIGHT, [0.4] * 9) + [
+        Item(SAMPLED, str(n), "page", k, reward=0.1 * k) for n in range(10) for k in range(4)
+    ]
+    found = gain(after, before, greedy=True)
+    assert (found["greedy"]["tasks"], found["sampled"]["tasks"]) == (9, 10)
+    assert (found["greedy"]["before"], found["greedy"]["after"]) == pytest.approx((0.1, 0.4))
+    assert found["greedy"]["gain"] == pytest.approx((0.3, 0.3, 0.3))
+    assert found["sampled"]["gain"] == pytest.approx((-0.05, -0.05, -0.05))
+    assert list(gain(after, before, greedy=False)) == ["sampled"], "then the right arm is what is sampled"
+    assert gain(after, [], greedy=True) == {}
+
+
+@pytest.mark.parametrize(("greedy", "samples", "asked"), [
+    (True, 0, {RIGHT: [(0, 0.0)]}),
+    (True, 2, {RIGHT: [(0, 0.0)], SAMPLED: [(0, 1.0), (1, 1.0)]}),
+    (False, 0, {RIGHT: [(0, 1.0)]}),
+    (False, 3, {RIGHT: [(0, 1.0), (1, 1.0), (2, 1.0)]}),
+])  # fmt: skip
+def test_samples_are_asked_for_besides_the_greedy_answer(greedy: bool, samples: int, asked: dict[str, Any]) -> None:
+    config = load(ROOT / "recipes/arc_vision/quickstart.yaml", [f"evaluation.greedy={str(greedy).lower()}"], RunConfig)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for play in plays(config, TASKS[:1], controls=False, samples=samples):
+        found.setdefault(play.arm, []).append((play.sample, play.sampling.temperature))
+    assert found == asked
 
 
 def test_several_samples_of_a_task_count_as_one_item() -> None:

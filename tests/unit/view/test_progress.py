@@ -20,9 +20,14 @@ METRICS = {
     "rollout/trajectories": 16.0,
     "filtered/max_length": 1.0,
     "filtered/all_wrong": 3.0,
-    "actor/loss": 0.125,
+    "actor/loss": 0.0,
     "actor/grad_norm": float("nan"),
-    "timing_s/gen": 1.26,
+    "actor/entropy": 1.5,
+    "perf/tokens_per_second": 871.3,
+    "timing_s/gen": 18.0,
+    "timing_s/update_actor": 9.0,
+    "timing_s/update_weights": 1.4,
+    "timing_s/testing": 1.6,
     "timing_s/step": 30.0,
     "val/reward/mean": 0.75,
 }
@@ -37,11 +42,42 @@ def test_plain_lines_show_what_there_is() -> None:
         progress.close({"steps": 3, "ledger": {"trained": 12, "stale": 0}})
     assert out.getvalue().splitlines() == [
         "run folder [bold]runs/a",
-        "step 3/20  reward(T=1) 0.250  trained 12/16  filtered 25%  loss 0.1250  grad nan  gen_s 1.3  step_s 30.0  "
-        "held_out(greedy) 0.750  about 8 min left",
+        "step 3/20  reward 0.250  trained 12/16  entropy 1.500  grad nan  871 tok/s  "
+        "30.0 s: gen 60% train 30% eval 5%  8 min left",
         "done: steps 3",
         "  ledger: trained 12",
     ]
+
+
+def lines(*steps: dict[str, float]) -> list[str]:
+    out = io.StringIO()
+    with Progress(100, "T=1", "greedy", Console(file=out, force_terminal=False, soft_wrap=True)) as progress:
+        for step in steps:
+            progress.step(step)
+    return out.getvalue().splitlines()
+
+
+def test_a_line_says_what_moves_and_not_a_loss_of_nothing_in_about_120_columns() -> None:
+    step = {
+        "step": 60.0, "reward/mean": 0.412, "rollout/trained": 128.0, "rollout/trajectories": 144.0, "actor/loss": 0.0,
+        "actor/grad_norm": 0.424, "actor/entropy": 0.352, "perf/tokens_per_second": 871.3, "timing_s/gen": 1.0,
+        "timing_s/update_actor": 0.9, "timing_s/update_weights": 0.05, "timing_s/step": 2.0,
+    }  # fmt: skip
+    *_, line = lines(*[step] * 4)
+    assert line == (
+        "step 60/100  reward 0.412 (+0.000)  trained 128/144  entropy 0.352  grad 0.42  871 tok/s  "
+        "2.0 s: gen 50% train 45%  80 s left"
+    )
+    assert len(line) <= 125
+    assert "  KL 0.0012  " in lines({**step, "actor/kl": 0.00123})[0]
+    assert "  excluded 50%  " in lines({**step, "excluded/timeout": 72.0})[0]
+
+
+def test_the_trend_is_of_the_last_steps_and_waits_for_four() -> None:
+    rewards = [0.0, 0.1, 0.2, 0.3, *[1.0] * 10, *[1.5] * 10]
+    said = lines(*({"step": float(n), "reward/mean": reward} for n, reward in enumerate(rewards, 1)))
+    assert said[2:4] == ["step 3/100  reward 0.200", "step 4/100  reward 0.300 (+0.200)"]
+    assert said[-1] == "step 24/100  reward 1.500 (+0.500)", "of the last twenty only"
 
 
 def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
@@ -54,7 +90,7 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
             progress.note(f"note {step}")
             progress.doing(f"generating {step}/16")
     assert "starting actors 2/5" in out.getvalue()
-    assert "generating 7/16  about 6 min left" in out.getvalue()
+    assert "generating 7/16  6 min left" in out.getvalue()
     final = out.getvalue().rpartition("entropy")[2]
     assert f"{ROWS + 3}/20" in final
     assert "4/20" in final
@@ -64,7 +100,7 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
 
 
 @pytest.mark.parametrize(("width", "there", "gone"), [
-    (130, ["publish", "filtered"], []),
+    (130, ["publish", "filtered", "871", "60%"], ["KL", "excluded"]),
     (80, ["reward", "T=1", "trained/", "16/16", "held-out", "greedy", "0.750", "0.250"], ["publish", "…"]),
     (45, ["reward", "T=1", "trained/", "held-out", "greedy", "0.750", "0.250"], ["loss", "entropy", "…"]),
 ])  # fmt: skip
@@ -73,9 +109,7 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
     with Progress(
         1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)
     ) as progress:
-        progress.step(
-            {**METRICS, "step": 100.0, "rollout/trained": 16.0, "timing_s/update_actor": 100.0, "actor/entropy": 1.5}
-        )
+        progress.step({**METRICS, "step": 100.0, "rollout/trained": 16.0})
     assert [word for word in there if word not in out.getvalue()] == []
     assert [word for word in gone if word in out.getvalue()] == []
     assert "100/1000" in out.getvalue()
@@ -101,6 +135,19 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
          "[1] held-out: reward 0.743, exact 0.275 over 200 rows"),
         ({"event": "evaluated", "step": 1, "val/reward/mean": 0.7, "val/scored": 10.0, "val/unscored": 2.0},
          "[1] held-out: reward 0.700 over 10 rows; 2 HAVE NO SCORE"),
+        ({"event": "evaluated", "step": 9, "val/reward/mean": 0.5, "val/reward/low": 0.4, "val/reward/high": 0.6, "val/scored": 8.0,
+          "val/unscored": 0.0, "val_sampled/reward/mean": 0.25, "val_sampled/iou/mean": 0.25, "val_sampled/scored": 31.0,
+          "val_sampled/unscored": 1.0, "val/best": 0.75, "val/best_step": 6.0},
+         "[9] held-out: reward 0.500 over 8 rows; sampled reward 0.250 over 31 answers; 1 HAVE NO SCORE "
+         "(best so far 0.750, of step 6)"),
+        ({"event": "gain", "step": 60, "since": 0, "rewards": {
+            "sampled": {"tasks": 104, "before": 0.47, "after": 0.585, "gain": [0.115, 0.081, 0.149]},
+            "greedy": {"tasks": 104, "before": 0.5, "after": 0.49, "gain": [-0.01, -0.03, 0.02]}}},
+         "[60] held-out reward, sampled: 0.470 -> 0.585, gain 0.115 (95 % interval 0.081 to 0.149 over 104 tasks)\n"
+         "held-out reward, greedy: 0.500 -> 0.490, gain -0.010 (95 % interval -0.030 to 0.020 over 104 tasks: it may be chance)"),
+        ({"event": "gain", "step": 6, "since": 2, "rewards": {
+            "greedy": {"tasks": 4, "before": 0.5, "after": 0.75, "gain": [0.25, None, None]}}},
+         "[6] held-out reward, greedy: 0.500 -> 0.750, gain 0.250 (4 tasks, too few for an interval) since step 2"),
         ({"event": "already_done", "step": 2, "advice": "raise steps above 2 to go on"},
          "[2] there is nothing left to train: raise steps above 2 to go on"),
         ({"event": "preempted", "step": 2, "ledger": {"trained": 4}},

@@ -18,7 +18,7 @@ from rayloop.core import events, incidents
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
 from rayloop.run.jsonl import encode
 from rayloop.view.page import content, write_page
-from rayloop.view.pictures import boxes, draw, draw_or_tell
+from rayloop.view.pictures import boxes, curves, draw, draw_or_tell
 from rayloop.view.reader import by_step, evenly, matching
 from recipes.arc_vision.boxes import GroundingBoxes
 from tests.support.pictures import picture
@@ -63,7 +63,10 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.events.append(events.Start("0123abcd", {"torch": "2.13"}))
         run.events.append(events.Begin(1, None, 0, None), 0)
         for step, reward in ((0, 0.1), (2, 0.9)):
-            run.events.append(events.Evaluated({"val/reward/mean": reward}), step)
+            bounds = {"val/reward/low": reward - 0.1, "val/reward/high": reward + 0.1}
+            run.events.append(
+                events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step
+            )
         run.events.append(events.Begin(2, "step_000001", 0, None), 1)
         run.events.append(incidents.WorkerLost("rollout", 1, NASTY), 1)
         for step in (1, 2, 3):
@@ -78,10 +81,13 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         rest = [answer(g, s, "<bbox>[0.3,0.3,0.6,0.7]</bbox>", 0.5) for g in (4, 5) for s in (0, 1)]
         run.rollouts.write(1, first, {"aa" * 32: picture(60, 40)})
         run.rollouts.write(2, wrong + rest, {})
-        run.events.append(events.Evaluated({"val/reward/mean": 0.6, "val/pages/reward/mean": 0.6}), 3)
+        ending = {"val/reward/mean": 0.6, "val/reward/low": 0.5, "val/reward/high": 0.7, "val/pages/reward/mean": 0.6}
+        run.events.append(events.Evaluated({**ending, "val_sampled/reward/mean": 0.45}), 3)
         arms = {"right": {"reward": [0.6, 0.5, 0.7]}, "blind": {"reward": [0.2, 0.1, 0.3]}}
         gain = {"blind": {"reward": [0.4, 0.3, 0.5]}}
         run.events.append(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
+        pair = {"tasks": 12, "before": 0.05, "after": 0.45, "gain": [0.4, 0.3, 0.5]}
+        run.events.append(events.Gain(0, {"sampled": pair}), 3)
         run.events.append(events.Finished({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
         yield run
 
@@ -110,6 +116,13 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], (
         "it says nothing that a line does not"
     )
+    assert data["gains"] == [
+        "held-out reward, sampled: 0.050 -> 0.450, gain 0.400 (95 % interval 0.300 to 0.500 over 12 tasks)"
+    ]
+    sampled, greedy = data["charts"][0]["lines"]
+    assert (sampled["name"], greedy["name"]) == ("val_sampled/reward/mean", "val/reward/mean")
+    assert (sampled["points"], sampled["start"], sampled["low"]) == ([(0, 0.05), (3, 0.45)], 0.05, [])
+    assert (greedy["start"], greedy["low"], greedy["high"]) == (0.1, [(0, 0.0), (3, 0.5)], [(0, 0.2), (3, 0.7)])
     titles = {line["name"]: chart["title"] for chart in data["charts"] for line in chart["lines"]}
     assert titles["actor/kl"] == "KL to the reference (nats/token)"
     assert "KL" not in titles["actor/old_behaviour_k3"]
@@ -198,6 +211,19 @@ def test_pictures_show_curves_and_ten_pages(evaluated: RunFolder) -> None:
     assert [file.name for file in written] == ["curves.png", "boxes.png"]
     assert all(Image.open(file).size[0] > 500 for file in written)
     assert len(boxed_pages(evaluated)) == 10
+
+
+def test_the_curves_show_both_kinds_of_answers_with_their_start_and_interval(folder: RunFolder) -> None:
+    (axes,) = curves(folder).axes
+    drawn = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
+    assert drawn["training (T=1)"] == [0.2, 0.4, pytest.approx(0.6)]
+    assert drawn["held-out (T=1)"] == [0.05, 0.45]
+    assert drawn["held-out (greedy)"] == [0.1, 0.6]
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [0.05, 0.1], (
+        "the start values"
+    )
+    assert len(axes.collections) == 1, "only greedy answers have bounds here"
+    assert "gain 0.400 (95 % interval" in axes.get_title()
 
 
 def boxed_pages(folder: RunFolder) -> list[Any]:
