@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.base import Actor
 from actors.handles import Handle
-from actors.lease import Engine, Lease, LeasedEngine, LeasesEngines
+from actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
 from actors.lost import cause
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads
+from rayloop.core.deadlines import bounded
 from rayloop.core.failures import (
     DataFailure,
     EnvironmentFailed,
@@ -35,13 +38,19 @@ class EnvironmentActor(Actor):
     """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
 
     def __init__(
-        self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None
+        self,
+        model: ModelSettings,
+        episode: EpisodeSettings,
+        kinds: Mapping[str, EnvironmentKind] | None = None,
+        timeout: float = 3600.0,
     ) -> None:
+        """``timeout``: seconds for a whole episode (``environment.episode_timeout``)."""
         self._settings = episode
         self._renderer = Renderer(model)
         for kind in (episode.environment, *(kinds or {}).values()):
             kind.options()
         self._environments = Environments(episode.environment, kinds or {})
+        self._timeout = timeout
         self._running = 0
 
     def health(self) -> int:
@@ -49,20 +58,32 @@ class EnvironmentActor(Actor):
         return self._running
 
     async def play(
-        self, request: PlayRequest, lease: Lease[Engine], driver: Handle[LeasesEngines]
-    ) -> tuple[Summary | PlayFailed, Trajectory | None]:
-        """Play one episode (call with ``num_returns=2``). A failure is a value; it comes without a trajectory.
+        self, requests: Sequence[PlayRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
+    ) -> tuple[list[Summary | PlayFailed], *tuple[Trajectory | None, ...]]:
+        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): what became of each, then payloads.
 
-        Raises WorkerSpent, before anything is played.
+        A failure is a value, it comes without a payload, and costs the others nothing. Takes at most the timeout of an episode,
+        and what closing its environment takes (``CLOSE_TIMEOUT``). Raises WorkerSpent, before anything is played.
         """
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
-        engine = LeasedEngine(request, lease, driver, self._settings.request_timeout)
+        first = FirstTurn(len(requests)) if len(requests) > 1 and self._settings.max_turns == 1 else None
+        timeout = self._settings.request_timeout
+        engines = [LeasedEngine(request, lease, driver, timeout, first) for request in requests]
+        own = map(copy.deepcopy, requests)  # what an episode does to its task, the others do not see
+        played = await asyncio.gather(*map(self._episode, own, engines))
+        return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
+
+    async def _episode(
+        self, request: PlayRequest, engine: LeasedEngine
+    ) -> tuple[Summary | PlayFailed, Trajectory | None]:
         began = time.monotonic()
         self._running += 1
         try:
             environment = self._environments.of(request.task)
-            trajectory = await play(request, environment, self._renderer, self._settings, engine.generate)
+            late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
+            playing = play(request, environment, self._renderer, self._settings, engine.generate)
+            trajectory = await bounded(self._timeout, playing, late)
             seconds = time.monotonic() - began
             return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
         except Exception as error:

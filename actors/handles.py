@@ -1,6 +1,6 @@
 """Typed handles of actors, and the one place where a method of one is called: its class, its arguments and its answer are checked.
 
-    outcome = await submit(handle, RewardActor.score, resolved(payload), task, step)
+    outcomes = await submit(handle, RewardActor.score, task, step, resolved(payload))
 
 Ray's handles take any method with any argument, and tell at run time. Here the type checker refuses a renamed method, a wrong
 argument and a method of another role.

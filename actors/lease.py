@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from ray.exceptions import RayTaskError
 
 from actors.handles import Handle, submit
 from actors.lost import cause, is_lost, object_lost
@@ -14,6 +18,8 @@ from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenP
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 0.5
+"""Seconds that the first episodes of a call to ask their engine wait for the others, at least."""
 
 A_co = TypeVar("A_co", covariant=True)
 
@@ -34,6 +40,12 @@ class Engine(Protocol):
         """Sample one turn."""
         ...
 
+    async def generate_each(
+        self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion | RayTaskError]:
+        """Sample one turn for each seed."""
+        ...
+
     async def leave(self, cohort: str) -> None:
         """One episode of the cohort will ask for no more turns."""
         ...
@@ -47,17 +59,99 @@ class LeasesEngines(Protocol):
         ...
 
 
+class FirstTurn:
+    """The first turn of the episodes of one call: those that ask for the same, but for the seed, ask with one request.
+
+    It is sent when all have asked; or, whoever is missing, when as much time has passed again as the first one took to ask, at
+    least ``PATIENCE`` seconds. Whoever comes later asks alone.
+    """
+
+    def __init__(self, episodes: int) -> None:
+        self._missing = episodes
+        self._began = time.monotonic()
+        self._asked: list[_Asked] = []
+        self._sent: set[asyncio.Task[None]] = set()
+        self._late: asyncio.TimerHandle | None = None
+
+    def ask(self, engine: Handle[Engine], prompt: TokenPrompt, sampling: Sampling) -> Awaitable[Completion]:
+        """The answer for one episode, which asks for the first time. Raises as a call of its own would."""
+        loop = asyncio.get_running_loop()
+        one = _Asked(engine, prompt, sampling, loop.create_future())
+        self._asked.append(one)
+        if self._late is None:
+            self._late = loop.call_later(max(PATIENCE, time.monotonic() - self._began), self._send)
+        self.without()
+        return one.answer
+
+    def without(self) -> None:
+        """One episode less is waited for: it has asked, or will not."""
+        self._missing -= 1
+        if self._missing <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._missing = 0
+        alike: dict[Any, list[_Asked]] = {}
+        for one in self._asked:
+            alike.setdefault(one.request, []).append(one)
+        self._asked = []
+        for asked in alike.values():
+            sent = asyncio.ensure_future(_answer(asked))
+            self._sent.add(sent)
+            sent.add_done_callback(self._sent.discard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    engine: Handle[Engine]
+    prompt: TokenPrompt
+    sampling: Sampling
+    answer: asyncio.Future[Completion]
+
+    @property
+    def request(self) -> Any:
+        """What is the same for those that can ask together. Images are what their hashes say."""
+        images = tuple(image.ref for image in self.prompt.images)
+        return self.prompt.token_ids, images, self.prompt.cohort, self.sampling
+
+
+async def _answer(asked: Sequence[_Asked]) -> None:
+    """Send one request for all of these, and give each its answer, or what went wrong."""
+    first, answers = asked[0], list[Completion | Exception]()
+    try:
+        seeds = [one.prompt.seed for one in asked]
+        said = await submit(first.engine, Engine.generate_each, first.prompt, seeds, first.sampling)
+        answers += [one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in said]
+    except Exception as error:
+        answers += [error] * len(asked)
+    for one, answer in zip(asked, answers, strict=True):
+        if one.answer.done():  # nobody waits any more
+            continue
+        if isinstance(answer, Exception):
+            one.answer.set_exception(answer)
+        else:
+            one.answer.set_result(answer)
+
+
 class LeasedEngine:
     """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases.
 
+    With ``first``, its first request is one with those of the other episodes of its call.
     In deterministic mode (``request.cohort``) the requests of a group's first attempt are decoded as one batch; after a
     loss, or in a later attempt, the episode generates alone.
     """
 
     def __init__(
-        self, request: PlayRequest, lease: Lease[Engine], driver: Handle[LeasesEngines], timeout: float
+        self,
+        request: PlayRequest,
+        lease: Lease[Engine],
+        driver: Handle[LeasesEngines],
+        timeout: float,
+        first: FirstTurn | None = None,
     ) -> None:
-        self._lease, self._driver, self._timeout = lease, driver, timeout
+        self._lease, self._driver, self._timeout, self._first = lease, driver, timeout, first
         self._key = f"{request.id}@{request.attempt}"
         self._cohort: Cohort | None = None
         if request.cohort is not None and request.attempt == 0:
@@ -71,8 +165,11 @@ class LeasedEngine:
         """
         while True:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
+            first, self._first = self._first, None
             try:
                 async with asyncio.timeout(self._timeout):
+                    if first is not None:
+                        return await first.ask(self._lease.handle, sent, sampling)
                     return await submit(self._lease.handle, Engine.generate, sent, sampling)
             except Exception as error:
                 if not (is_lost(error) or object_lost(error)):  # the answer, too, can be lost
@@ -83,6 +180,8 @@ class LeasedEngine:
                 self._lease = await submit(self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why)
 
     def leave(self) -> None:
-        """The episode has ended: its cohort no longer waits for it."""
+        """The episode has ended: nobody waits for it any longer."""
+        if self._first is not None:
+            self._first.without()
         if self._cohort is not None:
             submit(self._lease.handle, Engine.leave, self._cohort.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -19,6 +20,12 @@ def cause(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     return error
+
+
+def as_value(error: BaseException) -> RayTaskError:
+    """What was raised for one of several that a call answers for, to be returned among their answers. Whoever called raises it
+    (``as_instanceof_cause``): it is then as if a call of its own had failed."""
+    return RayTaskError("one of several", "".join(traceback.format_exception(error)), error)
 
 
 LOST = (RayActorError, TimeoutError, WorkerLost)

@@ -54,18 +54,18 @@ class RewardActor(Actor):
         """Trajectories being scored."""
         return self._scoring
 
-    async def score(self, trajectory: Trajectory, task: Task, step: int) -> Outcome:
-        """The outcome of one trajectory: a ``judge`` of one."""
-        return (await self.judge([trajectory], task, step))[0]
+    async def score(self, task: Task, step: int, *trajectories: Trajectory) -> list[Outcome]:
+        """The outcomes of trajectories of one task: each by itself, all at once, or together (``reward.per: group``)."""
+        if self._settings.per == "group":
+            return await self.judge(trajectories, task, step)
+        judged = await asyncio.gather(*(self.judge([trajectory], task, step) for trajectory in trajectories))
+        return [outcome for [outcome] in judged]
 
-    async def score_group(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
-        """The outcomes of a group's trajectories, given as references (``reward.per: group``): a ``judge`` of those that are there.
-
-        The others are ``payload_lost``.
-        """
+    async def score_those_left(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
+        """``score`` of trajectories that are given as references and some of which are lost: these are ``payload_lost``."""
         found, gone = await asyncio.to_thread(fetch, payloads)
-        there = iter(await self.judge([found[ref] for ref in payloads if ref not in gone], task, step))
-        lost = Unscored(UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before its group was scored")
+        there = iter(await self.score(task, step, *(found[ref] for ref in payloads if ref not in gone)))
+        lost = Unscored(UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before it was scored")
         return [lost if ref in gone else next(there) for ref in payloads]
 
     async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from actors.base import Actor
+from actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place, build_engine
@@ -47,6 +52,15 @@ class RolloutActor(Actor):
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises what the engine raises."""
         return await self.engine.generate(prompt, sampling)
+
+    async def generate_each(
+        self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion | RayTaskError]:
+        """Sample one turn of the prompt for each seed; the engine has them at once. One that fails costs the others nothing: it
+        comes as ``as_value`` makes it."""
+        asked = (self.engine.generate(dataclasses.replace(prompt, seed=seed), sampling) for seed in seeds)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
 
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""

@@ -25,7 +25,7 @@ from rayloop.launch.ray_variables import private_cluster
 
 LATENCIES = Path(__file__).with_name("latencies.json")
 """Seconds per episode, mean 1, long-tailed: 4,096 draws of a log-normal distribution (sigma 0.8) cut at 6 times the mean."""
-IN_FLIGHT = (1, 8, 64, 256, 1024)
+IN_FLIGHT = (1, 8, 64, 256, 1024, 2048)
 BATCH = 512
 """Trajectories of a step of ``async``, as many as all its engines decode at once."""
 WARM = 2

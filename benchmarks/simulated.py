@@ -48,7 +48,13 @@ class World(Actor):
     async def load(self, manifest: Manifest, source: Any) -> None:
         self._version = manifest.version
 
-    async def play(self, request: PlayRequest, lease: Lease[Any], driver: Handle[Any]) -> tuple[Summary, None]:
+    async def play(
+        self, requests: Sequence[PlayRequest], lease: Lease[Any], driver: Handle[Any]
+    ) -> tuple[list[Summary], *tuple[None, ...]]:
+        summaries = await asyncio.gather(*(self._episode(request, lease) for request in requests))
+        return summaries, *(None for _ in requests)
+
+    async def _episode(self, request: PlayRequest, lease: Lease[Any]) -> Summary:
         key = hash((request.id.group, request.id.sample))
         async with self._slots[lease.worker]:
             version, began = self._version, time.monotonic()
@@ -60,11 +66,11 @@ class World(Actor):
             request.id, request.attempt, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1,
             images=0, observation_images=0, images_consistent=True, first_version=version, last_version=self._version,
             seconds=seconds,
-        ), None  # fmt: skip
+        )  # fmt: skip
 
-    async def score(self, payload: Any, task: Task, step: int) -> Outcome:
+    async def score(self, task: Task, step: int, *payloads: Any) -> list[Outcome]:
         chance = random.Random(task.id).random()
-        return Scored(1.0 if chance < self._uniform else float(random.random() < 0.5))
+        return [Scored(1.0 if chance < self._uniform else float(random.random() < 0.5)) for _ in payloads]
 
     async def busy(self) -> float:
         """Seconds that slots have been taken so far, in all."""

@@ -95,7 +95,12 @@ class World:
     def bad_row(self, failure: DataFailure) -> None:
         raise failure
 
-    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
+    async def play(
+        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
+    ) -> list[Member]:
+        return await asyncio.gather(*(self._episode(request, partial(begins, request)) for request in asked))
+
+    async def _episode(self, request: PlayRequest, begins: Callable[[], None]) -> Member:
         drawn = random.Random(derive(request.id.group, request.id.sample))
         of_task = random.Random(request.id.group).gauss(0, 1)
         z = math.sqrt(self.shared) * of_task + math.sqrt(1 - self.shared) * drawn.gauss(0, 1)
@@ -110,11 +115,6 @@ class World:
             observation_images=0, images_consistent=True, first_version=first, last_version=self.version,
         )  # fmt: skip
         return Member(summary, Scored(self.reward(request)))
-
-    async def play_together(
-        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
-    ) -> list[Member]:
-        return await asyncio.gather(*(self.play(request, step, partial(begins, request)) for request in asked))
 
     def reward(self, request: PlayRequest) -> float:
         """What an answer earns. All of a group fail in a share ``uniform`` of the groups, which the filter removes."""

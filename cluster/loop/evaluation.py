@@ -24,20 +24,20 @@ async def play(
     """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash, and ``hear``
     what was played and scored: an item has no traceback.
 
-    With ``reward.per: group`` all answers of an arm to a task are scored together: one, or its samples.
+    The answers of an arm to a task, one or its samples, are a group to the player.
     """
-    together = _together(asked) if config.reward.per == "group" else [[index] for index in range(len(asked))]
+    together = _together(asked)
     gate = asyncio.Semaphore(max(AT_ONCE // max(map(len, together), default=1), 1))
     items: dict[int, Item] = {}
 
     async def some(indices: Sequence[int]) -> None:
-        requests = [_request(config, asked[index], index) for index in indices]
+        group = -1 - indices[0]
+        requests = [_request(config, asked[index], TrajectoryId(group, n)) for n, index in enumerate(indices)]
         async with gate:
             try:
-                members = await _members(config, player, requests, step)
+                members = await player.play(requests, step, bad_data=player.tell_bad_data)
             finally:
-                for request in requests:
-                    player.blame.forget(request.id.group)
+                player.blame.forget(group)
             for index, member in zip(indices, members, strict=True):
                 hear(member)
                 records, images = await player.describe(Group(-1 - index, asked[index].task, (member,)))
@@ -61,17 +61,9 @@ def _together(asked: Sequence[Play]) -> list[list[int]]:
     return list(found.values())
 
 
-def _request(config: RunConfig, asked: Play, index: int) -> PlayRequest:
+def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> PlayRequest:
     seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
-    return PlayRequest(asked.task, TrajectoryId(-1 - index, 0), 0, seed, asked.sampling)
-
-
-async def _members(
-    config: RunConfig, player: EpisodeRunner, requests: Sequence[PlayRequest], step: int
-) -> list[Member]:
-    if config.reward.per == "group":
-        return await player.play_together(requests, step, bad_data=player.tell_bad_data)
-    return [await player.play(request, step, bad_data=player.tell_bad_data) for request in requests]
+    return PlayRequest(asked.task, id, 0, seed, asked.sampling)
 
 
 def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:

@@ -139,7 +139,7 @@ class Publisher:
         seed = derive(self.config.seed, "probe", "drift", step, task.id)
         request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
         try:
-            played = await player.episode(request)
+            [played] = await player.episodes([request])
         finally:
             player.blame.forget(group)
         if not isinstance(played, PlayFailed):
@@ -198,7 +198,7 @@ class Publisher:
             seed = derive(self.config.seed, "probe", purpose, task.id)
             request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
             try:
-                played = await player.episode(request)
+                [played] = await player.episodes([request])
             finally:
                 player.blame.forget(request.id.group)
             if isinstance(played, PlayFailed):

@@ -107,11 +107,12 @@ class Pool(Generic[A]):
         self.workers[worker.serial] = worker
         self._changed.set()
 
-    async def lease(self, affinity: str = "", avoid: Collection[int] = ()) -> Lease[A]:
+    async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
         """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid`` either.
 
-        A failure weighs as much as a lease until the worker succeeds, so that one that fails fast does not attract the work; of
-        equals the one that was not leased for longest. Waits for a replacement if there is no worker.
+        ``count``: how much work it brings (the episodes of a call). A failure weighs as much as a lease until the worker succeeds,
+        so that one that fails fast does not attract the work; of equals the one that was not leased for longest. Waits for a
+        replacement if there is no worker.
         """
         deadline = time.monotonic() + self.settings.start_timeout
         while not self.workers:
@@ -125,9 +126,9 @@ class Pool(Generic[A]):
         known = [w for w in others if affinity and w.affinities[affinity]]
         worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
         self._leases += 1
-        worker.leases, worker.leased = worker.leases + 1, self._leases
+        worker.leases, worker.leased = worker.leases + count, self._leases
         if affinity:
-            worker.affinities[affinity] += 1
+            worker.affinities[affinity] += count
         return Lease(worker.serial, worker.handle, worker.slot)
 
     def name(self, lease: Lease[A]) -> str:
@@ -135,14 +136,16 @@ class Pool(Generic[A]):
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
-    def release(self, serial: int, affinity: str = "", well: bool | None = None) -> None:
-        """End a lease. Leases of replaced workers are gone already. ``well``: whether the work succeeded, if that says something
-        about the worker."""
+    def release(self, serial: int, affinity: str = "", well: bool | None = None, count: int = 1) -> None:
+        """End a lease, or a part of it. Leases of replaced workers are gone already. ``well``: whether the work succeeded, if that
+        says something about the worker."""
         if (worker := self.workers.get(serial)) is not None:
-            worker.leases -= 1
+            worker.leases -= count
             if well is not None:
                 worker.misses = 0 if well else worker.misses + 1
-            worker.affinities -= Counter({affinity: 1})
+            worker.affinities[affinity] -= count
+            if worker.affinities[affinity] <= 0:
+                del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
         """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of
@@ -189,13 +192,20 @@ class Pool(Generic[A]):
             self._tell(incidents.WorkerReplaced(self.role, serial, seconds=round(time.monotonic() - began, 3)))
             return
 
-    def within(self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None) -> Calls[A]:
+    def within(
+        self,
+        deadline: float,
+        attempts: int = 1,
+        unable: Callable[[Any], bool] | None = None,
+        avoid: set[int] | None = None,
+    ) -> Calls[A]:
         """The terms of a call, before it is made: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
 
         ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable`` says of an
-        answer that something around the worker failed: that is a miss, and another slot is asked once.
+        answer that something around the worker failed, which is a miss. ``avoid``: slots that are not asked if there are others;
+        those that were lost or unable are added.
         """
-        return Calls(self, deadline, attempts, unable)
+        return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 
     async def check(self) -> list[Any]:
         """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
@@ -246,6 +256,7 @@ class Calls(Generic[A]):
     deadline: float
     attempts: int
     unable: Callable[[Any], bool] | None
+    avoid: set[int]
 
     async def call(
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
@@ -289,25 +300,20 @@ class Calls(Generic[A]):
         self, method: str, begin: Callable[[Handle[A]], tuple[Ref[R], *tuple[Ref[S], ...]]]
     ) -> tuple[R, Sequence[Ref[S]]]:
         pool, error = self.pool, None
-        avoid: set[int] = set()
-        lost, asked_again = 0, self.unable is None or pool.size == 1
-        while lost < self.attempts:
-            lease = await pool.lease(avoid=avoid)
+        for _ in range(self.attempts):
+            lease = await pool.lease(avoid=self.avoid)
             well = None
             try:
                 answer, *others = begin(lease.handle)
                 value = await with_deadline(self.deadline, answer, f"{method} of {pool.name(lease)}", lease.handle)
-                if self.unable is not None:
-                    well = not self.unable(value)
-                if well is not False or asked_again:
-                    return value, others
-                asked_again = True
-                avoid.add(lease.slot)
+                if self.unable is not None and not (well := not self.unable(value)):
+                    self.avoid.add(lease.slot)
+                return value, others
             except Exception as caught:
                 if not is_lost(caught):
                     raise
-                error, lost = caught, lost + 1
-                avoid.add(lease.slot)
+                error = caught
+                self.avoid.add(lease.slot)
                 if is_spent(caught):
                     pool.retire(lease.worker, brief(caught))
                 else:

@@ -110,7 +110,9 @@ class Services:
         )  # fmt: skip
         self.environment = self._pool(
             "environment", c.environment.actors, c.environment.placement,
-            lambda options: create(EnvironmentActor, options, c.model, c.environment.episode, c.environment.kinds),
+            lambda options: create(
+                EnvironmentActor, options, c.model, c.environment.episode, c.environment.kinds, c.environment.episode_timeout
+            ),
         )  # fmt: skip
         self.reward = self._pool(
             "reward", c.reward.actors, c.reward.placement,

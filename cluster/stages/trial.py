@@ -216,10 +216,8 @@ class _Trial:
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
         """What the reward says about the answers: one by one, or (``reward.per: group``) about what was played of the two."""
-        parts = [list(played)] if self.config.reward.per == "group" else [[one] for one in played]
         with _silent("actors.reward"):
-            judged = [await self.reward.judge(part, task, 0) for part in parts]
-        outcomes = [outcome for part in judged for outcome in part]
+            outcomes = await self.reward.score(task, 0, *played)
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
     def _answered(

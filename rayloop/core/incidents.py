@@ -163,7 +163,7 @@ class Alarm(Event, by="rayloop/grpo/alarms.py"):
     why: str
 
 
-class RolloutsNotWritten(Event, by="cluster/loop/episode_runner.py"):
+class RolloutsNotWritten(Event, by="cluster/loop/scoring.py"):
     """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
 
     group: int

@@ -48,7 +48,7 @@ class GenerationEngine(Protocol):
     """
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn. Requests with equal prompts share prefill and image encoding."""
+        """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
         ...
 
     async def leave(self, cohort: str) -> None:

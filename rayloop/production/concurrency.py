@@ -27,22 +27,22 @@ class ConcurrencyLimit:
         self.inside = 0
         self.metrics: dict[str, float] = {}
         """What the engines said last."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     @asynccontextmanager
-    async def room(self) -> AsyncIterator[None]:
-        """For one episode. Waits until there is room; first come, first served."""
+    async def room(self, episodes: int = 1) -> AsyncIterator[None]:
+        """For so many episodes, which are let in together. Waits until there is room for one of them; first come, first served."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, episodes))
         self._let_in()
         try:
             await turn
             yield
         finally:
             if turn.cancelled():
-                self._waiting = deque(other for other in self._waiting if other is not turn)
+                self._waiting = deque(other for other in self._waiting if other[0] is not turn)
             else:
-                self.inside -= 1
+                self.inside -= episodes
             self._let_in()
 
     def observe(self, engines: Sequence[EngineHealth]) -> None:
@@ -62,7 +62,7 @@ class ConcurrencyLimit:
 
     def _let_in(self) -> None:
         while self._waiting and self.inside < self.limit:
-            turn = self._waiting.popleft()
+            turn, episodes = self._waiting.popleft()
             if not turn.done():
-                self.inside += 1
+                self.inside += episodes
                 turn.set_result(None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from rayloop.core.groups import Group, Member, Scored
@@ -29,15 +27,13 @@ class Issue:
 
 
 class Player(Protocol):
-    """Plays and scores trajectories, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
+    """Plays and scores groups, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
 
-    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
-        """``step``: the one that the trajectory is meant for. ``begins`` is called whenever its episode is let into the engines."""
-
-    async def play_together(
+    async def play(
         self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
     ) -> list[Member]:
-        """The same for the episodes of a group that are scored at once (``reward.per: group``)."""
+        """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
+        the engines."""
 
 
 def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
@@ -63,18 +59,10 @@ class Playing:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
         asked = requests(self.config, task, issue.ids(self.config.algorithm.group_size), issue.visit)
         self._began[issue.number] = {}
-        if self.config.reward.per == "group":
-            members = await player.play_together(asked, self.version.step, self._begins)
-            for member in members:
-                self._ended(member)
-        else:
-            members = await asyncio.gather(*(self._member(request, player) for request in asked))
+        members = await player.play(asked, self.version.step, self._begins)
+        for member in members:
+            self._ended(member)
         return Group(issue.number, task, tuple(members))
-
-    async def _member(self, request: PlayRequest, player: Player) -> Member:
-        member = await player.play(request, self.version.step, partial(self._begins, request))
-        self._ended(member)
-        return member
 
     def _begins(self, request: PlayRequest) -> None:
         began, sample = self._began[request.id.group], request.id.sample

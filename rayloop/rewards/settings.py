@@ -63,9 +63,9 @@ class RewardSettings(SettingsModel):
         return value
 
     per: Per = "trajectory"
-    """What the source is given at a time: one trajectory, as soon as its episode has ended; or those of a group that were played,
-    when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that compare
-    answers: rankings, pairwise judges, diversity."""
+    """What the source is given at a time: one trajectory, when the call that played it has ended; or those of a group that were
+    played, when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that
+    compare answers: rankings, pairwise judges, diversity."""
     timeout: float = Field(600.0, gt=0)
     """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A judge that is down is waited for within them:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""

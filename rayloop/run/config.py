@@ -127,11 +127,14 @@ class EnvironmentSettings(RoleSettings):
     """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment in one run. A row names its
     own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
     placement: Placement = Placement(num_cpus=0.5)
+    episodes_per_call: int | None = Field(None, ge=1)
+    """Episodes of a group that one call plays in one actor; None: the whole group. Set 1 for heavy environments (browsers,
+    desktops): a group's episodes are then spread over the actors, and one that ends its actor takes none of its call with it."""
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode; beyond it the environment actor is replaced. Raise it for long episodes, with
+    """Seconds for a whole episode; beyond it it hangs, and is played again. Raise it for long episodes, with
     ``recovery.stall_timeout``."""
 
 

@@ -33,7 +33,7 @@ DURATIONS = (
     Duration("environment.episode.evaluate_timeout", "one `evaluate`", "the same", EPISODE),
     Duration("environment.episode.reset_timeout", "making an environment, and resetting it", "the same", EPISODE, 2),
     Duration("environment.episode.request_timeout", "one generation request", "lost: another engine is asked", EPISODE),
-    Duration(EPISODE, "a whole episode", "the environment actor is replaced, the episode played again", STALL),
+    Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration("reference.timeout", "the reference's log-probs of one group", "the actor is replaced and asked again", STALL),
     Duration("policy.engine.collective_timeout", "one collective of the ranks", "it fails, and the ranks are rebuilt", STEP),

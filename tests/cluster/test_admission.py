@@ -73,6 +73,31 @@ def test_a_full_cache_with_a_queue_lets_in_what_is_decoded_and_room_lets_in_more
     asyncio.run(test())
 
 
+def test_the_episodes_of_a_call_are_let_in_together_and_counted_each() -> None:
+    async def test() -> None:
+        admission = ConcurrencyLimit()
+        admission.limit = 10
+        inside: list[str] = []
+
+        async def call(name: str, episodes: int, go: asyncio.Event) -> None:
+            async with admission.room(episodes):
+                inside.append(name)
+                await go.wait()
+
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(call(*c)) for c in (("a", 8, first), ("b", 8, second), ("c", 1, second))]
+        await settle()
+        assert (inside, admission.inside) == (["a", "b"], 16), "there was room for some of b's; nobody passes it by"
+        first.set()
+        await settle()
+        assert (inside, admission.inside) == (["a", "b", "c"], 9)
+        second.set()
+        await asyncio.gather(*tasks)
+        assert admission.inside == 0
+
+    asyncio.run(test())
+
+
 def test_every_engine_keeps_work_whatever_it_says() -> None:
     admission = ConcurrencyLimit()
     admission.observe([EngineHealth(V, 0, 50, 1.0), EngineHealth(V, 0, 50, 1.0)])

@@ -71,15 +71,15 @@ def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model
     engine = ray.remote(Engine).options(num_cpus=0.5).remote()
 
     def play(task: str) -> Any:
-        return player.play.options(num_returns=2).remote(request(task), Lease(0, engine), None)[0]
+        return player.play.options(num_returns=2).remote([request(task)], Lease(0, engine), None)[0]
 
     sick = play("sick")
     well = ray.get([play("well") for _ in range(3)], timeout=60)
-    assert all(isinstance(summary, Summary) for summary in well)
-    failure = ray.get(sick, timeout=60)
+    assert all(isinstance(summary, Summary) for [summary] in well)
+    [failure] = ray.get(sick, timeout=60)
     assert isinstance(failure, PlayFailed)
     assert (failure.hung, failure.contained) == (True, True)
-    assert isinstance(ray.get(play("well"), timeout=60), Summary), "the same actor goes on"
+    assert isinstance(ray.get(play("well"), timeout=60)[0], Summary), "the same actor goes on"
 
     pid = int(ray.get(player.stacks.remote(), timeout=60).split()[1])
     assert until(lambda: not any(map(dead, below(pid)))), "what was killed was reaped"

@@ -69,7 +69,7 @@ def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_containe
 
 
 def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
-    """One attempt each, one actor: everybody who plays beside the one that hangs is killed with it, again and again."""
+    """One attempt each, one actor: the group that plays beside the one that hangs is killed with it."""
 
     def slow(made: World) -> Behave:
         async def behave(actor: Handle, request: PlayRequest) -> Any:
@@ -82,7 +82,7 @@ def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
     made.run(steps=4)
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
     assert made.ledger.counts()["trained"] == 4 * 16
-    assert made.environment.replaced == 2
+    assert made.environment.replaced == 1, "those that hang came in one call, and were answered for together"
 
 
 def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:

@@ -107,22 +107,6 @@ def test_another_slot_is_asked_when_something_around_the_grader_fails(world: Mak
     assert made.ledger.counts()["trained"] == 16, "the other slot's word counts"
 
 
-def test_a_reward_actor_that_dies_costs_no_outcome(world: Make) -> None:
-    made = world(plays_well, **GROUP)
-    deaths = iter([True])
-
-    async def dies_once(actor: Handle, payloads: Sequence[Any]) -> Any:
-        if next(deaths, False):
-            actor.dead.set()
-            await asyncio.sleep(60)
-        return await ranks(actor, payloads)
-
-    asked(made, dies_once)
-    made.run(1)
-    assert made.ledger.counts()["trained"] == 16
-    assert [event["role"] for event in made.named("worker_lost")] == ["reward"]
-
-
 # Evaluations -----------------------------------------------------------------------------------------------------------
 
 TASKS = [Task(name, ()) for name in "abc"]
@@ -133,7 +117,6 @@ class Player:
 
     def __init__(self) -> None:
         self.together: list[list[str]] = []
-        self.alone: list[str] = []
         self.evaluation: Any = None
         self.blame = SimpleNamespace(forget=lambda group: None)
         self.tell_bad_data = None
@@ -143,11 +126,7 @@ class Player:
         summary = Summary(request.id, 0, request.task.id, "", EndReason.DONE, 9, 3, 1, 0, 0, True, nothing, nothing)
         return Member(summary, Scored(float(of)))
 
-    async def play(self, request: PlayRequest, step: int, bad_data: Any = None) -> Member:
-        self.alone.append(request.task.id)
-        return self._member(request, 1)
-
-    async def play_together(self, asked: Sequence[PlayRequest], step: int, bad_data: Any = None) -> list[Member]:
+    async def play(self, asked: Sequence[PlayRequest], step: int, bad_data: Any = None) -> list[Member]:
         self.together.append([request.task.id for request in asked])
         return [self._member(request, len(asked)) for request in asked]
 
@@ -172,19 +151,14 @@ def evaluated(folder: Path, per: str) -> tuple[Player, list[Item], list[Trajecto
     return player, items, heard
 
 
-def test_an_evaluation_scores_each_answer_and_is_heard(tmp_path: Path) -> None:
-    player, items, heard = evaluated(tmp_path, "trajectory")
-    assert (sorted(player.alone), player.together) == (sorted("abc" * 3), [])
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(tmp_path: Path, per: str) -> None:
+    player, items, heard = evaluated(tmp_path, per)
+    assert Counter(map(tuple, player.together)) == Counter([("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")])
+    assert [item.reward for item in items] == [1.0] * 3 + [2.0] * 6
     assert len(set(heard)) == len(items) == 9, (
         "what was scored is told, or nobody would see a grader that raises on all"
     )
-
-
-def test_an_evaluation_scores_the_answers_of_an_arm_to_a_task_together(tmp_path: Path) -> None:
-    player, items, heard = evaluated(tmp_path, "group")
-    assert Counter(map(tuple, player.together)) == Counter([("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")])
-    assert [item.reward for item in items] == [1.0] * 3 + [2.0] * 6
-    assert len(set(heard)) == 9
 
 
 def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from cluster.driver import Driver
-from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.payloads import capture
+from cluster.loop.scoring import Scoring
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.deadlines import WAITS
@@ -188,9 +188,10 @@ def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_mode
 # Rewards of groups -----------------------------------------------------------------------------------------------------
 
 
-def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, digits_model: Path) -> None:
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, digits_model: Path, per: str) -> None:
     ranking = {"reward__per": "group", "reward__source": {"use": "tests.support.rewards:TokenRanking", "with": {}}}
-    stage = Stage(tmp_path, digits_model, LOST, **ranking)
+    stage = Stage(tmp_path, digits_model, LOST, **(ranking if per == "group" else {}))
     c, group = stage.config, stage.groups[0]
     actor = ray.remote(concurrency_groups=GROUPS)(RewardActor)
 
@@ -200,11 +201,11 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
     async def score() -> tuple[list[Outcome], list[Outcome]]:
         pool = stage.driver.services.reward = Pool("reward", 1, spawn, c.recovery, stage.driver.reporter.event)
         await pool.start()
-        player = EpisodeRunner(c, stage.driver.services, None, stage.driver.reporter.event)
-        payloads = [member.payload for member in group.members]
-        whole = await player.score_group(payloads, group.task, 1)
+        scoring = Scoring(c.reward, stage.driver.services, stage.driver.reporter.event)
+        payloads = [member.payload for member in group.members if member.payload]
+        whole = await scoring.score(payloads, group.task, 1)
         stage.lose()
-        return whole, await player.score_group(payloads, group.task, 1)
+        return whole, await scoring.score(payloads, group.task, 1)
 
     whole, rest = asyncio.run(score())
     assert [type(outcome) for outcome in whole] == [Scored] * 4

@@ -120,6 +120,21 @@ def test_leases_go_to_the_same_worker_for_an_affinity_else_to_the_least_loaded()
     Fixture(2).run(test)
 
 
+def test_a_lease_weighs_as_much_as_the_work_that_it_brings() -> None:
+    async def test(pool: Pool[Worker]) -> None:
+        group = await pool.lease("a", count=8)
+        others = [await pool.lease() for _ in range(8)]
+        assert {lease.worker for lease in others} == {3 - group.worker}
+        for _ in range(7):
+            pool.release(group.worker, "a")
+        assert (await pool.lease("a")).worker == group.worker, "one of the eight is still there"
+        pool.release(group.worker, "a", count=2)
+        assert pool.workers[group.worker].leases == 0
+        assert not pool.workers[group.worker].affinities
+
+    Fixture(2).run(test)
+
+
 def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
     current = 7
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,14 @@ class Loop:
         self.collecting = False
         self._play = play
 
-    async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
+    async def play(
+        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
+    ) -> list[Member]:
+        return await asyncio.gather(*(self._episode(request, begins) for request in asked))
+
+    async def _episode(self, request: PlayRequest, begins: Callable[[PlayRequest], None]) -> Member:
         self.played.append(request)
-        begins()
+        begins(request)
         version = self.version
         return member(request, await self._play(self, request), version)
 
@@ -279,15 +284,17 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
     class EpisodeRunner:
-        async def play(self, request: PlayRequest, step: int, begins: Callable[[], None]) -> Member:
-            if request.id.sample:
-                return member(request, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0))
+        async def play(
+            self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
+        ) -> list[Member]:
+            first, *others = asked
             await admitted.wait()
-            begins()
+            begins(first)
             await failed.wait()
-            begins()
+            begins(first)
             await ended.wait()
-            return member(request, Scored(1.0), Version(1, 4))
+            unplayed = [member(r, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0)) for r in others]
+            return [member(first, Scored(1.0), Version(1, 4)), *unplayed]
 
     def due() -> list[int]:
         return [step for step in range(playing.version.step, 8) if playing.any_due(Version(1, step), {})]

@@ -19,6 +19,8 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from actors.lost import cause
+from actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
@@ -350,6 +352,36 @@ def test_a_failed_load_serves_nothing_until_a_good_one(
 
 
 # Requests ----------------------------------------------------------------------------------------------------------
+
+
+class Hosted(RolloutActor):
+    """With an engine that there is."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+
+def test_samples_asked_for_together_are_those_asked_for_one_by_one(text: Served) -> None:
+    """The first turn of a group: one request with a seed for each member."""
+    base, sampling, seeds = prompt(text.folder, "The answer is"), Sampling(max_tokens=12), [3, 9, 27, 3, 81]
+    hosted = Hosted(text.engine)
+    together = text.run(hosted.generate_each(base, seeds, sampling))
+    alone = [text.many((dataclasses.replace(base, seed=seed), sampling))[0] for seed in seeds]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert len({one.token_ids for one in together}) == 4
+    for one in together:
+        close(text.folder, base, one, sampling)
+    failed = text.run(hosted.generate_each(TokenPrompt(()), seeds[:2], sampling))
+    assert [type(cause(one)) for one in failed] == [DataFailure] * 2, "each has its own answer"
+
+
+def test_images_of_samples_asked_for_together(pictures: Served) -> None:
+    base, seeds = looks(pictures.folder)[2], [5, 6]
+    sampling = Sampling(max_tokens=6, banned_tokens=vision_tokens(pictures.folder))
+    for seed, one in zip(
+        seeds, pictures.run(Hosted(pictures.engine).generate_each(base, seeds, sampling)), strict=True
+    ):
+        close(pictures.folder, dataclasses.replace(base, seed=seed), one, sampling)
 
 
 def test_a_cancelled_request_leaves_the_rest(text: Served) -> None:

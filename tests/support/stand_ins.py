@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,16 +37,19 @@ class Handle:
     def __init__(self, world: World, slot: int) -> None:
         self.world, self.slot, self.dead = world, slot, asyncio.Event()
         self.played: list[str] = []
+        self.calls: list[list[int]] = []
+        """The samples that each call of ``play`` was asked for."""
         self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
         self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
         self.score = SimpleNamespace(remote=self._score)
-        self.score_group = SimpleNamespace(remote=self._score_group)
 
-    def _play(self, request: PlayRequest, lease: Any, driver: Any) -> tuple[Awaitable[Any], object]:
-        self.played.append(request.task.id)
-        self.world.plays[request.task.id] += 1
-        self.world.engines[request.id] = lease.slot
-        return self._unless_dead(self.world.behave(self, request)), object()
+    def _play(self, requests: Sequence[PlayRequest], lease: Any, driver: Any) -> tuple[Any, ...]:
+        self.calls.append([request.id.sample for request in requests])
+        for request in requests:
+            self.played.append(request.task.id)
+            self.world.plays[request.task.id] += 1
+            self.world.engines[request.id] = lease.slot
+        return self._unless_dead(_all(self.world.behave(self, one) for one in requests)), *(object() for _ in requests)
 
     async def _unless_dead(self, work: Awaitable[Any]) -> Any:
         working, dead = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
@@ -57,11 +60,14 @@ class Handle:
         dead.cancel()
         return await working
 
-    def _score(self, payload: Any, task: Any, step: int) -> Awaitable[Scored | Unscored]:
-        return self.world.score(self)
+    def _score(self, task: Any, step: int, *payloads: Any) -> Awaitable[list[Scored | Unscored]]:
+        if self.world.config.reward.per == "group":
+            return self._unless_dead(self.world.score_group(self, list(payloads)))
+        return self._unless_dead(_all(self.world.score(self) for _ in payloads))
 
-    def _score_group(self, payloads: list[Any], task: Any, step: int) -> Awaitable[list[Scored | Unscored]]:
-        return self._unless_dead(self.world.score_group(self, payloads))
+
+async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*works)
 
 
 def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:

@@ -32,7 +32,8 @@ from rayloop.core.types import Task, Trajectory, Version
 async def calls(
     pool: Pool[RewardActor], rank: Handle[PolicyRank], group: PolicyGroup, payload: Ref[Trajectory], task: Task
 ) -> None:
-    outcome: Outcome = {line}
+    said = {line}
+    outcomes: list[Outcome] = said
 """
 
 
@@ -54,14 +55,14 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
     pool = "await pool.within(deadline=5.0, attempts=2)"
     said = mypy(
         tmp_path,
-        f"{pool}.call(RewardActor.score, resolved(payload), task, 3)",
+        f"{pool}.call(RewardActor.score, task, 3, resolved(payload))",
         "await group._all(PolicyRank.export, Version(0, 0))",
-        f"{pool}.call(RewardActor.scores, resolved(payload), task, 3)",
-        f"{pool}.call(RewardActor.score, resolved(payload), 3, task)",
-        f"{pool}.call(RewardActor.score, resolved(payload), task)",
-        f"{pool}.call(RewardActor.score, payload, task, 3)",
+        f"{pool}.call(RewardActor.scores, task, 3, resolved(payload))",
+        f"{pool}.call(RewardActor.score, 3, task, resolved(payload))",
+        f"{pool}.call(RewardActor.score, task)",
+        f"{pool}.call(RewardActor.score, task, 3, payload)",
         f"{pool}.call(RolloutActor.generate, resolved(payload), task, 3)",
-        f'{pool}.call("score", resolved(payload), task, 3)',
+        f'{pool}.call("score", task, 3, resolved(payload))',
         "(await group._all(PolicyRank.perturb, 3), None)[1]",
         "await submit(rank, PolicyRank.load, 3)",
         "create(PolicyRank, {}, 3)",
@@ -74,7 +75,7 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
     assert "Incompatible types in assignment" in errors[1][0], "the answer has a type"
     expected = {
         2: '"type[RewardActor]" has no attribute "scores"',
-        3: 'Argument 3 to "call" of "Calls" has incompatible type "int"; expected "Task"',
+        3: 'Argument 2 to "call" of "Calls" has incompatible type "int"; expected "Task"',
         4: 'Missing positional argument "step"',
         5: 'incompatible type "Ref[Trajectory]"; expected "Trajectory"',
         6: 'incompatible type "Callable[[RolloutActor, ',

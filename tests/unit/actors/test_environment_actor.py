@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.environment import EnvironmentActor
 from actors.lease import Lease
+from actors.lost import as_value
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
 from rayloop.core.groups import PlayFailed, UnscoredKind
+from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import (
     Cohort,
     Completion,
@@ -49,7 +53,10 @@ class Engine:
     def __init__(self, fault: Callable[[int], Awaitable[None]] | None = None) -> None:
         self.prompts: list[TokenPrompt] = []
         self.left: list[str] = []
+        self.together: list[list[int]] = []
+        """The seeds of each request for several samples."""
         self.generate, self.leave = Remote(self._generate), Remote(self.left.append)
+        self.generate_each = Remote(self._generate_each)
         self._fault = fault
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
@@ -57,6 +64,15 @@ class Engine:
         if self._fault is not None:
             await self._fault(len(self.prompts))
         return Completion((sampling.end_tokens[0],), (-0.1,), FinishReason.END_TOKEN, Version(0, 0))
+
+    async def _generate_each(self, prompt: TokenPrompt, seeds: list[int], sampling: Sampling) -> list[Any]:
+        """What fails is a value, unless the engine died of all of them."""
+        self.together.append(seeds)
+        asked = (self._generate(dataclasses.replace(prompt, seed=seed), sampling) for seed in seeds)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if len(lost := [one for one in answers if isinstance(one, ActorDiedError)]) == len(seeds):
+            raise lost[0]
+        return [as_value(one) if isinstance(one, BaseException) else one for one in answers]
 
 
 class Driver:
@@ -83,14 +99,20 @@ def raising(error: BaseException, at: int = 1) -> Callable[[int], Awaitable[None
     return fault
 
 
-def actor(folder: Path, environment: dict[str, Any] | None = None, **settings: Any) -> EnvironmentActor:
+def actor(
+    folder: Path, environment: dict[str, Any] | None = None, timeout: float = 60.0, **settings: Any
+) -> EnvironmentActor:
     chosen = {"environment": environment or SCRIPTED, "max_turns": 3, **settings}
-    return EnvironmentActor(ModelSettings(path=str(folder)), EpisodeSettings.model_validate(chosen))
+    return EnvironmentActor(ModelSettings(path=str(folder)), EpisodeSettings.model_validate(chosen), timeout=timeout)
 
 
-def request(task: Task | None = None, cohort: int | None = None, attempt: int = 0) -> PlayRequest:
+def request(task: Task | None = None, cohort: int | None = None, attempt: int = 0, sample: int = 1) -> PlayRequest:
     asked = task or Task("t1", (Message("user", ("Click.",)),))
-    return PlayRequest(asked, TrajectoryId(3, 1), attempt, 42, Sampling(), cohort)
+    return PlayRequest(asked, TrajectoryId(3, sample), attempt, 42 + sample, Sampling(), cohort)
+
+
+def named(task: str, sample: int) -> PlayRequest:
+    return request(Task(task, (Message("user", ("Click.",)),)), sample=sample)
 
 
 Played = tuple[Summary | PlayFailed, Trajectory | None]
@@ -99,7 +121,14 @@ Played = tuple[Summary | PlayFailed, Trajectory | None]
 def run(
     player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: PlayRequest | None = None
 ) -> Played:
-    played = asyncio.run(player.play(asked or request(), Lease(7, engine), driver or Driver()))
+    [[summary], trajectory] = group(player, [asked or request()], engine, driver)
+    return summary, trajectory
+
+
+def group(
+    player: EnvironmentActor, asked: list[PlayRequest], engine: Engine, driver: Driver | None = None
+) -> tuple[list[Summary | PlayFailed], *tuple[Trajectory | None, ...]]:
+    played = asyncio.run(player.play(asked, Lease(7, engine), driver or Driver()))
     assert player.health() == 0
     return played
 
@@ -250,14 +279,153 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
 
     async def all_of_them() -> int:
         lease = Lease(7, Engine(wait))
-        episodes = [asyncio.create_task(player.play(request(), lease, Driver())) for _ in range(20)]
+        asked = [request(sample=sample) for sample in range(10)]
+        calls = [asyncio.create_task(player.play(asked, lease, Driver())) for _ in range(2)]
         await asyncio.sleep(0.3)
         running = player.health()
         gate.set()
-        assert all(isinstance(summary, Summary) for summary, _ in await asyncio.gather(*episodes))
+        for summaries, *trajectories in await asyncio.gather(*calls):
+            assert all(isinstance(summary, Summary) for summary in summaries)
+            assert [one.id.sample for one in trajectories if one] == list(range(10))
         return running
 
     assert asyncio.run(all_of_them()) == 20
+
+
+def test_a_member_that_fails_is_a_value_beside_the_others(text_folder: Path) -> None:
+    faulty = {"use": FAULTY, "with": {"step": {"sick": "raise"}}}
+    summaries, *trajectories = group(
+        actor(text_folder, faulty), [named("well", 0), named("sick", 1), named("well", 2)], Engine()
+    )
+    assert [type(summary) for summary in summaries] == [Summary, PlayFailed, Summary]
+    assert [summary.id.sample for summary in summaries] == [0, 1, 2]
+    assert [trajectory and trajectory.id.sample for trajectory in trajectories] == [0, None, 2]
+
+
+class Taking:
+    """Changes the row that it is given."""
+
+    def reset(self, task: Task) -> Observation:
+        extra: Any = task.extra
+        return Observation((Message("user", (extra["steps"].pop(),)),))
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(done=True)
+
+    def evaluate(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_members_of_a_group_have_a_task_each(text_folder: Path) -> None:
+    task = Task("t", (), extra={"steps": ["last", "first"]})
+    asked = [request(task, sample=sample) for sample in range(4)]
+    summaries = group(actor(text_folder, {"use": f"{__name__}:Taking"}), asked, Engine())[0]
+    assert all(isinstance(summary, Summary) for summary in summaries)
+    assert len({summary.length for summary in summaries if isinstance(summary, Summary)}) == 1
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_answers(
+    text_folder: Path, isolation: str
+) -> None:
+    """The deadline of its call is longer: what it hangs in costs itself only, or its actor after the answer."""
+    faulty = {
+        "use": f"{ENVIRONMENTS}:Fault",
+        "isolation": isolation,
+        "with": {"tasks": ["slow"], "does": "hang", "seconds": 20.0},
+    }
+    player = actor(text_folder, faulty, timeout=6.0, step_timeout=60.0)
+    began = time.monotonic()
+    well, slow = group(player, [named("well", 0), named("slow", 1)], Engine())[0]
+    assert time.monotonic() - began < 30
+    assert isinstance(well, Summary)
+    assert isinstance(slow, PlayFailed)
+    assert (slow.own, slow.hung, slow.contained) == (True, True, isolation == "process")
+    assert slow.outcome.reason == "the episode did not end within 6 s"
+
+
+# The first turn of a group ---------------------------------------------------------------------------------------------
+
+
+EIGHT = [request(sample=sample) for sample in range(8)]
+
+
+def single_turn(folder: Path, **more: Any) -> EnvironmentActor:
+    return actor(folder, {"use": "rayloop.envs.single_turn:SingleTurn"}, max_turns=1, **more)
+
+
+def test_the_first_turn_of_a_group_is_one_request_with_the_seeds_of_its_members(text_folder: Path) -> None:
+    player, together = single_turn(text_folder), Engine()
+    summaries, *trajectories = group(player, EIGHT, together)
+    assert all(isinstance(summary, Summary) for summary in summaries)
+    assert len(trajectories) == 8
+    apart = Engine()
+    for asked in EIGHT:
+        run(player, apart, asked=asked)
+    assert (len(together.together), apart.together) == (1, [])
+    assert sorted(together.together[0]) == sorted(prompt.seed for prompt in apart.prompts)
+    by_seed = {prompt.seed: prompt for prompt in apart.prompts}
+    assert {p.seed: p for p in together.prompts} == by_seed, "each sample is asked for as if it were alone"
+
+
+def test_turns_of_longer_episodes_are_asked_for_one_by_one(text_folder: Path) -> None:
+    engine = Engine()
+    group(actor(text_folder), EIGHT[:3], engine)
+    assert (len(engine.prompts), engine.together) == (6, []), "no short first turn waits for the longest"
+
+
+def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_for(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.lease.PATIENCE", 30.0)
+    faulty = {"use": FAULTY, "with": {"reset": {"sick": "raise"}}}
+    engine, began = Engine(), time.monotonic()
+    other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
+    asked = [named("well", 0), named("sick", 1), named("well", 2), named("well", 3), other]
+    summaries = group(actor(text_folder, faulty, max_turns=1), asked, engine)[0]
+    assert [type(summary) for summary in summaries] == [Summary, PlayFailed, Summary, Summary, Summary]
+    assert sorted(map(len, engine.together)) == [1, 3]
+    assert time.monotonic() - began < 20
+
+
+def test_a_member_that_is_late_asks_alone(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.lease.PATIENCE", 0.05)
+    faulty = {"use": FAULTY, "with": {"reset": {"late": "hang"}, "hang": 1.5}}
+    engine = Engine()
+    player = actor(text_folder, faulty, max_turns=1, reset_timeout=20.0)
+    summaries = group(player, [named("well", 0), named("late", 1), named("well", 2)], engine)[0]
+    assert all(isinstance(summary, Summary) for summary in summaries)
+    assert sorted(map(len, engine.together)) == [1, 2]
+
+
+def test_an_engine_that_dies_with_the_request_of_a_group_costs_each_its_turn(text_folder: Path) -> None:
+    async def dies(number: int) -> None:
+        raise ActorDiedError
+
+    lost, spares = Engine(dies), [Engine() for _ in EIGHT]
+    driver = Driver(*spares)
+    summaries = group(single_turn(text_folder), EIGHT, lost, driver)[0]
+    assert all(isinstance(summary, Summary) for summary in summaries)
+    assert sorted(driver.asked) == [(f"3/{sample}@0", 7) for sample in range(8)]
+    assert [len(spare.prompts) for spare in spares] == [1] * 8
+    assert {prompt.seed for spare in spares for prompt in spare.prompts} == {prompt.seed for prompt in lost.prompts}
+
+
+def test_a_sample_that_fails_costs_the_others_nothing(text_folder: Path) -> None:
+    engine = Engine(raising(DataFailure("/x.png", "gone"), at=3))
+    summaries = group(single_turn(text_folder), EIGHT, engine)[0]
+    [failure] = [summary for summary in summaries if isinstance(summary, PlayFailed)]
+    assert len(summaries) == 8
+    assert (failure.outcome.kind, failure.path, failure.own) == (UnscoredKind.BAD_DATA, "/x.png", False)
+
+
+def test_a_group_that_is_decoded_as_one_batch_arrives_as_one(text_folder: Path) -> None:
+    engine = Engine()
+    group(single_turn(text_folder), [request(cohort=8, sample=sample) for sample in range(8)], engine)
+    assert list(map(len, engine.together)) == [8]
+    assert {prompt.cohort for prompt in engine.prompts} == {Cohort("3", 8)}
+    assert engine.left == ["3"] * 8
 
 
 def test_settings_are_checked_when_the_actor_starts(text_folder: Path) -> None:
@@ -301,14 +469,14 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
     async def wait(number: int) -> None:
         await gate.wait()
 
-    async def all_of_them() -> tuple[Played, list[Played]]:
+    async def all_of_them() -> tuple[Played, list[Summary | PlayFailed]]:
         slow, quick = Lease(7, Engine(wait)), Lease(8, Engine())
-        neighbours = [asyncio.create_task(player.play(request(), slow, Driver())) for _ in range(2)]
+        neighbours = asyncio.create_task(player.play([request(sample=n) for n in range(2)], slow, Driver()))
         await asyncio.sleep(0.1)
-        sick = await player.play(request(Task("sick", (Message("user", ("Click.",)),))), quick, Driver())
-        assert not any(task.done() for task in neighbours)
+        [summary], trajectory = await player.play([named("sick", 3)], quick, Driver())
+        assert not neighbours.done()
         gate.set()
-        return sick, await asyncio.gather(*neighbours)
+        return (summary, trajectory), (await neighbours)[0]
 
     sick, neighbours = asyncio.run(all_of_them())
     failure = failed(sick)
@@ -318,7 +486,7 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
         fault == "hang",
         False,
     )
-    assert all(isinstance(summary, Summary) for summary, _ in neighbours)
+    assert all(isinstance(summary, Summary) for summary in neighbours)
     assert player.health() == 0
 
 

@@ -70,8 +70,8 @@ def grader(request: pytest.FixtureRequest) -> str:
     return f"{__name__}:{request.param}"
 
 
-def trajectory(folder: Path, end: EndReason = EndReason.DONE) -> Trajectory:
-    ids = tuple(load_tokenizer(folder).encode("The answer is 3<|im_end|>").ids)
+def trajectory(folder: Path, end: EndReason = EndReason.DONE, text: str = "The answer is 3") -> Trajectory:
+    ids = tuple(load_tokenizer(folder).encode(f"{text}<|im_end|>").ids)
     turns = (Turn("prompt", (20, 21)), Turn("assistant", ids, logprobs=(-1.0,) * len(ids)))
     return Trajectory(TrajectoryId(0, 0), 0, "t1", 0, turns, Sampling(), end)
 
@@ -80,7 +80,7 @@ def score(folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **se
     Grader.answers, Grader.asked, Grader.seconds = list(answers), [], 0.0
     actor = RewardActor(ModelSettings(path=str(folder)), RewardSettings(source=Component(use=use), **settings))
     Grader.seconds = seconds
-    outcome = asyncio.run(actor.score(trajectory(folder), TASK, 5))
+    [outcome] = asyncio.run(actor.score(TASK, 5, trajectory(folder)))
     Grader.seconds = 0.0
     assert actor.health() == 0
     return outcome
@@ -135,7 +135,7 @@ def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(text_f
         ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping"))
     )
     task = Task("t1", (), extra={"level": "easy", "tags": ["a"]})
-    assert [asyncio.run(actor.score(trajectory(text_folder), task, 5)) for _ in range(2)] == [Scored(1.0)] * 2
+    assert asyncio.run(actor.score(task, 5, *[trajectory(text_folder)] * 2)) == [Scored(1.0)] * 2
 
 
 def test_a_crash_that_repeats_is_no_reward(text_folder: Path, grader: str) -> None:
@@ -143,6 +143,26 @@ def test_a_crash_that_repeats_is_no_reward(text_folder: Path, grader: str) -> No
     assert outcome == Unscored(UnscoredKind.GRADER_ERROR, f"{grader}: KeyError: 'answer'")
     assert "in score" in outcome.trace
     assert outcome.trace.endswith("KeyError: 'answer'")
+
+
+def by_length(solution_str: str) -> float:
+    """Raises on an answer that is short, hangs on one that is long."""
+    if len(solution_str) < 4:
+        raise KeyError("short")
+    time.sleep(0.0 if len(solution_str) < 40 else 1.0)
+    return float(len(solution_str))
+
+
+def test_trajectories_scored_in_one_call_have_outcomes_of_their_own(text_folder: Path) -> None:
+    source = Component(use=f"{__name__}:by_length")
+    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=source, timeout=0.3))
+    texts = ("The answer is 3", "3", "The answer is 3. " * 4, "The answer")
+    answers = [trajectory(text_folder, text=text) for text in texts]
+    first, raised, hung, last = asyncio.run(actor.score(TASK, 0, *answers))
+    assert (first, last) == (Scored(15.0), Scored(10.0))
+    assert isinstance(raised, Unscored)
+    assert isinstance(hung, Unscored)
+    assert (raised.kind, hung.kind) == (UnscoredKind.GRADER_ERROR, UnscoredKind.TIMEOUT)
 
 
 def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
@@ -174,7 +194,7 @@ def test_a_tool_that_the_action_hung_is_the_failing_value_without_asking(text_fo
     settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), failing_value=-0.5)
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     hung = trajectory(text_folder, EndReason.TOOL_DEADLINE)
-    assert asyncio.run(actor.score(hung, TASK, 0)) == Scored(-0.5, {}, ("tool_deadline",))
+    assert asyncio.run(actor.score(TASK, 0, hung)) == [Scored(-0.5, {}, ("tool_deadline",))]
     assert Grader.asked == []
 
 
@@ -235,9 +255,9 @@ def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
     settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), timeout=0.1)
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     for _ in range(2):
-        assert isinstance(asyncio.run(actor.score(trajectory(text_folder), TASK, 0)), Unscored)
+        assert isinstance(asyncio.run(actor.score(TASK, 0, trajectory(text_folder)))[0], Unscored)
     with pytest.raises(WorkerSpent, match="2 calls of the grader hang"):
-        asyncio.run(actor.score(trajectory(text_folder), TASK, 0))
+        asyncio.run(actor.score(TASK, 0, trajectory(text_folder)))
     Grader.seconds = 0.0
 
 
@@ -245,12 +265,8 @@ def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
     Grader.answers, Grader.asked, Grader.seconds = [1.0] * 8, [], 0.3
     settings = RewardSettings(source=Component(use=f"{__name__}:Grader"))
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
-
-    async def together() -> list[Outcome]:
-        return list(await asyncio.gather(*(actor.score(trajectory(text_folder), TASK, 0) for _ in range(8))))
-
     began = time.monotonic()
-    assert asyncio.run(together()) == [Scored(1.0)] * 8
+    assert asyncio.run(actor.score(TASK, 0, *[trajectory(text_folder)] * 8)) == [Scored(1.0)] * 8
     Grader.seconds = 0.0
     assert time.monotonic() - began < 1.5
     assert threading.active_count() < 50
