@@ -29,7 +29,8 @@ _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, as in broken JSON, have no UTF-8 form."""
 KEPT = 1 << 18
-"""Tokens of rendered texts that are kept for the other members of a group, some 10 MB: 128 prompts of 2,000."""
+"""Tokens of rendered texts that are kept, some 10 MB: 128 prompts of 2,000. Members of a group show the same, environments repeat
+themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Renderer:
         self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
         self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
-        self._encoded: Cache[tuple[str, tuple[ImageRef, ...]], TokenIds] = Cache(KEPT, len)
+        self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
         self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
@@ -168,19 +169,15 @@ class Renderer:
 
     def _expanded(self, text: str, images: Sequence[PromptImage]) -> TokenIds:
         """Token ids of rendered text; of the one image token that the template wrote per image, as many as the image has."""
-        refs = tuple(image.ref for image in images)
-        return self._encoded.made((text, refs), lambda: self._encode_images(text, refs))
-
-    def _encode_images(self, text: str, refs: Sequence[ImageRef]) -> TokenIds:
-        ids = self._encode_template(text)
+        ids = self._encoded.made(text, lambda: tuple(self._encode_template(text)))
         if self.image_token is None:
-            return tuple(ids)
-        if (written := ids.count(self.image_token)) != len(refs):
-            raise ConfigError(f"the chat template wrote {written} image tokens for {len(refs)} images")
+            return ids
+        if (written := ids.count(self.image_token)) != len(images):
+            raise ConfigError(f"the chat template wrote {written} image tokens for {len(images)} images")
         expanded: list[int] = []
-        remaining = iter(refs)
+        remaining = iter(images)
         for token in ids:
-            expanded += [token] * next(remaining).tokens if token == self.image_token else [token]
+            expanded += [token] * next(remaining).ref.tokens if token == self.image_token else [token]
         return tuple(expanded)
 
     def _pieces(self, folder: Path) -> tuple[str, str]:

@@ -95,7 +95,9 @@ def read(source: ImageSource) -> bytes:
 def decode(data: bytes) -> Image.Image:
     """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        ImageOps.exif_transpose(image, in_place=True)
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def tinted(data: bytes, strength: float) -> bytes:
@@ -128,12 +130,15 @@ def smart_resize(
     return rows, columns
 
 
-def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry) -> ImageRef:
-    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
+def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
+    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2.
+
+    ``sha256``: of ``data``, where it is known.
+    """
     rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
     grid = (1, rows // geometry.patch, columns // geometry.patch)
     tokens = math.prod(grid) // geometry.merge**2
-    return ImageRef(hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
+    return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
 
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)

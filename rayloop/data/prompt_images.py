@@ -45,22 +45,23 @@ class PromptImages:
         Raises as ``rayloop.data.images.probe`` does.
         """
         keep_file = keep_file and source.data is None and not self._tint
-        what = _file(source.path) if source.data is None else hashlib.sha256(source.data).hexdigest()
+        sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
+        what = sha256 or _file(source.path)
 
         def look() -> PromptImage:
-            return self._look(source, keep=source.data is None and not keep_file)
+            return self._look(source, sha256, keep=source.data is None and not keep_file)
 
         seen = look() if what is None else self._seen.made((what, keep_file), look)
         if keep_file:
             return replace(seen, ref=replace(seen.ref, path=source.path))
         return seen if seen.data is not None else replace(seen, data=source.data)
 
-    def _look(self, source: ImageSource, *, keep: bool) -> PromptImage:
+    def _look(self, source: ImageSource, sha256: str | None, *, keep: bool) -> PromptImage:
         """``keep`` its bytes too, because nobody else does; nobody has those of a tinted one."""
         data, width, height = probe(source, self._max_pixels)
         if self._tint:
-            data, keep = tinted(data, self._tint), True
-        return PromptImage(image_ref(data, width, height, self._geometry), data if keep else None)
+            data, sha256, keep = tinted(data, self._tint), None, True
+        return PromptImage(image_ref(data, width, height, self._geometry, sha256), data if keep else None)
 
 
 def _file(path: str | None) -> _File | None:

@@ -137,6 +137,8 @@ def test_what_members_of_a_group_show_alike_is_rendered_once(folder: Path, monke
         assert len(encoded) == once > 0
         other = render([Message("user", ("What now?", image(120, 90)))])
         assert other.token_ids.count(renderer.image_token) > first.token_ids.count(renderer.image_token)
+        assert len(encoded) == once, "the text is the same"
+        render([Message("user", ("What then?", image(120, 90)))])
         assert len(encoded) == 2 * once
 
 
