@@ -7,9 +7,11 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from actors.base import Actor
 from actors.handles import Handle
+from actors.images import SentImages
 from actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
 from actors.lost import cause
 from rayloop.chat.rendering import Renderer
@@ -51,6 +53,7 @@ class EnvironmentActor(Actor):
             kind.options()
         self._environments = Environments(episode.environment, kinds or {})
         self._timeout = timeout
+        self._images = SentImages()
         self._running = 0
 
     def health(self) -> int:
@@ -67,9 +70,9 @@ class EnvironmentActor(Actor):
         """
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
-        first = FirstTurn(len(requests)) if len(requests) > 1 and self._settings.max_turns == 1 else None
+        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None
         timeout = self._settings.request_timeout
-        engines = [LeasedEngine(request, lease, driver, timeout, first) for request in requests]
+        engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
         own = map(copy.deepcopy, requests)  # what an episode does to its task, the others do not see
         played = await asyncio.gather(*map(self._episode, own, engines))
         return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
@@ -85,7 +88,8 @@ class EnvironmentActor(Actor):
             playing = play(request, environment, self._renderer, self._settings, engine.generate)
             trajectory = await bounded(self._timeout, playing, late)
             seconds = time.monotonic() - began
-            return summarize(trajectory, request.task, seconds, self._renderer.image_token), trajectory
+            summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
+            return replace(summary, sent=engine.sent), trajectory
         except Exception as error:
             return _failed(request, error), None
         finally:

@@ -6,15 +6,16 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
 
 from actors.handles import Handle, submit
+from actors.images import MissingImages, SentImages
 from actors.lost import cause, is_lost, object_lost
-from rayloop.core.types import Cohort, Completion, PlayRequest, Sampling, TokenPrompt
+from rayloop.core.types import Cohort, Completion, ImagesSent, PlayRequest, Sampling, TokenPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ class Lease(Generic[A_co]):
 class Engine(Protocol):
     """What an episode asks of a rollout actor."""
 
-    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn."""
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
+        """Sample one turn. Images may be without their bytes; what is missing is the answer then."""
         ...
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion | RayTaskError]:
+    ) -> list[Completion | RayTaskError] | MissingImages:
         """Sample one turn for each seed."""
         ...
 
@@ -63,20 +64,25 @@ class FirstTurn:
     """The first turn of the episodes of one call: those that ask for the same, but for the seed, ask with one request.
 
     It is sent when all have asked; or, whoever is missing, when as much time has passed again as the first one took to ask, at
-    least ``PATIENCE`` seconds. Whoever comes later asks alone.
+    least ``PATIENCE`` seconds. Whoever comes later asks alone. ``images`` are those that engines have had from this process.
     """
 
-    def __init__(self, episodes: int) -> None:
-        self._missing = episodes
+    def __init__(self, episodes: int, images: SentImages) -> None:
+        self._missing, self._images = episodes, images
         self._began = time.monotonic()
         self._asked: list[_Asked] = []
         self._sent: set[asyncio.Task[None]] = set()
         self._late: asyncio.TimerHandle | None = None
 
-    def ask(self, engine: Handle[Engine], prompt: TokenPrompt, sampling: Sampling) -> Awaitable[Completion]:
-        """The answer for one episode, which asks for the first time. Raises as a call of its own would."""
+    def ask(
+        self, lease: Lease[Engine], prompt: TokenPrompt, sampling: Sampling, count: Callable[[ImagesSent], None]
+    ) -> Awaitable[Completion]:
+        """The answer for one episode, which asks for the first time. Raises as a call of its own would.
+
+        ``count`` of one of those that ask together is told what images are sent.
+        """
         loop = asyncio.get_running_loop()
-        one = _Asked(engine, prompt, sampling, loop.create_future())
+        one = _Asked(lease, prompt, sampling, count, loop.create_future())
         self._asked.append(one)
         if self._late is None:
             self._late = loop.call_later(max(PATIENCE, time.monotonic() - self._began), self._send)
@@ -98,16 +104,17 @@ class FirstTurn:
             alike.setdefault(one.request, []).append(one)
         self._asked = []
         for asked in alike.values():
-            sent = asyncio.ensure_future(_answer(asked))
+            sent = asyncio.ensure_future(_answer(asked, self._images))
             self._sent.add(sent)
             sent.add_done_callback(self._sent.discard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    engine: Handle[Engine]
+    lease: Lease[Engine]
     prompt: TokenPrompt
     sampling: Sampling
+    count: Callable[[ImagesSent], None]
     answer: asyncio.Future[Completion]
 
     @property
@@ -117,12 +124,16 @@ class _Asked:
         return self.prompt.token_ids, images, self.prompt.cohort, self.sampling
 
 
-async def _answer(asked: Sequence[_Asked]) -> None:
+async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
     """Send one request for all of these, and give each its answer, or what went wrong."""
     first, answers = asked[0], list[Completion | Exception]()
+    seeds = [one.prompt.seed for one in asked]
+
+    def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
+        return submit(first.lease.handle, Engine.generate_each, sent, seeds, first.sampling)
+
     try:
-        seeds = [one.prompt.seed for one in asked]
-        said = await submit(first.engine, Engine.generate_each, first.prompt, seeds, first.sampling)
+        said = await images.exchange(first.lease.worker, first.prompt, send, first.count)
         answers += [one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in said]
     except Exception as error:
         answers += [error] * len(asked)
@@ -140,7 +151,7 @@ class LeasedEngine:
 
     With ``first``, its first request is one with those of the other episodes of its call.
     In deterministic mode (``request.cohort``) the requests of a group's first attempt are decoded as one batch; after a
-    loss, or in a later attempt, the episode generates alone.
+    loss, or in a later attempt, the episode generates alone. ``images`` are those that engines have had from this process.
     """
 
     def __init__(
@@ -149,9 +160,12 @@ class LeasedEngine:
         lease: Lease[Engine],
         driver: Handle[LeasesEngines],
         timeout: float,
+        images: SentImages,
         first: FirstTurn | None = None,
     ) -> None:
-        self._lease, self._driver, self._timeout, self._first = lease, driver, timeout, first
+        self.sent = ImagesSent()
+        self._lease, self._driver, self._timeout = lease, driver, timeout
+        self._images, self._first = images, first
         self._key = f"{request.id}@{request.attempt}"
         self._cohort: Cohort | None = None
         if request.cohort is not None and request.attempt == 0:
@@ -169,8 +183,8 @@ class LeasedEngine:
             try:
                 async with asyncio.timeout(self._timeout):
                     if first is not None:
-                        return await first.ask(self._lease.handle, sent, sampling)
-                    return await submit(self._lease.handle, Engine.generate, sent, sampling)
+                        return await first.ask(self._lease, sent, sampling, self._count)
+                    return await self._ask(sent, sampling)
             except Exception as error:
                 if not (is_lost(error) or object_lost(error)):  # the answer, too, can be lost
                     raise
@@ -178,6 +192,15 @@ class LeasedEngine:
                 self._cohort = None
                 why = f"{type(cause(error)).__name__}: {cause(error)}".splitlines()[0]
                 self._lease = await submit(self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why)
+
+    async def _ask(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        def send(sent: TokenPrompt) -> Awaitable[Completion | MissingImages]:
+            return submit(self._lease.handle, Engine.generate, sent, sampling)
+
+        return await self._images.exchange(self._lease.worker, prompt, send, self._count)
+
+    def _count(self, sent: ImagesSent) -> None:
+        self.sent += sent
 
     def leave(self) -> None:
         """The episode has ended: nobody waits for it any longer."""

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.base import Actor
+from actors.images import ImageCache, MissingImages
 from actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
@@ -43,24 +44,31 @@ class RolloutActor(Actor):
     def __init__(self, model: ModelSettings, settings: EngineChoice, transport: TransportSettings, folder: str) -> None:
         name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
         self.engine: GenerationEngine = build_engine(model, settings, Place(folder, scratch, name))
+        self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
 
     def health(self) -> EngineHealth:
         """What the engine has to do, and whether it lives. Raises what ended the engine."""
         return self.engine.health()
 
-    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn. Raises what the engine raises."""
-        return await self.engine.generate(prompt, sampling)
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
+        """Sample one turn, or say which of the images are missing that came without bytes. Raises what the engine raises."""
+        async with self.images.whole(prompt) as whole:
+            if isinstance(whole, MissingImages):
+                return whole
+            return await self.engine.generate(whole, sampling)
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion | RayTaskError]:
+    ) -> list[Completion | RayTaskError] | MissingImages:
         """Sample one turn of the prompt for each seed; the engine has them at once. One that fails costs the others nothing: it
-        comes as ``as_value`` makes it."""
-        asked = (self.engine.generate(dataclasses.replace(prompt, seed=seed), sampling) for seed in seeds)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
+        comes as ``as_value`` makes it. Or what is missing, as in ``generate``."""
+        async with self.images.whole(prompt) as whole:
+            if isinstance(whole, MissingImages):
+                return whole
+            asked = (self.engine.generate(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
 
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""

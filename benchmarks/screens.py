@@ -129,12 +129,19 @@ class CountingRollout(RolloutActor):
         self._distinct: dict[str, int] = {}
 
     async def generate(self, prompt: TokenPrompt, *asked: Any) -> Any:
+        self._count(prompt)
+        return await super().generate(prompt, *asked)
+
+    async def generate_each(self, prompt: TokenPrompt, *asked: Any) -> Any:
+        self._count(prompt)
+        return await super().generate_each(prompt, *asked)
+
+    def _count(self, prompt: TokenPrompt) -> None:
         self._requests += 1
         for image in prompt.images:
             if image.data is not None:
                 self._bytes += len(image.data)
                 self._distinct[image.ref.sha256] = len(image.data)
-        return await super().generate(prompt, *asked)
 
     async def load(self, manifest: Manifest, source: Any) -> None:
         await self.engine.load(manifest, {})

@@ -185,10 +185,10 @@ class _Trial:
             return await play(request, environment, self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """What a rollout actor is asked; the first prompt is kept."""
+        """What a rollout actor's engine is asked; the first prompt is kept."""
         self.seen = self.seen or prompt
         async with asyncio.timeout(self.episode.request_timeout):
-            return await self.engine.generate(prompt, sampling)
+            return await self.engine.engine.generate(prompt, sampling)
 
     def _tell_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens

@@ -149,6 +149,18 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagesSent:
+    """Images that went to engines with requests: how many, their ``bytes``, and how many of them because they were forgotten."""
+
+    images: int = 0
+    bytes: int = 0
+    again: int = 0
+
+    def __add__(self, other: ImagesSent) -> ImagesSent:
+        return ImagesSent(self.images + other.images, self.bytes + other.bytes, self.again + other.again)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights."""
 
@@ -277,3 +289,4 @@ class Summary:
     env_result: float | None = None
     seconds: float = 0.0
     cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
+    sent: ImagesSent = ImagesSent()

@@ -17,6 +17,7 @@ from rayloop.core.types import (
     EndReason,
     FinishReason,
     ImageRef,
+    ImagesSent,
     Sampling,
     Summary,
     Task,
@@ -129,6 +130,7 @@ def _summary_from(plain: Plain) -> Summary:
         "end_reason": EndReason(plain["end_reason"]),
         "first_version": Version(*plain["first_version"]),
         "last_version": Version(*plain["last_version"]),
+        "sent": ImagesSent(**plain.get("sent", {})),  # older checkpoints lack it
     }
     return Summary(**{**plain, **made})
 

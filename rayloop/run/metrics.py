@@ -116,6 +116,17 @@ METRICS = tuple(
         ("rollout/waiting", "requests", "Requests that wait for room in the engines, when last asked (vLLM)."),
         ("rollout/in_flight_limit", "episodes", "Episodes that may play at once; absent while nothing limits them."),
         ("rollout/tokens", "tokens", "Sampled tokens of the finished trajectories."),
+        (
+            "rollout/images_sent",
+            "images",
+            "Images whose bytes went to an engine with a request, because it had not had them; others were only named.",
+        ),
+        (
+            "rollout/images_sent_again",
+            "images",
+            "Those of them that an engine had forgotten: its cache is too small for what plays at once if they are many.",
+        ),
+        ("rollout/image_bytes_sent", "bytes", "Bytes of those images."),
         ("rollout/turns/mean", "turns", "Sampled turns per trajectory."),
         ("rollout/seconds/mean", "s", "Wall time of an episode."),
         ("rollout/seconds/max", "s", "The slowest episode."),

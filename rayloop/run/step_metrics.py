@@ -51,6 +51,12 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
             "rollout/seconds/mean": mean(s.seconds for s in summaries),
             "rollout/seconds/max": max(s.seconds for s in summaries),
         }
+        if any(s.images for s in summaries):
+            metrics |= {
+                "rollout/images_sent": float(sum(s.sent.images for s in summaries)),
+                "rollout/images_sent_again": float(sum(s.sent.again for s in summaries)),
+                "rollout/image_bytes_sent": float(sum(s.sent.bytes for s in summaries)),
+            }
         ends = Counter(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
     fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
 from rayloop.run.step_metrics import Collected, step_metrics
@@ -68,20 +69,18 @@ def test_what_the_driver_records_is_in_the_table() -> None:
         (Scored(0.0, {"exact": 0.0}), Fate(TrajectoryState.FILTERED, "max_length")),
         (Unscored(UnscoredKind.TIMEOUT), Fate(TrajectoryState.EXCLUDED, "timeout")),
     )
+    ended = Summary(TrajectoryId(0, 0), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version)
+    sent = ImagesSent(images=2, bytes=100, again=1)
     members = tuple(
-        Member(
-            Summary(
-                TrajectoryId(0, i), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version, cut=i == 0
-            ),
-            outcome,
-            fate=fate,
-        )
+        Member(replace(ended, id=TrajectoryId(0, i), cut=i == 0, sent=sent), outcome, fate=fate)
         for i, (outcome, fate) in enumerate(outcomes)
     )
     group = Group(0, Task("t", ()), members)
     produced = step_metrics(Collected((group,), (group,)), target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
     assert produced["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    names = ("rollout/images_sent", "rollout/images_sent_again", "rollout/image_bytes_sent")
+    assert [produced[name] for name in names] == [6, 3, 300]
     assert validate(produced) == ()
 
 

@@ -1,0 +1,137 @@
+"""An image travels once per engine: a request names its images by content, and carries the bytes that its engine has not had.
+
+``SentImages`` is the half of a process that asks engines, ``ImageCache`` that of a rollout actor, in front of whatever engine. An
+engine gets whole prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from rayloop.core.cache import Cache
+from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.types import ImagesSent, PromptImage, TokenPrompt
+
+R = TypeVar("R")
+
+KEPT = 1 << 30
+"""Bytes of images that a rollout actor keeps: as many as 64 episodes of 15 screenshots of 1 MB show. With less, their next turns
+would ask for them again; those of running requests take their memory anyway, and stay beyond the limit."""
+REMEMBERED = 1 << 15
+"""Images that a process remembers to have sent, over all engines, or to have had: some 10 MB. One that is forgotten is sent once
+more."""
+ARRIVING = 2.0
+"""Seconds that a request waits for an image that another one carries, from the same process at the same moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingImages:
+    """The answer to a request that names images whose bytes are not there (any more): their hashes."""
+
+    sha256: frozenset[str]
+
+
+class ImageCache:
+    """The encoded images of one rollout actor by their content, at most ``limit`` bytes and those of running requests; the least
+    recently used go first. For one event loop."""
+
+    def __init__(self, limit: int = KEPT) -> None:
+        self._running: Counter[str] = Counter()
+        self._images: Cache[str, bytes] = Cache(limit, len, self._running.__contains__)
+        self._came: Cache[str, bool] = Cache(REMEMBERED)
+        """Those that were there once."""
+        self._changed = asyncio.Event()
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return self._images.used
+
+    @asynccontextmanager
+    async def whole(self, prompt: TokenPrompt) -> AsyncIterator[TokenPrompt | MissingImages]:
+        """The prompt with the bytes of all images that the engine cannot read from a path, which stay as long as the block runs; or
+        what is missing. What came with the prompt is kept either way."""
+        names = [image.ref.sha256 for image in prompt.images]
+        self._running.update(names)
+        try:
+            for image in prompt.images:
+                if image.data is not None:
+                    self._keep(image.ref.sha256, image.data)
+            lacking = {image.ref.sha256 for image in prompt.images if image.data is None and image.ref.path is None}
+            if missing := await self._missing(lacking):
+                yield MissingImages(missing)
+            else:
+                yield replace(prompt, images=tuple(map(self._with_bytes, prompt.images)))
+        finally:
+            self._running.subtract(names)
+            for name in names:
+                if not self._running[name]:
+                    del self._running[name]
+            self._images.shrink()
+
+    def _keep(self, name: str, data: bytes) -> None:
+        if self._images.get(name) is None:
+            self._images.put(name, data)
+            self._came.put(name, True)
+            self._changed.set()
+
+    def _with_bytes(self, image: PromptImage) -> PromptImage:
+        return replace(image, data=self._images.get(image.ref.sha256) or image.data)
+
+    async def _missing(self, names: Collection[str]) -> frozenset[str]:
+        """Those that are not there. One that never was is on its way with another request, and is waited for."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVING):
+                while missing := frozenset(name for name in names if self._images.get(name) is None):
+                    if any(self._came.get(name) for name in missing):
+                        break
+                    self._changed.clear()
+                    await self._changed.wait()
+        return missing
+
+
+class SentImages:
+    """Which images each engine, by its serial number, has had from this process."""
+
+    def __init__(self, limit: int = REMEMBERED) -> None:
+        self._had: Cache[tuple[int, str], bool] = Cache(limit)
+
+    async def exchange(
+        self,
+        engine: int,
+        prompt: TokenPrompt,
+        send: Callable[[TokenPrompt], Awaitable[R | MissingImages]],
+        count: Callable[[ImagesSent], None],
+    ) -> R:
+        """What the engine answers to the prompt, which ``send`` sends; again, with the bytes that it has forgotten, when it asks.
+
+        ``count`` is told what is sent. Raises what ``send`` raises, and InfrastructureFailure when the engine lacks what was sent.
+        """
+        images = {image.ref.sha256 for image in prompt.images if image.data is not None}
+        had, again = {name for name in images if self._had.get((engine, name))}, 0
+        while True:
+            sent = _without(prompt, had)
+            carried = [image.data for image in sent.images if image.data is not None]
+            count(ImagesSent(len(carried), sum(map(len, carried)), again))
+            for name in images:  # whoever asks from now on only names them: the engine waits for what is on its way
+                self._had.put((engine, name), True)
+            answer = await send(sent)
+            if not isinstance(answer, MissingImages):
+                return answer
+            if not had & answer.sha256:
+                raise InfrastructureFailure(f"engine {engine} lacks {len(answer.sha256)} images that it was sent")
+            had, again = had - answer.sha256, len(answer.sha256)
+
+
+def _without(prompt: TokenPrompt, had: Collection[str]) -> TokenPrompt:
+    """The prompt without the bytes of images that were had, and with those of any other once."""
+    carried, images = set(had), []
+    for image in prompt.images:
+        images.append(replace(image, data=None) if image.ref.sha256 in carried else image)
+        carried.add(image.ref.sha256)
+    return replace(prompt, images=tuple(images))
