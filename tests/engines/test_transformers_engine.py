@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForCon
 
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
-from rayloop.engines.generation import transformers
+from rayloop.engines.generation import arrivals, transformers
 from rayloop.engines.generation.decoding import Decoder, Row
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model
@@ -295,8 +295,28 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
         await asyncio.gather(*waiting)
         assert batches == [8, 1]
 
-    monkeypatch.setattr(transformers, "BATCH_WAIT", 0.5)
+    monkeypatch.setattr(arrivals, "FIRST", 0.5)
     served(tiny_text, test, max_batch=8)
+
+
+def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> None:
+    measured = arrivals.Arrivals()
+    assert measured.wait == arrivals.FIRST, "nothing is known"
+    measured.decoded([0.5], 0.4)
+    assert measured.wait == arrivals.FIRST, "one alone tells nothing"
+    measured.decoded([1.0, 1.01, 1.015], 0.4)
+    assert measured.wait == pytest.approx(0.02)
+    measured.decoded([2.0] * 8, 0.4)
+    assert measured.wait == pytest.approx(0.02), "the one before counts still"
+    measured.decoded([2.04], 0.4)
+    assert measured.wait == pytest.approx(0.08), "it came 40 ms too late for the batch before"
+    measured.decoded([3.0, 3.2], 0.4)
+    assert measured.wait == pytest.approx(0.08), "what is far apart belongs to another batch"
+    measured.decoded([4.0, 4.09], 0.4)
+    assert measured.wait == pytest.approx(0.1), "no more than a quarter of what a batch takes"
+    for start in range(arrivals.BATCHES):
+        measured.decoded([5.0 + start] * 2, 0.4)
+    assert measured.wait == arrivals.SHORTEST
 
 
 def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +334,7 @@ def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypat
         await engine.resume()
         await held
 
-    monkeypatch.setattr(transformers, "BATCH_WAIT", 0.0)
+    monkeypatch.setattr(arrivals, "FIRST", 0.0)
     served(tiny_text, test)
 
 

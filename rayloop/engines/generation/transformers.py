@@ -19,15 +19,13 @@ from rayloop.chat.tokenizer import load_tokenizer, model_folder
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
+from rayloop.engines.generation.arrivals import Arrivals
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.decoding import Decoder, Row
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
 
-BATCH_WAIT = 0.05
-"""Seconds without a new request after which a batch that is not full starts: a shorter wait cuts a step's requests into more,
-slower batches (docs/performance.md), a longer one delays every turn."""
 COHORT_WAIT = 120.0
 """Seconds that the other members of a group (a cohort) are waited for with ``rollout.deterministic``. Then those that are there
 fail, and are played again each on its own: such a run is not repeated bit for bit, but goes on."""
@@ -60,6 +58,7 @@ class TransformersEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._left: Counter[str] = Counter()
+        self._arrivals = Arrivals()
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,7 +117,7 @@ class TransformersEngine:
                 await self._wait(due)
                 continue
             self._waiting = [request for request in self._waiting if request not in batch]
-            self._running = batch
+            self._running, began = batch, loop.time()
             self._idle.clear()
             try:
                 await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
@@ -128,6 +127,7 @@ class TransformersEngine:
             finally:
                 self._running = []
                 self._idle.set()
+                self._arrivals.decoded(sorted(request.arrival for request in batch), loop.time() - began)
 
     async def _wait(self, seconds: float | None) -> None:
         """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
@@ -157,7 +157,7 @@ class TransformersEngine:
                 self._give_up(cohort, members, missing)
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
-            deadlines.append(free[-1].arrival + BATCH_WAIT)
+            deadlines.append(free[-1].arrival + self._arrivals.wait)
             if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
                 return free[: self._settings.max_batch], None
         return [], max(0.0, min(deadlines) - now)
