@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, step, structure, train
+from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, start, step, structure, train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     step.add_step(actions.add_parser("step", help="GRPO steps through the real actors"))
     step.add_compare(actions.add_parser("compare", help="GRPO steps of TRL and of rayloop, alternately"))
+    start.add_arguments(actions.add_parser("start", help="from the command to the first step, by process"))
     rollout.add_arguments(
         actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately")
     )

@@ -92,8 +92,9 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_compare)
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a text model")
+def add_shape(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
+    """What a step is; ``model``: whether one must be named."""
+    parser.add_argument("--model", type=Path, required=model, metavar="DIR", help="folder of a text model")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--group", type=int, default=8, help="answers per prompt")
     parser.add_argument("--completion", type=int, default=64, help="tokens of every answer")
@@ -116,9 +117,7 @@ def step(shape: Shape, engine: str, overrides: Sequence[str], temporary: str) ->
     began = time.time()
     folder = Path(temporary) / "bench"
     folder.mkdir()
-    write_rows(folder / "rows.jsonl", shape)
-    _plain_prompts(shape.model, folder / "model")
-    config = _config(shape, engine, folder, overrides)
+    config = load(prepare(shape, engine, folder), overrides, RunConfig)
     with PeakMemory() as memory:
         train(config, None, temporary)
     return _result(shape, folder / config.name, began, memory)
@@ -142,8 +141,13 @@ def _plain_prompts(model: Path, target: Path) -> None:
     (target / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def _config(shape: Shape, engine: str, folder: Path, overrides: Sequence[str]) -> RunConfig:
-    """The defaults, but for the shape, filters (none: every group is trained on) and the folder."""
+def prepare(shape: Shape, engine: str, folder: Path) -> Path:
+    """Writes rows, model folder and configuration of the run into ``folder``; returns the configuration's file.
+
+    It has the defaults, but for the shape, filters (none: every group is trained on) and the folder. Raises ConfigError.
+    """
+    write_rows(folder / "rows.jsonl", shape)
+    _plain_prompts(shape.model, folder / "model")
     length, batch = shape.completion, shape.prompts * shape.group
     own = {"threads": shape.threads, "max_batch": batch} if engine == "transformers" else {"max_sequences": batch}
     values = {
@@ -163,7 +167,7 @@ def _config(shape: Shape, engine: str, folder: Path, overrides: Sequence[str]) -
     }
     path = folder / "bench.yaml"
     path.write_text(yaml.safe_dump(values))
-    return load(path, overrides, RunConfig)
+    return path
 
 
 def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[str, Any]:
