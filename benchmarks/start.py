@@ -133,7 +133,9 @@ class Tree:
         for process, name in self._names.items():
             kinds[name].append(process)
         many = {name: f"{len(own)} {name}" if len(own) > 1 else name for name, own in kinds.items()}
-        used = {many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()] for name, own in kinds.items()}
+        used = {
+            many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()] for name, own in kinds.items()
+        }
         return {
             name: {part: round(now - before, 2) for part, now, before in zip(ends, sums, [0.0, *sums], strict=False)}
             for name, sums in sorted(used.items(), key=lambda item: -item[1][-1])
@@ -179,7 +181,5 @@ def table(found: Mapping[str, Any]) -> str:
     rows = {"wall": wall, **found["cpu_s"]}
     rows["CPU of all"] = {part: sum(used[part] for used in found["cpu_s"].values()) for part in wall}
     lines = [["seconds until", *wall, "in all"], ["---"] * (len(wall) + 2)]
-    lines += [
-        [name, *(f"{row[part]:.1f}" for part in wall), f"{sum(row.values()):.1f}"] for name, row in rows.items()
-    ]
+    lines += [[name, *(f"{row[part]:.1f}" for part in wall), f"{sum(row.values()):.1f}"] for name, row in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

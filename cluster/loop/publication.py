@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from actors.handles import Handle, submit
@@ -29,6 +31,11 @@ VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 FAILING = 4
 """Tasks that cannot be played, with none that can, before the proof at the start gives up; ``publish.probes`` if that is more."""
+PARITY = "parity"
+"""Why probes are played at the start; for the self-test it is the name of the parameters that were changed."""
+SELF_TEST_TOKENS = 32
+"""An answer of the self-test is at most as long: whether weights arrived shows in its first tokens, and each group of parameters
+is waited for before the first step."""
 ARRIVED = 1 / 3
 """Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
 
@@ -98,7 +105,7 @@ class Publisher:
             await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
 
     async def _parity(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        self._probes = await self._probe(tasks, player, "parity")
+        self._probes = await self._probe(tasks, player, PARITY)
         found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
         self.reporter.event(events.Parity(**found.report(), tolerance=self.config.tolerance))
         if not found.mean <= self.config.tolerance:
@@ -138,28 +145,34 @@ class Publisher:
         """The payload of a fresh episode, or None and an event."""
         seed = derive(self.config.seed, "probe", "drift", step, task.id)
         request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
+        played = await self._episode("drift", request, player)
+        return None if isinstance(played, Unscored) else played
+
+    async def _episode(self, purpose: str, request: PlayRequest, player: EpisodeRunner) -> Any:
+        """The payload of a fresh episode, or why there is none, with an event."""
         try:
             [played] = await player.episodes([request])
         finally:
-            player.blame.forget(group)
+            player.blame.forget(request.id.group)
         if not isinstance(played, PlayFailed):
             return played[1]
-        self.reporter.event(incidents.ProbeFailed("drift", task.id, why=played.outcome.reason))
-        return None
+        self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.outcome.reason))
+        return played.outcome
 
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
-        images = (await self.services.policy.compare(self._probes)).images
         groups = await self.services.policy.parameter_groups()
         for number, group in enumerate(groups, start=-len(groups)):
-            if group in ("vision", "merger") and not images:
+            if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
                 continue
             try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
                 await self.services.policy.perturb(group)
                 await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
-                moved = await self.services.policy.compare(self._probes)
-                follows = await self.services.policy.compare(await self._probe(tasks, player, group))
+                moved, probes = await asyncio.gather(
+                    self.services.policy.compare(self._probes), self._probe(tasks, player, group)
+                )
+                follows = await self.services.policy.compare(probes)
             finally:
                 await self.services.policy.restore_parameters()
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
@@ -182,31 +195,34 @@ class Publisher:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes at the run's own sampling settings, on the first ``publish.probes`` tasks that can be played.
+        """Payloads of fresh episodes on the first ``publish.probes`` tasks that can be played, all that are still wanted at once.
 
-        One that cannot is not tried again in this proof: it may have cost several deadlines. Raises EnvironmentFailed or
-        DataFailure when so many fail that the tasks are not to blame, and none is played.
+        At the run's own sampling settings; answers of the self-test are cut. A task that cannot be played is not tried again in
+        this proof: it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when so many fail that the tasks
+        are not to blame, and none is played.
         """
         payloads: list[Any] = []
         failed: list[Unscored] = []
+        sampling = self.config.rollout.sampling.sampling()
+        if purpose != PARITY:
+            most = min(sampling.max_tokens, SELF_TEST_TOKENS)
+            sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         wanted = self.config.publish.probes
-        for number, task in enumerate(tasks):
-            if len(payloads) == wanted or len(failed) == max(wanted, FAILING):
-                break
-            if task.id in self._unplayable:
-                continue
-            seed = derive(self.config.seed, "probe", purpose, task.id)
-            request = PlayRequest(task, TrajectoryId(-1 - number, 0), 0, seed, self.config.rollout.sampling.sampling())
-            try:
-                [played] = await player.episodes([request])
-            finally:
-                player.blame.forget(request.id.group)
-            if isinstance(played, PlayFailed):
-                failed.append(played.outcome)
-                self._unplayable.add(task.id)
-                self.reporter.event(incidents.ProbeFailed(purpose, task.id, why=played.outcome.reason))
-            else:
-                payloads.append(played[1])
+        playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
+        while chosen := list(islice(playable, min(wanted - len(payloads), max(wanted, FAILING) - len(failed)))):
+            requests = [
+                PlayRequest(
+                    task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling
+                )
+                for number, task in chosen
+            ]
+            answers = await asyncio.gather(*(self._episode(purpose, request, player) for request in requests))
+            for (_, task), played in zip(chosen, answers, strict=True):
+                if isinstance(played, Unscored):
+                    failed.append(played)
+                    self._unplayable.add(task.id)
+                else:
+                    payloads.append(played)
         if not payloads:
             reason = f"none of {len(failed)} tasks could be played for the {purpose} probe: {failed[-1].reason if failed else ''}"
             if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):

@@ -1,4 +1,7 @@
-"""Low-rank adapters in the trainer: where they go, how they are switched off, and how they are merged for export."""
+"""Low-rank adapters in the trainer: where they go, how they are switched off, and how they are merged for export.
+
+peft is imported where it is used: a trainer without adapters starts without it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +25,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_name
     The vision tower's layers have partly the same names as the language model's: they are adapted only with ``vision``.
     Raises ConfigError when no layer has such a name.
     """
+    from peft import LoraConfig, inject_adapter_in_model
+
     groups = model_groups(checkpoint_names.values())
     in_vision = {*groups.get("vision", ()), *groups.get("merger", ())}
     targets = [
@@ -46,6 +49,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_name
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model without its adapters: their scale is 0 inside. (peft's own switch also changes ``requires_grad``.)"""
+    from peft.tuners.lora import LoraLayer
+
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.set_scale(ADAPTER, 0.0)

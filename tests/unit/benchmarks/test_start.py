@@ -10,7 +10,14 @@ import time
 from benchmarks.start import Tree, table, until
 
 CHILD = "import time\nwhile time.process_time() < 0.3: pass"
-PARENT = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {CHILD!r}])\nprint('ended', flush=True)\ntime.sleep(60)"
+PARENT = "\n".join(
+    [
+        "import subprocess, sys, time",
+        f"subprocess.run([sys.executable, '-c', {CHILD!r}])",
+        "print('ended', flush=True)",
+        "time.sleep(60)",
+    ]
+)
 
 
 def test_a_descendant_that_has_ended_is_counted() -> None:
@@ -36,7 +43,12 @@ def test_a_part_ends_with_its_last_event_before_the_step() -> None:
         {"event": "start", "time": 5.0}, {"event": "self_test", "time": 8.0}, {"event": "self_test", "time": 9.0},
         {"event": "parity", "time": 7.0}, {"event": "parity", "time": 30.0}, {"event": "trained", "time": 10.0},
     ]  # fmt: skip
-    assert until(events, 11.0) == {"Ray is up": 5.0, "published and compared": 7.0, "self-test": 9.0, "first step": 11.0}
+    assert until(events, 11.0) == {
+        "Ray is up": 5.0,
+        "published and compared": 7.0,
+        "self-test": 9.0,
+        "first step": 11.0,
+    }
 
 
 def test_the_table_sums_rows_and_columns() -> None:
@@ -53,5 +65,3 @@ def test_a_process_that_is_not_there_counts_as_nothing() -> None:
     tree = Tree(2**22 + 1)
     tree.look()
     assert tree.parts(0.0, {"all": time.time()}) == {}
-
-
