@@ -123,8 +123,9 @@ class Tree:
                 wanted += children[pid]
                 _, begun, seconds = found[pid]
                 used[pid, begun] = seconds
-                if self._names.get((pid, begun), IDLE) == IDLE:
-                    self._names[pid, begun] = "command line" if pid == self._root else _name(pid)
+                name = "command line" if pid == self._root else _name(pid)
+                if name != IDLE or (pid, begun) not in self._names:  # a worker between two calls is still an actor
+                    self._names[pid, begun] = name
         self._looks.append((time.time(), used))
 
     def parts(self, began: float, ends: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -31,6 +31,11 @@ COMMANDS = {
     "data": ("cluster.commands.data", "make and check datasets"),
 }
 """Word -> the module that has its ``add_arguments(parser)``, which sets ``run(arguments) -> exit code``; what it is for."""
+SPINS = "1000"
+"""How often a thread of OpenMP looks before it sleeps (``GOMP_SPINCOUNT``; some 50 us on Intel, where a look takes 140 cycles).
+
+Threads that spin for long (the default) bring actors that share cores to a stop; docs/performance.md has what each count costs.
+"""
 EXAMPLES = """examples:
   python -m cluster train recipes/arc_vision/quickstart.yaml steps=20     train; the same command continues a run that ended
   python -m cluster try recipes/arc_vision/quickstart.yaml --row 7        one row, two answers and their rewards, in seconds
@@ -44,9 +49,7 @@ COMMAND --help tells more. Any value of a configuration can be changed with key.
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. A RayloopError is printed as one paragraph on stderr."""
-    # Threads that wait spin briefly, then sleep: without spinning small operations crawl, and actors that share cores and
-    # spin for long (the default) bring each other to a stop.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     arguments = parsed(argv)
     try:
         code: int = arguments.run(arguments)

@@ -9,7 +9,9 @@ import os
 
 from hypothesis import settings
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from cluster.cli import SPINS
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")

@@ -9,7 +9,7 @@ import time
 
 from benchmarks.start import Tree, table, until
 
-CHILD = "import time\nwhile time.process_time() < 0.3: pass"
+CHILD = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.5)"
 PARENT = "\n".join(
     [
         "import subprocess, sys, time",
