@@ -54,7 +54,7 @@ def curves(folder: RunFolder) -> Figure:
     config, evaluations = configuration(folder), series(by_step(folder.events, "evaluated").values())
     sampling = (config.get("rollout") or {}).get("sampling") or {}
     drawn, greedy = sampling.get("temperature", 1.0), (config.get("evaluation") or {}).get("greedy", True)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     if training := series(folder.metrics).get("reward/mean", []):
         axes.plot(*_numbers(training), "-", color="0.6", linewidth=1, label=f"training ({sampled(drawn)})")
@@ -66,7 +66,7 @@ def curves(folder: RunFolder) -> Figure:
                 axes.fill_between(_numbers(points)[0], low, high, color=line.get_color(), alpha=0.15)
             axes.axhline(_numbers(points)[1][0], color=line.get_color(), linestyle=":", linewidth=1)
     title = [folder.path.name, *(line for end in by_step(folder.events, "gain").values() for line in gained(end))]
-    axes.set_title("\n".join(title), fontsize=9)
+    axes.set_title("\n".join(title), fontsize=8)
     axes.set(xlabel="step", ylabel="mean reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
