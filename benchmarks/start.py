@@ -128,6 +128,11 @@ class Tree:
                     self._names[pid, begun] = name
         self._looks.append((time.time(), used))
 
+    @property
+    def seconds(self) -> float:
+        """Of all of them together, until the last look."""
+        return sum(self._looks[-1][1].values()) if self._looks else 0.0
+
     def parts(self, began: float, ends: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Kind of process (``3 idle workers``) -> part -> CPU seconds."""
         kinds: dict[str, list[tuple[int, str]]] = defaultdict(list)
