@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE / "tiny", help="folder to write the checkpoint into")
     out = parser.parse_args().out
     if not (PAGES / "pretrain.parquet").exists():
-        cluster("data", "prepare", "miniwob", "--out", PAGES, "--rows", f"pretrain={ROWS}")
+        cluster("data", "prepare", "arc_vision", "--out", PAGES, "--rows", f"pretrain={ROWS}")
     cluster("sft", HERE / "pretrain.yaml")
     for snapshot in sorted(TRAINED.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_"))):
         summary = controls(snapshot)
@@ -50,7 +50,7 @@ def cluster(*arguments: str | Path) -> None:
 def controls(snapshot: Path) -> dict[str, Any]:
     """The summary of the snapshot's evaluation with controls on the validation split."""
     folder = snapshot / "eval"
-    cluster("eval", HERE / "quickstart.yaml", "--checkpoint", snapshot, "--controls", "--out", folder)
+    cluster("eval", HERE / "learn.yaml", "--checkpoint", snapshot, "--controls", "--out", folder)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 

@@ -12,6 +12,7 @@ import pytest
 from cluster.loop.loggers import open_logger
 from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
+from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
 from rayloop.run.reporter import Reporter, Updates
@@ -99,6 +100,29 @@ def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: 
     assert validate(reporter.folder.events) == ()
     assert [record["event"] for _, record in reporter.updates] == ["warning", "checkpoint", "quarantined"]
     assert validate(record for _, record in reporter.updates) == ()
+
+
+def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlier_start(tmp_path: Path) -> None:
+    def answers(reward: float) -> list[Item]:
+        return [Item(arm, f"t{n}", "page", reward=reward + n / 100) for arm in (RIGHT, SAMPLED) for n in range(10)]
+
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path))
+    first = Reporter(config, tmp_path, open_logger)
+    first.evaluated(0, answers(0.2), {})
+    first.evaluated(4, answers(0.9), {})
+    resumed = Reporter(config, tmp_path, open_logger)
+    resumed.begin(2, 2, None)  # restored at step 2: what was recorded of step 4 is moved aside
+    resumed.close(2, {})
+    assert not [record for record in resumed.folder.events if record["event"] == "gain"], "nothing was evaluated since"
+    resumed.evaluated(4, answers(0.3), {})
+    resumed.close(4, {})
+    (gain,) = (record for record in resumed.folder.events if record["event"] == "gain")
+    assert validate([gain]) == ()
+    assert (gain["step"], gain["since"]) == (4, 0)
+    for pair in gain["rewards"].values():
+        assert (pair["tasks"], pair["before"], pair["after"]) == (10, pytest.approx(0.245), pytest.approx(0.345))
+        assert pair["gain"] == pytest.approx([0.1, 0.1, 0.1])
+    assert list(gain["rewards"]) == ["sampled", "greedy"]
 
 
 def test_updates_hold_a_window_and_number_what_is_gone() -> None:
