@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,6 +55,8 @@ class Playing:
         self.config, self._changed = config, changed
         self.version = Version(0, 0)
         self._began: dict[int, dict[int, Version]] = {}
+        self._versions: Counter[Version] = Counter()
+        """How many of those episodes each version began: thousands are in flight, of a few versions."""
 
     async def play(self, issue: Issue, task: Task, player: Player) -> Group:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
@@ -65,27 +68,36 @@ class Playing:
         return Group(issue.number, task, tuple(members))
 
     def _begins(self, request: PlayRequest) -> None:
-        began, sample = self._began[request.id.group], request.id.sample
-        again, began[sample] = sample in began, self.version
-        if again:
+        if self._set(request.id, self.version):
             self._changed()
 
     def _ended(self, member: Member) -> None:
-        began, sample = self._began[member.summary.id.group], member.summary.id.sample
-        if isinstance(member.outcome, Scored):
-            began[sample] = member.summary.first_version
-        else:
-            began.pop(sample, None)
+        self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
+
+    def _set(self, id: TrajectoryId, version: Version | None) -> bool:
+        """Which version began an episode; None: there is none to count. Returns whether there was one before."""
+        began = self._began[id.group]
+        if before := began.pop(id.sample, None):
+            self._forget(before)
+        if version is not None:
+            began[id.sample] = version
+            self._versions[version] += 1
+        return before is not None
+
+    def _forget(self, version: Version) -> None:
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
 
     def any_due(self, training: Version, inherited: Mapping[int, int]) -> bool:
         """Whether a group holds what ``training`` is the last version to train on."""
         limit = self.config.algorithm.staleness.max_staleness
-        return any(
-            is_due(first, training, limit, inherited) for began in self._began.values() for first in began.values()
-        )
+        return any(is_due(first, training, limit, inherited) for first in self._versions)
 
     def forget(self, issue: int) -> None:
-        del self._began[issue]
+        for version in self._began.pop(issue).values():
+            self._forget(version)
 
     def clear(self) -> None:
         self._began.clear()
+        self._versions.clear()

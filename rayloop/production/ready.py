@@ -22,13 +22,20 @@ class ReadyGroups:
     def __init__(self, settings: AlgorithmSettings, ledger: Ledger) -> None:
         self.settings, self.ledger = settings, ledger
         self.groups: list[Group] = []
+        """Never changed, but replaced by another list."""
         self.dropped: Counter[str] = Counter()
         """What became stale or surplus since the last step, by ``state/source`` (for metrics)."""
+        self._counted: tuple[list[Group], int] = (self.groups, 0)
+        self._fresh: dict[int, Group] = {}
+        """Groups without a member that is too old for the version that was asked about last, ``_fresh_for``."""
+        self._fresh_for: tuple[Version, Mapping[int, int]] | None = None
 
     @property
     def survivors(self) -> int:
         """Trajectories that are ready to be trained."""
-        return sum(len(group.kept) for group in self.groups)
+        if self._counted[0] is not self.groups:
+            self._counted = self.groups, sum(len(group.kept) for group in self.groups)
+        return self._counted[1]
 
     def add(self, group: Group) -> None:
         """A finished group; one of which nothing was kept is not ready."""
@@ -36,11 +43,16 @@ class ReadyGroups:
             self.groups = sorted([*self.groups, group], key=lambda g: g.issue)
 
     def expire(self, version: Version, inherited: Mapping[int, int]) -> None:
-        """Members too old for ``version`` become stale."""
+        """Members too old for ``version`` become stale. Asked whenever something happens: what it found fresh, it remembers."""
         limit = self.settings.staleness.max_staleness
-        groups = [expired(group, version, limit, inherited) for group in self.groups]
-        self.settle_fates(now for now, before in zip(groups, self.groups, strict=True) if now is not before)
-        self.groups = [group for group in groups if group.kept]
+        if self._fresh_for != (version, inherited):
+            self._fresh_for, self._fresh = (version, dict(inherited)), {}
+        unseen = [group for group in self.groups if self._fresh.get(group.issue) is not group]
+        now = {group.issue: expired(group, version, limit, inherited) for group in unseen}
+        if changed := [now[group.issue] for group in unseen if now[group.issue] is not group]:
+            self.settle_fates(changed)
+            self.groups = [g for group in self.groups if (g := now.get(group.issue, group)).kept]
+        self._fresh.update(now)
 
     def select(self) -> Selection:
         """The step's target, by rank; nothing is taken yet."""

@@ -143,7 +143,7 @@ OF_THE_PROCESS = {
     "Production": {"config", "ledger", "dataset", "issuer", "ready", "finished", "_tell", "_playing", "_taken",
                    "_collecting", "_stopping", "_waiting", "_last_commit", "in_flight"},
     "Issuer": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
-    "ReadyGroups": {"settings", "ledger"},
+    "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
     "Alarms": {"settings", "_reward", "_tell", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
                "_raised", "_raised_held_out"},
