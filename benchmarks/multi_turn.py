@@ -59,7 +59,8 @@ def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
     from benchmarks.screens import ScreensActor
     from cluster.roles.services import CONCURRENCY
 
-    (run := folder / config.name).mkdir()
+    run = folder / config.name
+    (run / "logs").mkdir(parents=True)
     driver = create(ScreensActor, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(run), "never")
     try:
         found: dict[str, Any] = ray.get(submit(driver, ScreensActor.measure, WARM), timeout=1200)

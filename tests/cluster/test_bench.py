@@ -110,6 +110,18 @@ def test_the_driver_plays_among_simulated_actors() -> None:
     assert 0 <= many["idle_share"] < 1
 
 
+@pytest.mark.slow_faults
+def test_screenshots_travel_once() -> None:
+    line = bench(
+        "multi_turn", "--episodes", "16", "--turns", "4", "--size", "200000", "--steps", "1", "--seconds", "0.05"
+    )
+    assert 16 * 3 < line["requests"] <= 16 * 4, "the first turn of a group may be one request"
+    assert line["distinct_mb"] == pytest.approx((2 + 16 * 3) * 0.2, rel=0.05)
+    assert 1.0 <= line["ratio"] <= 1.2
+    assert line["payload_mb"] >= 16 * 4 * 0.19
+    assert {"ScreensActor", "EnvironmentActor", "CountingRollout"} <= line["cpu_s"].keys()
+
+
 def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) -> None:
     line = bench(
         "train", "--model", str(digits_model), "--sequences", "4", "--prompt", "8", "--answer", "8", "--rounds", "2"

@@ -70,6 +70,9 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
     for record in made.metrics:
         assert record["rollout/turns/mean"] == 2
         assert record["rollout/trained"] == 8
+        # The first is a file, which the engine reads; the second, the same for all, goes once: no other process asks.
+        assert record["rollout/images_sent"] <= 1
+        assert record["rollout/images_sent_again"] == 0
     kl = [record["actor/kl"] for record in made.metrics]
     assert kl[0] < 1e-8 < kl[1], "the reference is the start model, which the first update leaves"
 
