@@ -18,6 +18,9 @@ PREFIX, LOCK = "rayloop-", "lock"
 """A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
 OBJECT_STORE = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
+UNREAD = {"RAY_task_events_report_interval_ms": "0"}
+"""A private cluster has no dashboard, so nobody can read what Ray records of each call for it: without, 8,000 calls of an actor
+cost 4.7 to 5.8 CPU seconds in all processes instead of 5.6 to 6.1, and the GCS 0.03 instead of 0.15."""
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 STOP_WAIT = 600
 """Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
@@ -53,7 +56,7 @@ def private_cluster(insecure: bool = False) -> Iterator[str]:
     """For a cluster of this process's own. Yields a temporary folder for the cluster's files; the token lies in it."""
     with temporary_folder() as folder:
         token = None if insecure else new_secret(folder / "token", "the cluster's token")
-        with _set(node_settings(token) | without_proxy()):
+        with _set(node_settings(token) | without_proxy() | UNREAD):
             yield str(folder)
 
 
