@@ -6,10 +6,12 @@ transformers' own SDPA masks a language model's whole packed row instead, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -50,6 +52,26 @@ class _Sequences(NamedTuple):
     starts: Tensor
 
 
+class _Part(NamedTuple):
+    """Sequences that are attended at once: rows of the queries [n, Q] and of the keys [n, K], and a mask [n, 1, Q, K] if they
+    have first keys in common."""
+
+    own: Tensor
+    seen: Tensor
+    mask: Tensor | None
+
+
+class _Layout(NamedTuple):
+    """A packed row, cut into parts of one kind. ``places`` [T]: where each token's output is among those of all parts, padded."""
+
+    parts: list[_Part]
+    places: Tensor
+
+
+_layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
+"""By the tensor that a layout follows from, which all layers of a model are called with: it is made once per batch."""
+
+
 def _packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -64,14 +86,7 @@ def _packed_sdpa(
     What begins at position P > 0 continues the first P tokens of the last sample that began at 0. Samples of a similar
     length are padded at their ends to the longest of them, which causal attention never sees.
     """
-    positions = position_ids[0]
-    starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
-    shared = positions[starts]
-    lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
-    roots = torch.where(shared == 0, starts, 0).cummax(0).values
-    size = lengths.log2().ceil()
-    kinds = torch.where(shared == 0, size, -size)
-    return _attend(module, query, key, value, _Sequences(lengths, shared, roots, starts), kinds, **options), None
+    return _attend(module, query, key, value, _remembered(position_ids, _samples), **options), None
 
 
 def _packed_vision(
@@ -84,41 +99,69 @@ def _packed_vision(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
-    lengths, starts = cu_seq_lens_q.diff(), cu_seq_lens_q[:-1]
-    sequences = _Sequences(lengths, torch.zeros_like(lengths), starts, starts)
-    return _attend(module, query, key, value, sequences, lengths, **options), None
+    return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images), **options), None
 
 
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sequences: _Sequences, kinds: Tensor, **options: Any
-) -> Tensor:
-    """Attention [1, T, heads, d] within ``sequences``, one call for all of one of ``kinds`` [n]."""
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    outputs, places = [], []
+def _remembered(source: Tensor, make: Callable[[Tensor], _Layout]) -> _Layout:
+    """The layout that ``make`` gives for ``source``: computed on the CPU, so that a GPU is waited for once."""
+    layout = _layouts.get(source)
+    if layout is None:
+        parts, places = make(source.cpu())
+        on = [_Part(*(None if index is None else index.to(source.device) for index in part)) for part in parts]
+        layout = _layouts[source] = _Layout(on, places.to(source.device))
+    return layout
+
+
+def _samples(position_ids: Tensor) -> _Layout:
+    """Of a language model's row: samples by the power of two above their length, those that share a prompt by themselves."""
+    positions = position_ids[0]
+    starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
+    shared = positions[starts]
+    lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
+    roots = torch.where(shared == 0, starts, 0).cummax(0).values
+    size = lengths.log2().ceil()
+    return _layout(_Sequences(lengths, shared, roots, starts), torch.where(shared == 0, size, -size))
+
+
+def _images(borders: Tensor) -> _Layout:
+    """Of a vision tower's row: windows or images by their size."""
+    lengths, starts = borders.diff(), borders[:-1]
+    return _layout(_Sequences(lengths, torch.zeros_like(lengths), starts, starts), lengths)
+
+
+def _layout(sequences: _Sequences, kinds: Tensor) -> _Layout:
+    """One part for all sequences of one of ``kinds`` [n]."""
+    total = int((sequences.lengths - sequences.shared).sum())
+    parts, places, padded = [], torch.empty(total, dtype=torch.int64), 0
     for kind in kinds.unique():
-        own, seen, mask, real = _batch(_Sequences(*(field[kinds == kind] for field in sequences)), len(queries))
-        forward = _plain if _plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
-        output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
-        outputs.append(output.flatten(0, 1).flatten(1).index_select(0, real))
-        places.append(own.flatten()[real])
-    order = torch.cat(places).argsort()
-    return torch.cat(outputs).index_select(0, order).view(1, *queries.shape)
+        part, real = _part(_Sequences(*(field[kinds == kind] for field in sequences)), total)
+        places[part.own.flatten()[real]] = padded + real
+        parts.append(part)
+        padded += part.own.numel()
+    return _Layout(parts, places)
 
 
-def _batch(sequences: _Sequences, total: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Indices of the queries [n, Q] and keys [n, K]; a mask [n, 1, Q, K] if the first keys are shared; real queries.
-
-    ``real`` are the elements of the flattened indices of the queries that are no padding.
-    """
+def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
+    """The part of these sequences, and which of its queries, flattened, are no padding."""
     lengths, shared, roots, starts = (field[:, None] for field in sequences)
-    ahead = torch.arange(int((lengths - shared).max()), device=lengths.device)
-    steps = torch.arange(int(lengths.max()), device=lengths.device)
+    ahead, steps = torch.arange(int((lengths - shared).max())), torch.arange(int(lengths.max()))
     own = (starts + ahead).clamp(max=total - 1)
     real = (ahead < lengths - shared).flatten().nonzero()[:, 0]
     if not shared.any():
-        return own, own, None, real
+        return _Part(own, own, None), real
     seen = torch.where(steps < shared, roots + steps, starts - shared + steps).clamp(max=total - 1)
-    return own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None], real
+    return _Part(own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None]), real
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
+    """Attention [1, T, heads, d], one call for each part of the row."""
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    outputs = []
+    for own, seen, mask in layout.parts:
+        forward = _plain if _plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
+        output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
+        outputs.append(output.flatten(0, 1).flatten(1))
+    return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
