@@ -96,11 +96,13 @@ class PolicyRank(Actor):
         self._meeting = meeting_place((host, 0), self.settings.engine.collective_timeout, first=True)
         return host, self._meeting.port
 
-    def join(self, meeting: Address | str) -> None:
+    def join(self, meeting: Address | str) -> str:
         """Build the engine; returns when all ranks have met: where ``address`` said, or at a file:// that all of them see.
 
-        Raises WorkerStartFailed when the place is not to be reached.
+        Returns which library multiplies this rank's float32 matrices. Raises WorkerStartFailed when the place is not to be
+        reached.
         """
+        from rayloop.engines.linear import chosen
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
         from rayloop.transports.choose import transport
@@ -115,6 +117,7 @@ class PolicyRank(Actor):
         )  # fmt: skip
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
+        return chosen()
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Get hold of this rank's share of the next step; waits for no other rank.

@@ -39,6 +39,8 @@ class PolicyGroup:
         self.settings, self._start_timeout = settings, max(start_timeout, LOADING)
         self._spawn = spawn
         self.ranks: list[Handle[PolicyRank]] = []
+        self.kernels = ""
+        """Which library multiplies the first rank's float32 matrices on a CPU."""
 
     async def start(self) -> None:
         """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""
@@ -46,7 +48,9 @@ class PolicyGroup:
         within = self._start_timeout
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
-        await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
+        self.kernels, *_ = await self._answers(
+            "join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within
+        )
 
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``."""

@@ -105,7 +105,7 @@ class Services:
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._tell)
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.model, c.engine, c.publish.transport, self.weights),
+            lambda options: create(RolloutActor, options, c.loaded_model, c.engine, c.publish.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -120,7 +120,12 @@ class Services:
         )  # fmt: skip
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
-        self._tell(events.Started(seconds=round(time.monotonic() - began, 1)))
+        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=self.kernels))
+
+    @property
+    def kernels(self) -> str:
+        """Which library multiplies the trainer's float32 matrices on a CPU; empty without one."""
+        return ""
 
     def _starts(self) -> list[Awaitable[None]]:
         return [self._up(pool.start(), pool.size) for pool in self.pools]
@@ -174,7 +179,7 @@ class TrainingServices(Services):
         super().__init__(config, folder, tell)
         c = config
         settings = RankSettings(
-            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
+            c.loaded_model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
@@ -185,12 +190,16 @@ class TrainingServices(Services):
         self.policy = PolicyGroup(c.policy, spawn, c.recovery.start_timeout)
         self.reference: Pool[ReferenceActor] | None = None
 
+    @property
+    def kernels(self) -> str:
+        return self.policy.kernels
+
     def _starts(self) -> list[Awaitable[None]]:
         c = self.config
         if c.reference.kind == "actor":
             self.reference = self._pool(
                 "reference", c.reference.actors, c.reference.placement,
-                lambda options: create(ReferenceActor, options, c.model, c.policy.engine),
+                lambda options: create(ReferenceActor, options, c.loaded_model, c.policy.engine),
             )  # fmt: skip
             self.pools.append(self.reference)
         return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]

@@ -57,6 +57,8 @@ class Started(Event, by="cluster/roles/services.py"):
     """All actors are ready."""
 
     seconds: float
+    kernels: str = ""
+    """Which library multiplies the first rank's float32 matrices on a CPU (`model.kernels`); empty on GPUs."""
 
 
 class Begin(Event, by="rayloop/run/reporter.py"):

@@ -35,7 +35,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
-from rayloop.engines.linear import use_onednn
+from rayloop.engines.linear import use_fastest
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
 
@@ -81,7 +81,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
     if vision:
         _patches_by_matmul(model)
         use_packed_vision(model)
-    use_onednn(model)
+    use_fastest(model, settings.kernels)
     return model.eval()
 
 

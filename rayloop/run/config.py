@@ -266,6 +266,12 @@ class RunConfig(SettingsModel):
         return engine.with_room(self.environment.episode.max_tokens)
 
     @property
+    def loaded_model(self) -> ModelSettings:
+        """``model`` as engines, trainer and reference load it: with ``rollout.deterministic`` no timing chooses what computes."""
+        fixed = self.rollout.deterministic and self.model.kernels == "auto"
+        return self.model.model_copy(update={"kernels": "torch"}) if fixed else self.model
+
+    @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as parity."""
         bf16 = "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)

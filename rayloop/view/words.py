@@ -155,7 +155,10 @@ def _gain(pair: Mapping[str, Any]) -> str:
 
 _WORDS: dict[str, Callable[[Record], str]] = {
     "starting": _starting,
-    "started": lambda record: f"all actors are ready after {span(record['seconds'])}",
+    "started": lambda record: (
+        f"all actors are ready after {span(record['seconds'])}"
+        + (f"; float32 products: {record['kernels']}" if record.get("kernels") else "")
+    ),
     "begin": _begin,
     "changed": _changed,
     "parity": _parity,
