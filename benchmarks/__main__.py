@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, start, step, structure, train
+from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, shares, start, step, structure, train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     multi_turn.add_arguments(
         actions.add_parser("multi_turn", help="long episodes with large screenshots on simulated engines")
     )
+    shares.add_arguments(actions.add_parser("shares", help="tokens per rank of a simulated trainer, beside the fewest"))
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
     structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))

@@ -16,7 +16,7 @@ from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
-from rayloop.grpo.balance import shares
+from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
 from rayloop.run.config import PolicySettings
@@ -84,8 +84,8 @@ class PolicyGroup:
     ) -> set[TrajectoryId]:
         """Let each rank fetch its share of a training step on the kept members of the groups, before any begins one.
 
-        Mini-batches are cut at group boundaries and shuffled by seed and step; within one, trajectories are spread over
-        the ranks by length. ``nominal`` is the number of trajectories of a full step. Returns the trajectories that are lost
+        Mini-batches are cut at group boundaries and shuffled by seed and step; within one, whole groups are spread over the
+        ranks (``shares``). ``nominal`` is the number of trajectories of a full step. Returns the trajectories that are lost
         with the node that held them; unless there are none, the step must be fetched again without them.
         """
 
@@ -100,9 +100,10 @@ class PolicyGroup:
         plan: list[list[list[Assignment]]] = [[] for _ in self.ranks]
         sizes = [len(group.kept) for group in groups]
         for update in mini_batches(sizes, self.settings.update, seed, version.step, nominal):
-            members = [member for index in update for member in groups[index].kept]
-            for rank, share in enumerate(shares([m.summary.length for m in members], len(self.ranks))):
-                plan[rank].append([assignment(members[i]) for i in share])
+            kept = [groups[index].kept for index in update]
+            lengths = [[Length.of(member.summary) for member in members] for members in kept]
+            for rank, share in enumerate(shares(lengths, len(self.ranks))):
+                plan[rank].append([assignment(kept[group][member]) for group, member in share])
         refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
         return {id for lost in await self._answers("fetch", refs) for id in lost}
 
@@ -116,8 +117,8 @@ class PolicyGroup:
         Raises WorkerLost when all of them are gone.
         """
         refs = [
-            submit(rank, PolicyRank.compare, [payloads[i] for i in share], swap_images=swap_images)
-            for rank, share in zip(self.ranks, shares([1] * len(payloads), len(self.ranks)), strict=True)
+            submit(handle, PolicyRank.compare, payloads[rank :: len(self.ranks)], swap_images=swap_images)
+            for rank, handle in enumerate(self.ranks)
         ]
         rows = [row for part in await self._answers("compare", refs) for row in part]
         if not rows:

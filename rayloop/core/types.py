@@ -288,5 +288,6 @@ class Summary:
     last_version: Version
     env_result: float | None = None
     seconds: float = 0.0
+    prompt_tokens: int = 0  # of ``length``, those before the first sampled one
     cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
     sent: ImagesSent = ImagesSent()

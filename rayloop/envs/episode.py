@@ -266,5 +266,6 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         last_version=versions[-1],
         env_result=trajectory.env_result,
         seconds=seconds,
+        prompt_tokens=sum(lengths[:first]),
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
     )

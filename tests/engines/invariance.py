@@ -16,7 +16,7 @@ from torch import Tensor
 from rayloop.core.protocols import TrainItem
 from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
-from rayloop.grpo.balance import shares
+from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.settings import LossSettings
 from tests.engines.training import SMALL, VERSION, engine, free_port, mixed_items, run_ranks
 
@@ -88,7 +88,8 @@ def differences() -> list[Difference]:
 
 def _outcomes(rank: int, world_size: int, folder: Path, ports: list[int]) -> dict[tuple[str, str], Outcome]:
     items = mixed_items(folder)
-    share = shares([len(item.trajectory.flatten().token_ids) for item in items], world_size)[rank]
+    lengths = [Length(0, len(item.trajectory.flatten().token_ids)) for item in items]
+    share = [group for group, _ in shares([[length] for length in lengths], world_size)[rank]]
     combinations = list(itertools.product(OPTIMIZERS, LAYOUTS))
     return {
         (optimizer, layout): _train(

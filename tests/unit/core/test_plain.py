@@ -47,7 +47,7 @@ ID = TrajectoryId(7, 3)
 SUMMARY = Summary(
     ID, 2, "train-5", "digits", EndReason.TOOL_DEADLINE, length=90, sampled_tokens=4, turns=3, images=2,
     observation_images=1, images_consistent=False, first_version=Version(2, 5), last_version=Version(2, 6),
-    env_result=0.1, seconds=1.5, cut=True, sent=ImagesSent(3, 1000, 1),
+    env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
 SAMPLED = Turn("assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING)
