@@ -1,8 +1,10 @@
-"""``bench train``: tokens per second of the trainer on a text model, as a share of what this machine's matrix products reach.
+"""``bench train``: how long the trainer takes for an update, and, of a text model, at what share of the speed of matrix products.
 
-One rank in this process, no Ray. The ceiling is a product of square matrices in the same type with the same threads, measured
-between the updates. Model FLOPs are 6 per token and parameter that is multiplied with it (the head's: per sampled token), and
-6 T^2 per layer and attention width for causal attention over T tokens (Kaplan et al. 2020; Chowdhery et al. 2022, appendix B).
+One rank in this process, no Ray. ``--config``: the first rows of a configuration with random answers of full length, images
+included. Otherwise random tokens, of which ``--group`` sequences share a prompt; the ceiling is a product of square matrices in the
+same type with the same threads, measured between the updates. Model FLOPs are 6 per token and parameter that is multiplied with it
+(the head's: per sampled token), and 6 T^2 per layer and attention width for causal attention over T tokens (Kaplan et al. 2020;
+Chowdhery et al. 2022, appendix B); every sequence counts in full, also where a group's prompt is computed once.
 """
 
 from __future__ import annotations
@@ -12,69 +14,81 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
 from benchmarks.measure import machine
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import EndReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
 
 SIDE = 2048
 """Of the square matrices on CPU; GPUs need larger ones to reach their ceiling."""
+TEXT = 63
+"""Lower token ids may be special ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a text model")
-    parser.add_argument("--sequences", type=int, default=64, help="of an update, all with prompts of their own")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, metavar="DIR", help="folder of a text model")
+    what.add_argument("--config", type=Path, metavar="FILE", help="a run's configuration: its model and first rows")
+    parser.add_argument("--sequences", type=int, default=64, help="of an update")
+    parser.add_argument("--group", type=int, default=1, help="of them with the same prompt")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=192, help="sampled tokens")
     parser.add_argument("--rounds", type=int, default=5, help="updates; another one before them warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
+    parser.add_argument("--kernels", choices=("auto", "torch", "onednn"), default="auto", help="as model.kernels")
+    parser.add_argument("--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--profile", type=int, metavar="ROWS", help="print the costliest operations of one more update")
     parser.set_defaults(run=_train)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
+    from rayloop.engines.linear import chosen
     from rayloop.engines.training.fsdp import FsdpEngine
 
+    wanted = arguments.micro_batch_tokens
     settings = FsdpSettings(
-        dtype=arguments.dtype, threads=arguments.threads, gradient_checkpointing=arguments.gradient_checkpointing
-    )
-    model, address = ModelSettings(path=str(arguments.model)), f"file://{tempfile.mkdtemp()}/group"
+        dtype=arguments.dtype, threads=arguments.threads, gradient_checkpointing=arguments.gradient_checkpointing,
+        **({} if wanted is None else {"micro_batch_tokens": wanted}),
+    )  # fmt: skip
+    model, batch = _of_config(arguments) if arguments.config else _random(arguments)
+    address = f"file://{tempfile.mkdtemp()}/group"
     trainer = FsdpEngine(
         model, settings, OptimizerSettings(lr=1e-5), LossSettings(), rank=0, world_size=1, init_method=address, seed=0
     )
-    batch = _items(arguments)
-    seconds, ceilings = [], []
+    seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
         ceilings.append(_ceiling(arguments.dtype))
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         trainer.train([batch])
         seconds.append(time.perf_counter() - began)
+        processor.append(time.process_time() - spent)
         print(
-            f"update {number}: {seconds[-1]:.3f} s, matrix products {ceilings[-1] / 1e9:.1f} GFLOP/s", file=sys.stderr
+            f"update {number}: {seconds[-1]:.3f} s, {processor[-1]:.3f} of CPU, matrix products {ceilings[-1] / 1e9:.1f} GFLOP/s",
+            file=sys.stderr,
         )
+    if arguments.profile:
+        _profile(lambda: trainer.train([batch]), arguments.profile)
     trainer.close()
-    flops, tokens, update = (
-        _flops(arguments),
-        arguments.sequences * (arguments.prompt + arguments.answer),
-        median(seconds[1:]),
-    )
+    tokens, update = sum(len(item.trajectory.flatten().token_ids) for item in batch), median(seconds[1:])
     gpu = torch.cuda.is_available()
     print(json.dumps({
-        **{name: value for name, value in vars(arguments).items() if name not in ("command", "model", "run")},
-        "model": str(arguments.model),
+        **{name: value for name, value in vars(arguments).items() if name not in ("command", "model", "config", "run")},
+        "model": model.path,
         "update_s": round(update, 4),
+        "update_cpu_s": round(median(processor[1:]), 4),
         "tokens_per_s": round(tokens / update, 1),
-        "gflops": round(flops / update / 1e9, 2),
-        "ceiling_gflops": round(median(ceilings[1:]) / 1e9, 2),
-        "mfu": round(flops / update / median(ceilings[1:]), 3),
+        **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
+        "chosen": chosen(),
         "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,
@@ -83,24 +97,79 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _rate(arguments: argparse.Namespace, update: float, ceiling: float) -> dict[str, float]:
+    flops = _flops(arguments)
+    return {
+        "gflops": round(flops / update / 1e9, 2),
+        "ceiling_gflops": round(ceiling / 1e9, 2),
+        "mfu": round(flops / update / ceiling, 3),
+    }
+
+
+def _profile(update: Callable[[], Any], rows: int) -> None:
+    """Milliseconds of each operation itself, and how often it ran, in one update; on stderr."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        update()
+    found = sorted(profiler.key_averages(), key=lambda one: -one.self_cpu_time_total)
+    print(f"{'ms':>9} {'calls':>7}  of {sum(one.self_cpu_time_total for one in found) / 1e3:.0f} ms", file=sys.stderr)
+    for one in found[:rows]:
+        print(f"{one.self_cpu_time_total / 1e3:9.1f} {one.count:7}  {one.key}", file=sys.stderr)
+
+
+def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainItem]]:
+    """The model and a step of a configuration: its first rows, and a group of answers of full length to each."""
+    from rayloop.chat.rendering import Renderer
+    from rayloop.data.dataset import Dataset
+    from rayloop.run.config import read
+
+    config = read(arguments.config, [f"model.kernels={arguments.kernels}"])
+    renderer, data = Renderer(config.model), config.data
+    rows = Dataset(data.train, data.reader.build(), data.strict, lambda _: None)
+    sampling, made = renderer.sampling(config.rollout.sampling.sampling()), []
+    for number in range(config.algorithm.groups_per_step):
+        prompt = renderer.prompt(rows[number].messages)
+        images = tuple(image.ref for image in prompt.images)
+        pages = {image.ref.sha256: image.data for image in prompt.images if image.data is not None}
+        for member in range(config.algorithm.group_size):
+            made.append(_item((number, member), prompt.token_ids, sampling.max_tokens, sampling, images, pages))
+    return config.model, made
+
+
 def _config(arguments: argparse.Namespace) -> dict[str, Any]:
     return json.loads((arguments.model / "config.json").read_text())
 
 
-def _items(arguments: argparse.Namespace) -> list[TrainItem]:
-    """Random tokens; every answer has an advantage."""
+def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainItem]]:
+    """The model, and random tokens."""
     import numpy as np
 
-    rng, vocabulary = np.random.default_rng(0), _config(arguments)["vocab_size"]
-    made = []
-    for number in range(arguments.sequences):
-        prompt, answer = (tuple(rng.integers(64, vocabulary, n).tolist()) for n in (arguments.prompt, arguments.answer))
-        behaviour = tuple(rng.normal(-6, 0.5, arguments.answer).tolist())
-        turns = (Turn("user", prompt, ()), Turn("assistant", answer, (), behaviour, Version(0, 0)))
-        id = TrajectoryId(number, 0)
-        trajectory = Trajectory(id, 0, f"task-{number}", number, turns, Sampling(), EndReason.DONE)
-        made.append(TrainItem(trajectory, float(rng.choice([-1, 1]))))
-    return made
+    rng, made = np.random.default_rng(0), []
+    for number in range(arguments.sequences // arguments.group):
+        prompt = tuple(rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist())
+        made += [_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)]
+    return ModelSettings(path=str(arguments.model), kernels=arguments.kernels), made
+
+
+def _item(
+    number: tuple[int, int],
+    prompt: TokenIds,
+    answer: int,
+    sampling: Sampling,
+    images: tuple[ImageRef, ...] = (),
+    pages: Mapping[str, bytes] | None = None,
+) -> TrainItem:
+    """A random answer of so many tokens to the prompt; every one has an advantage."""
+    import numpy as np
+
+    rng, text = np.random.default_rng(number), [token for token in prompt if token > TEXT] or [TEXT]
+    sampled = tuple(rng.choice(text, answer).tolist())
+    behaviour = tuple(rng.normal(-6, 0.5, answer).tolist())
+    turns = (Turn("user", prompt, images), Turn("assistant", sampled, (), behaviour, Version(0, 0)))
+    id = TrajectoryId(*number)
+    trajectory = Trajectory(id, 0, f"task-{number[0]}", 0, turns, sampling, EndReason.DONE, image_bytes=pages or {})
+    return TrainItem(trajectory, float(rng.choice([-1, 1])))
 
 
 def _flops(arguments: argparse.Namespace) -> float:

@@ -247,26 +247,25 @@ class Trajectory:
 
     def flatten(self) -> FlatTrajectory:
         """Concatenate the turns. Raises ValueError when a sampled turn's log-probs and tokens differ in number."""
-        ids, position = list[int](), list[int]()
-        mask, logprobs = list[bool](), list[float]()
+        total = sum(len(turn.token_ids) for turn in self.turns)
+        flat = FlatTrajectory(
+            np.empty(total, np.int64),
+            np.zeros(total, np.bool_),
+            np.zeros(total, np.float32),
+            np.full(total, -1, np.int32),
+        )
+        end = 0
         for turn in self.turns:
             n = len(turn.token_ids)
-            ids.extend(turn.token_ids)
-            mask.extend([turn.sampled] * n)
-            if turn.logprobs is None:
-                logprobs.extend([0.0] * n)
-                position.extend([-1] * n)
-            else:
+            here, end = slice(end, end + n), end + n
+            flat.token_ids[here] = turn.token_ids
+            if turn.logprobs is not None:
                 if len(turn.logprobs) != n:
                     raise ValueError(f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {n} sampled tokens")
-                logprobs.extend(turn.logprobs)
-                position.extend(range(n))
-        return FlatTrajectory(
-            np.array(ids, np.int64),
-            np.array(mask, np.bool_),
-            np.array(logprobs, np.float32),
-            np.array(position, np.int32),
-        )
+                flat.loss_mask[here] = True
+                flat.behaviour_logprobs[here] = turn.logprobs
+                flat.turn_position[here] = np.arange(n)
+        return flat
 
 
 @dataclass(frozen=True, slots=True)

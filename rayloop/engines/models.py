@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -104,28 +105,33 @@ def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str
 
 
 class TensorCache:
-    """Tensors by content hash; beyond ``limit`` bytes the least recently used go first."""
+    """Tensors by content hash; beyond ``limit`` bytes the least recently used go first. For several threads at once."""
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self._limit = limit
         self._tensors: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()
 
     def get(self, key: str) -> Tensor | None:
-        if key not in self._tensors:
-            return None
-        self._tensors.move_to_end(key)
-        return self._tensors[key]
+        with self._lock:
+            if key not in self._tensors:
+                return None
+            self._tensors.move_to_end(key)
+            return self._tensors[key]
 
     def put(self, key: str, tensor: Tensor) -> None:
-        self._tensors[key] = tensor
-        self._bytes += tensor.nbytes
-        while self._bytes > self._limit and len(self._tensors) > 1:
-            self._bytes -= self._tensors.popitem(last=False)[1].nbytes
+        with self._lock:
+            before = self._tensors.pop(key, None)
+            self._tensors[key] = tensor
+            self._bytes += tensor.nbytes - (0 if before is None else before.nbytes)
+            while self._bytes > self._limit and len(self._tensors) > 1:
+                self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        self._tensors.clear()
-        self._bytes = 0
+        with self._lock:
+            self._tensors.clear()
+            self._bytes = 0
 
 
 class Vision:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import FlatTrajectory, Sampling, Trajectory
+from rayloop.core.types import FlatTrajectory, Sampling, TokenIds, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Sample:
     reference: Tensor | None  # [N] float32
     sampling: Sampling
     old: Tensor | None = None  # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
-    pixels: tuple[Tensor, ...] = ()  # per image [patches, D] float32
+    pixels: tuple[Future[Tensor], ...] = ()  # per image [patches, D] float32, made in another thread
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
     prompt_images: int = 0  # how many of the images precede the first sampled token
     advantage: float = 0.0
@@ -78,7 +81,7 @@ class Batch:
     temperature: Tensor  # [N] float32, never 0
     ban_end: Tensor  # [N] bool, True where ``end_tokens`` could not be sampled (min_tokens)
     banned_tokens: Tensor  # [b] int64
-    end_tokens: Tensor  # [e] int64
+    end_tokens: Tensor  # [e] int64; none where no token has ``ban_end``
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on ``device``."""
@@ -89,14 +92,15 @@ class Batch:
         return Batch(**moved)
 
 
-def make_sample(item: TrainItem, position_ids: Tensor, pixels: Sequence[Tensor] = ()) -> Sample:
-    """Flatten a trajectory. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
+def make_sample(
+    item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()
+) -> Sample:
+    """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
 
     Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
     banned token was sampled, or the reference log-probs are not one per sampled token.
     """
     trajectory = item.trajectory
-    flat = trajectory.flatten()
     _check_sampled(trajectory, flat)
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
     reference = None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
@@ -131,10 +135,24 @@ def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
         raise ValueError(f"trajectory {trajectory.id}: its first token is a sampled one, no context predicts it")
     sampling = trajectory.sampling
     tokens, positions = flat.token_ids[flat.loss_mask], flat.turn_position[flat.loss_mask]
-    too_early = (positions < sampling.min_tokens) & np.isin(tokens, sampling.end_tokens)
-    wrong = np.flatnonzero(np.isin(tokens, sampling.banned_tokens) | too_early)
+    too_early = (positions < sampling.min_tokens) & _among(tokens, sampling.end_tokens)
+    wrong = np.flatnonzero(_among(tokens, sampling.banned_tokens) | too_early)
     if len(wrong):
         raise ValueError(
             f"trajectory {trajectory.id}: sampled token {tokens[wrong[0]]} at position {positions[wrong[0]]} of its turn is one "
             f"that its Sampling bans (banned_tokens, or end_tokens before min_tokens)"
         )
+
+
+def _among(tokens: npt.NDArray[np.int64], ids: TokenIds) -> npt.NDArray[np.bool_]:
+    """Which of the ``tokens`` [N] are one of ``ids``."""
+    table = _table(ids)
+    return table[np.minimum(tokens, len(table) - 1)]
+
+
+@lru_cache(maxsize=64)
+def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
+    """By token id, whether it is one of ``ids``; the last element, which is not, stands for all higher ones."""
+    table: npt.NDArray[np.bool_] = np.zeros(max(ids, default=-1) + 2, np.bool_)
+    table[list(ids)] = True
+    return table

@@ -56,10 +56,11 @@ def packed_length(group: Sequence[Sample]) -> int:
 
 
 def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
-    """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled.
+    """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled, and what went wrong with
+    an image.
 
     Attention stays within a sample because row 0 of the position ids restarts at each of them. With ``share_images``
-    an image that several samples have (the same tensor object) is in the batch once. With ``share_prompts`` a sample
+    an image that several samples have (the same Future) is in the batch once. With ``share_prompts`` a sample
     lacks its prompt if that of the sample before it is the same; it then starts at the position after the prompt.
     """
     if not samples:
@@ -74,6 +75,8 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
 
     turn_position = torch.cat([s.turn_position for s in samples])
+    ban_end = turn_position < per_token([s.sampling.min_tokens for s in samples], torch.int64)
+    end_tokens = sampling.end_tokens if ban_end.any() else ()
     images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
     keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
     distinct = dict(zip(keys, images, strict=True))
@@ -81,7 +84,7 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts
     return Batch(
         token_ids=torch.cat([s.token_ids for s in samples])[None],
         position_ids=torch.cat([s.position_ids for s in samples], dim=1)[:, None],
-        pixel_values=torch.cat([pixels for pixels, _ in distinct.values()]) if images else None,
+        pixel_values=torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None,
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
         image_index=torch.tensor([order[key] for key in keys]) if images else None,
         predict=torch.cat(_predict(samples)),
@@ -94,9 +97,9 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts
         on_policy=per_token([s.on_policy for s in samples], torch.bool),
         lag=per_token([s.lag for s in samples], torch.int64),
         temperature=per_token([s.sampling.temperature or 1.0 for s in samples], torch.float32),
-        ban_end=turn_position < per_token([s.sampling.min_tokens for s in samples], torch.int64),
+        ban_end=ban_end,
         banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
-        end_tokens=torch.tensor(sampling.end_tokens, dtype=torch.int64),
+        end_tokens=torch.tensor(end_tokens, dtype=torch.int64),
     )
 
 

@@ -29,7 +29,7 @@ from rayloop.core.failures import DataFailure, ParityError, PublicationError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
-from rayloop.engines.training.collator import Collator
+from rayloop.engines.training import collator
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
@@ -185,8 +185,8 @@ def test_an_engine_that_samples_from_another_distribution_is_noticed(
 def test_a_trainer_that_sees_no_pixels_is_noticed(
     tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pixels = Collator._pixels
-    monkeypatch.setattr(Collator, "_pixels", lambda *a: torch.full_like(pixels(*a), 0.5))
+    decoded = collator._decoded
+    monkeypatch.setattr(collator, "_decoded", lambda *a: torch.full_like(decoded(*a), 0.5))
     with pytest.raises(ParityError, match="rollout and trainer disagree"):
         act(configuration(tmp_path, picture_model))
 
@@ -207,12 +207,13 @@ class Forgetful(PolicyRank):
 
     left_out = "model.layers.0.mlp.up_proj.weight"
 
-    def join(self, init_method: str) -> None:
-        super().join(init_method)
+    def join(self, init_method: str) -> str:
+        kernels = super().join(init_method)
         export, engine = self.engine.export, self.engine
         engine.export = lambda version: {  # type: ignore[method-assign]
             name: tensor for name, tensor in export(version).items() if version == START or name != self.left_out
         }
+        return kernels
 
 
 class Lossy(PolicyRank):

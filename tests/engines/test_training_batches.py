@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId, Turn
 from rayloop.engines.attention import PACKED_SDPA, PACKED_VISION, shares_prompts
-from rayloop.engines.models import load_model
+from rayloop.engines.models import load_model, positions
 from rayloop.engines.settings import FsdpSettings, ModelSettings
+from rayloop.engines.training import collator
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.scorer import FrozenScorer, Scorer, masked_logprobs
 from rayloop.grpo.batch import Sample, make_sample
@@ -37,8 +40,8 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(lengths: list[in
 
 def _text_sample(*turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None) -> Sample:
     played = Trajectory(TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE)
-    length = len(played.flatten().token_ids)
-    return make_sample(TrainItem(played, 1.0, reference), torch.arange(length)[None])
+    flat = played.flatten()
+    return make_sample(TrainItem(played, 1.0, reference), flat, torch.arange(len(flat.token_ids))[None])
 
 
 def _turn(*tokens: int) -> Turn:
@@ -220,6 +223,37 @@ def test_a_group_is_planned_together_and_cut_at_the_budget(tiny_vlm: Path) -> No
     assert lab.collator.batch(samples).token_ids.numel() == sum(sample.length for sample in samples) + dummy
 
 
+def test_what_a_group_has_in_common_is_made_once(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions and pixels; the positions are those of each whole sequence, images in later turns included."""
+    shapes = [[(6, (2, 3), 4), (3, (1, 2), 5), (2, None, 3)], [(4, (2, 2), 3)], [(7, None, 6)]]
+    played = [_continued(trajectory(tiny_vlm, i, turns), m) for i, turns in enumerate(shapes) for m in range(3)]
+    lab = Lab(tiny_vlm)
+    made: list[int] = []
+
+    def counted(model: Any, token_ids: Tensor, grids: Tensor) -> Tensor:
+        made.append(len(token_ids))
+        return positions(model, token_ids, grids)
+
+    monkeypatch.setattr(collator, "positions", counted)
+    samples = lab.samples([TrainItem(one, 1.0) for one in played])
+    for sample, one in zip(samples, played, strict=True):
+        grids = torch.tensor([image.grid for image in one.images]).reshape(-1, 3)
+        whole = positions(lab.model, torch.from_numpy(one.flatten().token_ids), grids)
+        assert torch.equal(sample.position_ids, whole)
+    assert len(made) == 3 + 1 + 1, "a later image follows answers of its own"
+    assert len({pixels for sample in samples for pixels in sample.pixels}) == 2 + 1
+
+
+def test_an_image_that_cannot_be_decoded_is_told_by_its_batch(tiny_vlm: Path) -> None:
+    lab = Lab(tiny_vlm)
+    played = trajectory(tiny_vlm, 0, [(6, (2, 3), 4)])
+    (sample,) = lab.samples([TrainItem(dataclasses.replace(played, image_bytes={}), 1.0)])
+    with pytest.raises(DataFailure, match=f"image {played.images[0].sha256[:12]}: .*neither bytes nor a path"):
+        lab.collator.batch([sample])
+    (again,) = lab.samples([TrainItem(played, 1.0)])
+    assert len(lab.collator.batch([again]).pixel_values) == played.images[0].tokens * 4, "another has the bytes"
+
+
 def test_positions_of_images_matter(tiny_vlm: Path) -> None:
     """The test above could not fail if positions had no effect."""
     lab = Lab(tiny_vlm)
@@ -250,7 +284,8 @@ def test_chunks_equal_the_plain_log_softmax(tiny_text: Path, chunk: int) -> None
     assert (scores.entropy - torch.special.entr(probabilities).sum(1)).abs().max() < 1e-5
 
 
-def test_logits_are_not_kept_for_the_backward_pass(tiny_text: Path) -> None:
+def test_logits_of_one_chunk_are_kept_for_the_backward_pass(tiny_text: Path) -> None:
+    """Of the last, with which it begins; the others are computed again, one after the other."""
     lab = Lab(tiny_text, chunk=2)
     batch = lab.collator.batch(lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 9)]), 1.0)]))
     saved: list[torch.Size] = []
@@ -263,7 +298,7 @@ def test_logits_are_not_kept_for_the_backward_pass(tiny_text: Path) -> None:
         lab.scorer(batch, entropy=True).logprobs.sum()
     vocabulary = lab.model.config.vocab_size
     assert saved
-    assert not [shape for shape in saved if len(shape) == 2 and shape[1] == vocabulary]
+    assert {shape for shape in saved if len(shape) == 2 and shape[1] == vocabulary} == {(1, vocabulary)}
 
 
 def test_a_text_only_batch_of_a_vision_model_has_a_dummy_image_without_effect(tiny_vlm: Path) -> None:

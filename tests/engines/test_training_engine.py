@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rayloop.core.failures import CheckpointError, ConfigError, Diverged
+from rayloop.core.failures import CheckpointError, ConfigError, DataFailure, Diverged
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines import models
@@ -86,6 +86,22 @@ def test_the_loss_is_the_textbook_one(tiny_vlm: Path) -> None:
     tokens = [int(item.trajectory.flatten().loss_mask.sum()) for item in items]
     expected = -sum(n * item.advantage for n, item in zip(tokens, items, strict=True)) / sum(tokens)
     assert report["actor/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_update_without_an_image_is_given_up_whole(tiny_vlm: Path) -> None:
+    """Found out after the first of its micro-batches: what they computed is not in the next update."""
+    items = mixed_items(tiny_vlm)
+    lost = trajectory(tiny_vlm, 50, [(2, (3, 3), 3)])
+    bad = TrainItem(dataclasses.replace(lost, image_bytes={}), 1.0, items[0].reference)
+    settings = FsdpSettings(micro_batch_tokens=1)
+    with engine(tiny_vlm, settings, SGD) as trainer:
+        expected = trainer.train([items])["actor/grad_norm"]
+    with engine(tiny_vlm, settings, SGD) as trainer:
+        before = trainer.export(VERSION)
+        with pytest.raises(DataFailure, match="neither bytes nor a path"):
+            trainer.train([[*items, bad]])
+        assert _same(before, trainer.export(VERSION))
+        assert trainer.train([items])["actor/grad_norm"] == expected
 
 
 def test_old_logprobs_are_those_before_the_first_update(tiny_vlm: Path) -> None:

@@ -1,21 +1,35 @@
-"""From trajectories to packed batches for one model: positions, pixels, and the dummy image of text-only batches."""
+"""From trajectories to packed batches for one model: positions, pixels, and the dummy image of text-only batches.
+
+Images are decoded in threads, ahead of the device: a sample has promises, which its batch waits for. What a group has in common,
+its images and the positions of its prompt, is made once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import ImageRef, Sampling, Trajectory
+from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
 from rayloop.engines.attention import shares_prompts
-from rayloop.engines.models import POOLED_MODELS, load_vision, positions
+from rayloop.engines.models import POOLED_MODELS, TensorCache, Vision, load_vision, positions
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, Sample, make_sample
 from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
+
+THREADS = 8
+"""That decode images at once, on machines with as many cores."""
+POSITIONS = 16 << 20
+"""Bytes of positions that are kept: those of some hundred prompts."""
 
 
 class Collator:
@@ -26,20 +40,23 @@ class Collator:
         self._device = device
         self._vision = load_vision(settings, model.config)
         self._engine = engine
+        self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "pixels")
+        self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = WeakValueDictionary()
+        self._positions = TensorCache(POSITIONS)
         self._dummy = self._make_dummy()
+
+    def close(self) -> None:
+        """Decode no more images."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def sample(self, item: TrainItem, *, swap_images: bool = False) -> Sample:
         """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones.
 
-        Raises DataFailure for an image that is missing, corrupt or of another grid, and ValueError (see make_sample).
+        Raises ValueError (see make_sample). An image that is missing, corrupt or of another grid is noticed by its ``batch``.
         """
-        trajectory = item.trajectory
-        grids = torch.tensor([image.grid for image in trajectory.images]).reshape(-1, 3)
-        token_ids = torch.from_numpy(trajectory.flatten().token_ids)
-        pixels = [self._pixels(image, trajectory) for image in trajectory.images]
-        if swap_images:
-            pixels = [1 - image.flip(0) for image in pixels]  # upside down and inverted, also for a uniform grey
-        return make_sample(item, positions(self._model, token_ids, grids), pixels)
+        trajectory, flat = item.trajectory, item.trajectory.flatten()
+        pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
+        return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
 
     def plan(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples' micro-batches: packed up to ``micro_batch_tokens``; a longer one is alone."""
@@ -49,7 +66,8 @@ class Collator:
         return [[sample for i in indices for sample in groups[i]] for indices in plan]
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
-        """Pack samples on the device, or nothing at all into a batch that predicts nothing.
+        """Pack samples on the device, or nothing at all into a batch that predicts nothing. Raises DataFailure for an image that is
+        missing, corrupt or of another grid.
 
         Every batch of a vision model has an image, if only a dummy behind the text: FSDP needs the ranks to run the
         same modules, and gloo aborts the process when they do not.
@@ -61,10 +79,33 @@ class Collator:
             share_prompts=shares_prompts(self._model),
         ).to(self._device)
 
-    def _pixels(self, image: ImageRef, trajectory: Trajectory) -> Tensor:
+    def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
+        """The same promise for all samples that exist at the same time: so batches find images that they have in common. One that
+        was not kept is made anew: this trajectory may have the bytes.
+        """
         if self._vision is None:
             raise ValueError(f"trajectory {trajectory.id} has an image, but the model has no vision tower")
-        return self._vision.pixels(image, trajectory.image_bytes.get(image.sha256))
+        promise = self._promised.get((image.sha256, swap))
+        if promise is None or (promise.done() and promise.exception() is not None):
+            data = trajectory.image_bytes.get(image.sha256)
+            promise = self._promised[image.sha256, swap] = self._pool.submit(_decoded, self._vision, image, data, swap)
+        return promise
+
+    def _position_ids(self, trajectory: Trajectory, flat: FlatTrajectory) -> Tensor:
+        """[R, T]. Text that follows all images counts on from the highest position before it."""
+        token_ids, grids = (
+            flat.token_ids,
+            np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3),
+        )
+        images = token_ids == self._model.config.image_token_id if self._vision else np.zeros(0, np.bool_)
+        start = int(images.nonzero()[0].max(initial=-1)) + 1
+        key = sha256(token_ids[:start].tobytes() + grids.tobytes()).hexdigest()
+        if (first := self._positions.get(key)) is None:
+            first = positions(self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids))
+            self._positions.put(key, first)
+        ahead = torch.arange(len(token_ids) - start)
+        rest = torch.cat([_after(rows) + ahead.expand(len(rows), -1) for rows in (first[:1], first[1:])])
+        return torch.cat([first, rest], dim=1)
 
     def _make_dummy(self) -> Sample:
         config = self._model.config
@@ -82,10 +123,22 @@ class Collator:
             return text
         vision = config.vision_config
         side = vision.spatial_merge_size
+        promise = Future[Tensor]()
+        promise.set_result(torch.zeros(side**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2))
         return dataclasses.replace(
             text,
             token_ids=torch.tensor([config.image_token_id]),
             position_ids=torch.zeros(4, 1, dtype=torch.int64),
-            pixels=(torch.zeros(side**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),),
+            pixels=(promise,),
             grids=((1, side, side),),
         )
+
+
+def _after(rows: Tensor) -> int:
+    """The position after all those of ``rows`` [n, T]."""
+    return int(rows.max()) + 1 if rows.numel() else 0
+
+
+def _decoded(vision: Vision, image: ImageRef, data: bytes | None, swap: bool) -> Tensor:
+    pixels = vision.pixels(image, data)
+    return 1 - pixels.flip(0) if swap else pixels  # upside down and inverted, also for a uniform grey

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayloop.core.failures import CheckpointError, ConfigError
+from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
@@ -83,7 +83,8 @@ class FsdpEngine:
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
         mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
-        self._scorer = shard(Scorer(self._model, settings.logprob_chunk), settings, mesh)
+        scorer = Scorer(self._model, settings.logprob_chunk, learns_entropy=loss.entropy_coef > 0)
+        self._scorer = shard(scorer, settings, mesh)
         self._parameters = dict(self._model.named_parameters())
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._optimizer = Optimizer(trainable, optimizer)
@@ -94,6 +95,7 @@ class FsdpEngine:
 
     def close(self) -> None:
         """Leave the process group."""
+        self._collator.close()
         dist.destroy_process_group()
 
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
@@ -133,11 +135,19 @@ class FsdpEngine:
         loss, metrics = 0.0, LossMetrics.zero(self._device)
         self._scorer.train()
         for group in self._equal_number(self._collator.plan(self._contributing(samples))):
-            part, part_metrics = self._loss(self._collator.batch(group), denominator)
+            part, part_metrics = self._loss(self._batch(group), denominator)
             # The loss is a sum over the ranks, but FSDP averages their gradients.
             (part * self._world_size).backward()
             loss, metrics = loss + part.item(), metrics.merge(part_metrics)
         return Update(loss, metrics, self._optimizer.step(), tokens, sequences)
+
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
+        """The samples, packed. Raises on all ranks what went wrong with an image on one; the update is then given up."""
+        try:
+            return on_all_ranks(lambda: self._collator.batch(samples))
+        except (RayloopError, ValueError):
+            self._optimizer.discard()
+            raise
 
     def _contributing(self, samples: Sequence[Sample]) -> list[Sample]:
         """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass."""
@@ -211,7 +221,7 @@ class FsdpEngine:
 
     def _score(self, samples: Sequence[Sample]) -> list[Tensor]:
         self._scorer.eval()
-        scores = score(self._scorer, self._collator, samples, self._equal_number(self._collator.plan(samples)))
+        scores = score(self._scorer, self._batch, samples, self._equal_number(self._collator.plan(samples)))
         self._scorer.reshard()  # the root stays gathered after a forward pass, and would miss changed weights
         return scores
 

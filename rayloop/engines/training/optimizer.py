@@ -81,6 +81,10 @@ class Optimizer:
             )
         return Step(norm, lr, applied)
 
+    def discard(self) -> None:
+        """Forget the gradients of an update that was given up."""
+        self._optimizer.zero_grad()
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a load."""
         return {

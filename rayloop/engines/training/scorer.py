@@ -5,7 +5,7 @@ The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,24 +30,32 @@ class Scores(NamedTuple):  # a tuple, because FSDP finds the tensors of an outpu
 
 
 class Scorer(nn.Module):
-    """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time."""
+    """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time.
 
-    def __init__(self, model: Any, chunk: int) -> None:
+    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only.
+    """
+
+    def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False) -> None:
         super().__init__()
         use_packed_sdpa(model)
         self.model = model
         self.chunk = chunk
+        self.learns_entropy = learns_entropy
 
     def forward(self, batch: Batch, *, entropy: bool = False) -> Scores:
         """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn from."""
         hidden = self.hidden(batch)[batch.predict]
         # An empty batch still makes one (empty) chunk: its log-probs stay connected to the graph.
-        starts = range(0, max(1, len(hidden)), self.chunk)
-        # Each chunk is recomputed in the backward pass: [N, vocabulary] is never held.
+        *earlier, last = range(0, max(1, len(hidden)), self.chunk)
+        # Each chunk is recomputed in the backward pass, but for the last, which comes first there: [N, vocabulary] is never held.
         chunks = [
-            checkpoint(self._chunk, hidden, batch, slice(i, i + self.chunk), entropy, use_reentrant=False)
-            for i in starts
-        ]
+            checkpoint(
+                self._chunk, hidden, batch, slice(i, i + self.chunk), entropy,
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for i in earlier
+        ]  # fmt: skip
+        chunks.append(self._chunk(hidden, batch, slice(last, last + self.chunk), entropy))
         logprobs, entropies = zip(*chunks, strict=True)
         return Scores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
 
@@ -79,29 +87,37 @@ class Scorer(nn.Module):
             logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens
         )
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
-        return chosen, -(logp.exp() * logp).sum(1) if entropy else None
+        if not entropy:
+            return chosen, None
+        with torch.set_grad_enabled(self.learns_entropy and torch.is_grad_enabled()):
+            return chosen, -(logp.exp() * logp).sum(1)
 
 
 def masked_logprobs(
     logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor
 ) -> Tensor:
     """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
-    vocabulary = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    never, early = vocabulary.index_fill(0, banned_tokens, True), vocabulary.index_fill(0, end_tokens, True)
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
     lowest = torch.finfo(logits.dtype).min
-    masked = (logits / temperature[:, None]).masked_fill(never | (ban_end[:, None] & early), lowest)
+    never = logits.new_zeros(logits.shape[-1]).index_fill(0, banned_tokens, lowest)
+    masked = torch.addcdiv(never, logits, temperature[:, None])
+    if end_tokens.numel():
+        early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, end_tokens, True)
+        masked = masked.masked_fill(ban_end[:, None] & early, lowest)
     return masked.log_softmax(-1)
 
 
 @torch.no_grad()
 def score(
-    scorer: nn.Module, collator: Collator, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]]
+    scorer: nn.Module,
+    batch: Callable[[Sequence[Sample]], Batch],
+    samples: Sequence[Sample],
+    plan: Sequence[Sequence[Sample]],
 ) -> list[Tensor]:
     """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once; its empty micro-batches run too."""
     scored: dict[int, Tensor] = {}
     for group in plan:
-        logprobs = scorer(collator.batch(group)).logprobs.cpu()
+        logprobs = scorer(batch(group)).logprobs.cpu()
         parts = logprobs.split([len(sample.predict) for sample in group]) if group else ()
         scored |= {id(sample): part for sample, part in zip(group, parts, strict=True)}
     return [scored[id(sample)] for sample in samples]
@@ -121,5 +137,5 @@ class FrozenScorer:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
         samples = [self._collator.sample(TrainItem(trajectory, 0.0)) for trajectory in trajectories]
-        scores = score(self._scorer, self._collator, samples, self._collator.plan(samples))
+        scores = score(self._scorer, self._collator.batch, samples, self._collator.plan(samples))
         return [logprobs.numpy() for logprobs in scores]

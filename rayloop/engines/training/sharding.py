@@ -91,6 +91,8 @@ def on_all_ranks(build: Callable[[], T]) -> T:
 
     Collective. Passes on RayloopError and ValueError.
     """
+    if dist.get_world_size() == 1:
+        return build()
     failure: Exception | None = None
     try:
         result = build()
