@@ -19,6 +19,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from actors.images import ImageCache
 from actors.lost import cause
 from actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
@@ -358,7 +359,7 @@ class Hosted(RolloutActor):
     """With an engine that there is."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        self.engine, self.images = engine, ImageCache()
 
 
 def test_samples_asked_for_together_are_those_asked_for_one_by_one(text: Served) -> None:
