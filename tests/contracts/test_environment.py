@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed, ToolDeadline
@@ -27,6 +29,7 @@ from rayloop.envs.kinds import Environments
 from rayloop.envs.settings import EnvironmentKind
 from tests.support.environments import ThreadBound
 from tests.support.pictures import picture
+from tests.support.runs import eventually
 
 HERE = "tests.support.environments"
 TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),))
@@ -137,10 +140,18 @@ def test_it_can_be_closed_at_any_time(use: str, settings: dict[str, Any], said: 
             await unmade.close(30)
             made = environments.of(TASK)
             await made.make(30)
-            if "Coroutines" not in use:  # which needs its loop
-                await made.close(30)
+            await made.close(30)
 
+    before = alive()
     asyncio.run(run())
+    eventually(lambda: alive() <= before, "nothing of it is left", 10)
+    assert alive() <= before
+
+
+def alive() -> set[tuple[str, int | None]]:
+    """This process's threads and children."""
+    children = {("process", child.pid) for child in psutil.Process().children(recursive=True)}
+    return children | {("thread", thread.ident) for thread in threading.enumerate()}
 
 
 # One owner ------------------------------------------------------------------------------------------------------------------

@@ -265,18 +265,20 @@ async def ask(client: JudgeClient, items: Sequence[JudgeItem], patience: float) 
     return list(await asyncio.gather(*(client.judge(one, patience) for one in items)))
 
 
-def all_right(results: Sequence[JudgeVerdict | JudgeUnscored]) -> None:
-    """Each has the verdict that it deserves: even items are right, odd ones wrong."""
-    assert not [result for result in results if isinstance(result, JudgeUnscored)]
-    wanted = [VerdictKind.CORRECT if n % 2 == 0 else VerdictKind.INCORRECT for n in range(len(results))]
-    assert [result.verdict for result in results if isinstance(result, JudgeVerdict)] == wanted
+def not_right(results: Sequence[JudgeVerdict | JudgeUnscored]) -> list[JudgeVerdict | JudgeUnscored]:
+    """Those without the verdict that they deserve: even items are right, odd ones wrong."""
+    deserved = (VerdictKind.INCORRECT if n % 2 else VerdictKind.CORRECT for n in range(len(results)))
+    pairs = zip(results, deserved, strict=True)
+    return [one for one, kind in pairs if isinstance(one, JudgeUnscored) or one.verdict is not kind]
 
 
 def test_a_replica_killed_under_load_fails_no_verdict(judge: Served, model: ModelStub) -> None:
-    asyncio.run(_one_killed(judge, model))
+    results = asyncio.run(_one_killed(judge, model))
+    assert len(results) == 400
+    assert not not_right(results)
 
 
-async def _one_killed(judge: Served, model: ModelStub) -> None:
+async def _one_killed(judge: Served, model: ModelStub) -> list[JudgeVerdict | JudgeUnscored]:
     first, _ = judge.ready(2)[:2]
     model.seconds = 0.05
     client = JudgeClient(judge.settings(batch=4, concurrency=8))
@@ -286,18 +288,21 @@ async def _one_killed(judge: Served, model: ModelStub) -> None:
         while len(model.bodies) < seen + 40:
             await asyncio.sleep(0.01)
         first.kill()
-        all_right(await asking)
+        results = await asking
     finally:
         model.seconds = 0.0
         await client.close()
     assert first not in judge.ready(2)
+    return results
 
 
 def test_all_replicas_gone_for_20_seconds_opens_the_breaker_and_loses_no_verdict(judge: Served) -> None:
-    asyncio.run(_all_killed(judge))
+    results = asyncio.run(_all_killed(judge))
+    assert len(results) == 40
+    assert not not_right(results)
 
 
-async def _all_killed(judge: Served) -> None:
+async def _all_killed(judge: Served) -> list[JudgeVerdict | JudgeUnscored]:
     judge.ready(2)
     client = JudgeClient(
         judge.settings(batch=4, concurrency=4, breaker_failures=3, read_timeout=5.0, request_timeout=8.0)
@@ -315,7 +320,7 @@ async def _all_killed(judge: Served) -> None:
         assert BreakerState.OPEN in states
         assert asking is not None
         assert not asking.done()
-        all_right(await asking)
+        return await asking
     finally:
         await client.close()
     judge.ready(2)

@@ -82,6 +82,7 @@ class Coroutines:
     def __init__(self, settings: Coroutines.Settings) -> None:
         self._settings = settings
         self._ticks = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def reset(self, task: Task) -> Observation:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -98,6 +99,8 @@ class Coroutines:
         return float(self._ticks)
 
     async def close(self) -> None:
+        if self._loop is None:
+            return
         self._same()
         if self._settings.closed is not None and not self._heart.done():
             Path(self._settings.closed).touch()
