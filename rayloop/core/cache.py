@@ -52,6 +52,12 @@ class Cache(Generic[K, V]):
         with self._lock:
             self._shrink()
 
+    def clear(self) -> None:
+        """Forget everything; what is being made is kept once it is there."""
+        with self._lock:
+            self._values.clear()
+            self.used = 0
+
     def made(self, key: K, make: Callable[[], V]) -> V:
         """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets.
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from rayloop.chat.tokenizer import model_folder
+from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
@@ -104,34 +103,9 @@ def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str
     return "flash_attention_2" if flash and not vision else "sdpa"
 
 
-class TensorCache:
-    """Tensors by content hash; beyond ``limit`` bytes the least recently used go first. For several threads at once."""
-
-    def __init__(self, limit: int = 256 << 20) -> None:
-        self._limit = limit
-        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> Tensor | None:
-        with self._lock:
-            if key not in self._tensors:
-                return None
-            self._tensors.move_to_end(key)
-            return self._tensors[key]
-
-    def put(self, key: str, tensor: Tensor) -> None:
-        with self._lock:
-            before = self._tensors.pop(key, None)
-            self._tensors[key] = tensor
-            self._bytes += tensor.nbytes - (0 if before is None else before.nbytes)
-            while self._bytes > self._limit and len(self._tensors) > 1:
-                self._bytes -= self._tensors.popitem(last=False)[1].nbytes
-
-    def clear(self) -> None:
-        with self._lock:
-            self._tensors.clear()
-            self._bytes = 0
+def tensor_cache(limit: int = 256 << 20) -> Cache[str, Tensor]:
+    """Tensors by content hash, at most ``limit`` bytes of them."""
+    return Cache(limit, lambda tensor: tensor.nbytes)
 
 
 class Vision:
@@ -148,7 +122,7 @@ class Vision:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
         self.merge: int = config.vision_config.spatial_merge_size
-        self._cache = TensorCache()
+        self._cache = tensor_cache()
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
         """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
@@ -157,13 +131,13 @@ class Vision:
         one that ``ref.sha256`` names, or yields another grid than ``ref.grid``; InfrastructureFailure when the file
         system fails.
         """
-        if (cached := self._cache.get(ref.sha256)) is not None:
-            return cached
+        return self._cache.made(ref.sha256, lambda: self._made(ref, data))
+
+    def _made(self, ref: ImageRef, data: bytes | None) -> Tensor:
         name = _name(ref)
         patches, grid = self._process(read_image(ref, data), name)
         if grid != tuple(ref.grid):
             raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
-        self._cache.put(ref.sha256, patches)
         return patches
 
     def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:

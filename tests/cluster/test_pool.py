@@ -265,15 +265,21 @@ def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": 1.0}))
+    patient, hasty = (
+        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds}))
+        for seconds in (60.0, 1.0)
+    )
 
     async def twice() -> None:
-        await reserve(config, "first", bundles(config), lambda *_, **__: None)
-        await reserve(config, "first", bundles(config), lambda *_, **__: None)  # takes the place of the one before
+        await reserve(patient, "first", bundles(patient), lambda *_, **__: None)
+        await reserve(patient, "first", bundles(patient), lambda *_, **__: None)  # takes the place of the one before
+        async with asyncio.timeout(30):
+            while ray.available_resources().get("CPU", 0.0) != 1.0:  # Ray tells it with a delay
+                await asyncio.sleep(0.1)
         with pytest.raises(
             ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
         ):
-            await reserve(config, "second", bundles(config), lambda *_, **__: None)
+            await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
 
     asyncio.run(twice())
 

@@ -13,15 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.engines.models import (
-    TensorCache,
-    checkpoint_names,
-    hf_state,
-    load_model,
-    load_vision,
-    model_groups,
-    positions,
-)
+from rayloop.engines.models import checkpoint_names, hf_state, load_model, load_vision, model_groups, positions
 from rayloop.engines.settings import ModelSettings
 from tests.engines.prompts import image, prompt
 
@@ -97,19 +89,6 @@ def test_pixels_are_read_from_the_path_and_checked(tiny_vlm: Path, tmp_path: Pat
         vision.pixels(dataclasses.replace(other.ref, path=str(tmp_path / "gone.png")))
     with pytest.raises(DataFailure, match="neither"):
         vision.pixels(other.ref)
-
-
-def test_the_cache_forgets_the_least_recently_used() -> None:
-    cache = TensorCache(limit=80)
-    for key in "abc":
-        cache.put(key, torch.zeros(5))
-    assert cache.get("a") is not None
-    cache.put("d", torch.zeros(10))
-    assert [key for key in "abcd" if cache.get(key) is not None] == ["a", "c", "d"]
-    cache.put("large", torch.zeros(100))
-    assert [key for key in ("a", "d", "large") if cache.get(key) is not None] == ["large"]
-    cache.clear()
-    assert cache.get("large") is None
 
 
 def test_positions_of_text(tiny_text: Path, tiny_vlm: Path) -> None:

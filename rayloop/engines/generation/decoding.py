@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
 from rayloop.engines.generation.sampler import Sampler, StopStrings, uniforms
-from rayloop.engines.models import POOLED_MODELS, TensorCache, Vision, positions
+from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Decoder:
         self._tokenizer = tokenizer
         self._vision = vision
         self._vocabulary: int = model.config.get_text_config().vocab_size
-        self._features = TensorCache()
+        self._features = tensor_cache()
 
     def forget(self) -> None:
         """The weights changed: image features are computed anew."""
@@ -101,13 +101,14 @@ class Decoder:
         """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in the batch."""
         if self._model.config.model_type not in POOLED_MODELS:
             return vision.pixels(image.ref, image.data)
-        if (cached := self._features.get(image.ref.sha256)) is not None:
-            return cached
-        pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
-        grid = torch.tensor([image.ref.grid], device=self._model.device)
-        features: Tensor = self._model.get_image_features(pixels, grid, return_dict=True).pooler_output[0]
-        self._features.put(image.ref.sha256, features)
-        return features
+
+        def features() -> Tensor:
+            pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
+            grid = torch.tensor([image.ref.grid], device=self._model.device)
+            made: Tensor = self._model.get_image_features(pixels, grid, return_dict=True).pooler_output[0]
+            return made
+
+        return self._features.made(image.ref.sha256, features)
 
 
 ROOM = 128

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
+from rayloop.core.cache import Cache
 from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
@@ -28,7 +28,7 @@ from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.prompts import collapsed
 from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import TensorCache, has_vision, read_image
+from rayloop.engines.models import has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
@@ -63,7 +63,7 @@ class VllmEngine:
         self._entering: dict[str, asyncio.Event] = {}
         """Requests that vLLM prepares and its scheduler does not have yet, by their ids."""
         self._llm.add_request = self._announced(self._llm.add_request)
-        self._images = TensorCache()
+        self._images: Cache[str, Image.Image] = Cache(256 << 20, lambda image: 3 * image.width * image.height)
         self._open = asyncio.Event()
         self._open.set()
 
@@ -194,12 +194,10 @@ class VllmEngine:
     def _image(self, image: PromptImage) -> Image.Image:
         """The picture in the size in which the model sees it: nothing is left for vLLM to resize."""
         ref = image.ref
-        if (pixels := self._images.get(ref.sha256)) is None:
-            size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
-            picture = decode(read_image(ref, image.data)).resize(size, Image.Resampling.BICUBIC)
-            pixels = torch.from_numpy(np.array(picture))
-            self._images.put(ref.sha256, pixels)
-        return Image.fromarray(pixels.numpy())
+        size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
+        return self._images.made(
+            ref.sha256, lambda: decode(read_image(ref, image.data)).resize(size, Image.Resampling.BICUBIC)
+        )
 
 
 def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:

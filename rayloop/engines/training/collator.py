@@ -21,7 +21,7 @@ from torch import Tensor
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
 from rayloop.engines.attention import shares_prompts
-from rayloop.engines.models import POOLED_MODELS, TensorCache, Vision, load_vision, positions
+from rayloop.engines.models import POOLED_MODELS, Vision, load_vision, positions, tensor_cache
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, Sample, make_sample
 from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
@@ -42,7 +42,7 @@ class Collator:
         self._engine = engine
         self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "pixels")
         self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = WeakValueDictionary()
-        self._positions = TensorCache(POSITIONS)
+        self._positions = tensor_cache(POSITIONS)
         self._dummy = self._make_dummy()
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class Collator:
         images = token_ids == self._model.config.image_token_id if self._vision else np.zeros(0, np.bool_)
         start = int(images.nonzero()[0].max(initial=-1)) + 1
         key = sha256(token_ids[:start].tobytes() + grids.tobytes()).hexdigest()
-        if (first := self._positions.get(key)) is None:
-            first = positions(self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids))
-            self._positions.put(key, first)
+        first = self._positions.made(
+            key, lambda: positions(self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids))
+        )
         ahead = torch.arange(len(token_ids) - start)
         rest = torch.cat([_after(rows) + ahead.expand(len(rows), -1) for rows in (first[:1], first[1:])])
         return torch.cat([first, rest], dim=1)

@@ -79,3 +79,12 @@ def test_what_could_not_be_made_is_tried_again_by_the_next() -> None:
             cache.made("a", fail)
     assert cache.made("a", lambda: "there") == "there"
     assert cache.made("a", fail) == "there"
+
+
+def test_a_cleared_cache_is_empty_and_fills_again() -> None:
+    cache: Cache[str, str] = Cache(4, len)
+    cache.put("a", "four")
+    cache.clear()
+    assert (cache.get("a"), len(cache), cache.used) == (None, 0, 0)
+    cache.put("b", "four")
+    assert (cache.get("b"), cache.used) == ("four", 4)
