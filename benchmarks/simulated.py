@@ -81,6 +81,8 @@ class World(Actor):
 class SimulatedPolicy:
     """A trainer that takes its time and changes nothing."""
 
+    kernels = ""
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 

@@ -28,7 +28,7 @@ from rayloop.run.held_out import read_items
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 DATA = ROOT / "tests/data/grounding"
 ROWS = 8
 """Held-out rows, each of a page type of its own."""
@@ -54,7 +54,7 @@ def evaluate(config: dict[str, Any], out: Path, *options: str) -> int:
     command = ("eval", str(file), "--out", str(out), "--controls", "--samples", "2", *options)
     return subprocess.run(
         [sys.executable, "-m", "cluster", *command],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=240, check=False,
     ).returncode  # fmt: skip
 
 

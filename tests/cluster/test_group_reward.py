@@ -18,12 +18,12 @@ import yaml
 
 from cluster.cli import main
 from cluster.loop.evaluation import play
-from cluster.stages.evaluate import _missing, read_items
+from cluster.stages.evaluate import _missing
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PlayRequest, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import Play
+from rayloop.run.held_out import Play, read_items
 from tests.support.runs import ROOT, finished, settings
 from tests.support.stand_ins import Behave, Handle, Make, World, failed
 
@@ -211,7 +211,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert Counter(item.arm for item in read_items(out)) == {RIGHT: 3, SAMPLED: 6}
+    assert Counter(item.arm for item in read_items(out / "items.jsonl")) == {RIGHT: 3, SAMPLED: 6}
     assert sizes() == {"2": 3}
     assert json.loads((out / "summary.json").read_text())["unscored"] == 0
 
