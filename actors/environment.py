@@ -30,6 +30,7 @@ from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
 from rayloop.core.threads import hanging
 from rayloop.core.types import PlayRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
+from rayloop.envs.first_prompts import FirstPrompts
 from rayloop.envs.kinds import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
@@ -73,19 +74,20 @@ class EnvironmentActor(Actor):
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None
         timeout = self._settings.request_timeout
         engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
-        own = map(copy.deepcopy, requests)  # what an episode does to its task, the others do not see
-        played = await asyncio.gather(*map(self._episode, own, engines))
+        prompts = FirstPrompts(self._renderer)
+        episodes = (self._episode(_own(one), engine, prompts) for one, engine in zip(requests, engines, strict=True))
+        played = await asyncio.gather(*episodes)
         return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
 
     async def _episode(
-        self, request: PlayRequest, engine: LeasedEngine
+        self, request: PlayRequest, engine: LeasedEngine, prompts: FirstPrompts
     ) -> tuple[Summary | PlayFailed, Trajectory | None]:
         began = time.monotonic()
         self._running += 1
         try:
             environment = self._environments.of(request.task)
             late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
-            playing = play(request, environment, self._renderer, self._settings, engine.generate)
+            playing = play(request, environment, self._renderer, self._settings, engine.generate, prompts)
             trajectory = await bounded(self._timeout, playing, late)
             seconds = time.monotonic() - began
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
@@ -95,6 +97,13 @@ class EnvironmentActor(Actor):
         finally:
             self._running -= 1
             engine.leave()
+
+
+def _own(request: PlayRequest) -> PlayRequest:
+    """With a task whose values are its own: what an episode does to them, the others do not see. Messages cannot be changed."""
+    task = request.task
+    own = replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra))
+    return replace(request, task=own)
 
 
 def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:

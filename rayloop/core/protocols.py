@@ -98,6 +98,11 @@ class Environment(Protocol):
     event loop in it; with ``isolation: process`` that is the main thread of a process of its own. So an instance may keep what
     belongs to a thread (a database connection, a browser).
 
+    A class whose methods never wait may say so: ``immediate = True``, in its own body, since a class that derives from it may wait.
+    Then the actor's event loop calls them itself, which saves each episode a thread and most of its cost. Nothing else of the
+    actor runs meanwhile and no deadline can interrupt such a call: one that hangs holds up the whole actor until its calls are
+    given up. Methods are plain functions then. ``isolation: process`` takes precedence.
+
     It may offer tools: an attribute ``tools``, a sequence of Tool, looked at after ``reset``. Their schemas are given to the chat
     template; carrying out calls is the work of ``step``.
 

@@ -67,19 +67,32 @@ def asked() -> Future[Any]:
 
 
 def settle(answer: Future[Any], work: Callable[[], Any]) -> None:
-    """Give ``answer`` what ``work()`` returns or raises, here and now."""
+    """Give ``answer`` what ``contained(work)`` returns or raises, here and now."""
     try:
-        answer.set_result(work())
-    except StopIteration as error:
-        answer.set_exception(_runtime_error(error))
+        answer.set_result(contained(work))
     except Exception as error:
         answer.set_exception(error)
+
+
+def contained(work: Callable[[], Result]) -> Result:
+    """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and StopIteration, as RuntimeError."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise _runtime_error(error) from error
+    except Exception:
+        raise
     except BaseException as error:
-        answer.set_exception(_runtime_error(error))
+        raise _runtime_error(error) from error
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
-    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does."""
+    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does.
+
+    Many may wait for one answer, each within its own time.
+    """
+    if answer.done():
+        return answer.result()
     future = asyncio.wrap_future(answer)
     try:
         done, _ = await asyncio.wait({future}, timeout=timeout)
@@ -96,6 +109,4 @@ def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:
 
 
 def _runtime_error(error: BaseException) -> RuntimeError:
-    wrapped = RuntimeError(f"raised {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    return RuntimeError(f"raised {type(error).__name__}: {error}")

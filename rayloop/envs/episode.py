@@ -44,6 +44,7 @@ from rayloop.core.types import (
     Trajectory,
     Turn,
 )
+from rayloop.envs.first_prompts import FirstPrompts
 from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings
 
@@ -57,14 +58,19 @@ logger = logging.getLogger(__name__)
 
 
 async def play(
-    request: PlayRequest, environment: Instance, renderer: Renderer, settings: EpisodeSettings, generate: Generate
+    request: PlayRequest,
+    environment: Instance,
+    renderer: Renderer,
+    settings: EpisodeSettings,
+    generate: Generate,
+    prompts: FirstPrompts | None = None,
 ) -> Trajectory:
-    """Make the environment, play one episode and close it, also when cancelled.
+    """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
 
     Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
     EnvironmentFailed (the environment raised, misbehaved or crashed), and whatever ``generate`` raises.
     """
-    episode = _Episode(request, environment, renderer, settings, generate)
+    episode = _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer))
     try:
         return await episode.run()
     finally:
@@ -84,9 +90,10 @@ class _Episode:
         renderer: Renderer,
         settings: EpisodeSettings,
         generate: Generate,
+        prompts: FirstPrompts,
     ) -> None:
         self.request, self.environment, self.renderer, self.settings = request, environment, renderer, settings
-        self.generate = generate
+        self.generate, self.prompts = generate, prompts
         self.sampling = renderer.sampling(request.sampling)
         self.turns: list[Turn] = []
         self.token_ids: list[int] = []
@@ -122,7 +129,7 @@ class _Episode:
         first: Observation = await self._call("reset", self.request.task, timeout=settings.reset_timeout)
         self._check("reset", "return Observation", first)
         tools = await self._call("tools", timeout=settings.reset_timeout)
-        rendered = await in_thread(self.renderer.prompt, first.messages, tools, timeout=settings.reset_timeout)
+        rendered = await self.prompts.of(first.messages, tools, settings.reset_timeout)
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
             raise OverLongPrompt(len(rendered.token_ids), limit)

@@ -1,14 +1,17 @@
-"""One environment while it lives: made, called and closed by the one thread that owns it, here or in a process of its own."""
+"""One environment while it lives: made, called and closed by the one thread that owns it, here or in a process of its own; or, when
+its class is ``immediate``, by the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rayloop.core.failures import DeadlineExceeded
+from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
 from rayloop.core.owner_thread import OwnerThread
 from rayloop.core.protocols import Environment
+from rayloop.core.threads import contained
 from rayloop.envs.toolkit import schemas
 
 
@@ -37,6 +40,38 @@ class Instance(Protocol):
 def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
     """Call a method of the protocol; ``tools`` gives the schemas of the tools that the environment offers now."""
     return schemas(environment) if method == "tools" else getattr(environment, method)(*args)
+
+
+class Immediate:
+    """For a class that is ``immediate``: called on the event loop itself, without a thread. A call is over when it returns: no
+    deadline can interrupt it, and a coroutine is refused.
+    """
+
+    contained = False
+
+    def __init__(self, name: str, build: Callable[[], Environment]) -> None:
+        self.name, self._build = name, build
+        self._environment: Environment | None = None
+
+    async def make(self, timeout: float) -> None:
+        self._environment = contained(self._build)
+
+    async def call(self, method: str, *args: object, timeout: float) -> Any:
+        """Raises EnvironmentFailed for a coroutine, and what the method raises."""
+        environment = self._environment
+        assert environment is not None
+        return self._finished(method, contained(lambda: invoke(environment, method, args)))
+
+    async def close(self, timeout: float) -> None:
+        if self._environment is not None:
+            self._finished("close", contained(self._environment.close))
+
+    def _finished(self, method: str, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        if inspect.iscoroutine(result):
+            result.close()  # or Python warns that nobody awaited it
+        raise EnvironmentFailed(f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True)
 
 
 class InThread:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.envs.instance import Instance, InThread
+from rayloop.envs.instance import Immediate, Instance, InThread
 from rayloop.envs.process import IdleWorkers, InProcess
 from rayloop.envs.settings import EnvironmentKind
 
@@ -27,7 +27,7 @@ class Environments:
             kind = self._kinds[task.environment]
         if kind.isolation == "process":
             return InProcess(kind, self._workers)
-        return InThread(kind.name, kind.build)
+        return (Immediate if kind.immediate else InThread)(kind.name, kind.build)
 
     def end(self) -> None:
         """End the processes that wait for their next instance."""

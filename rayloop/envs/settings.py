@@ -18,12 +18,19 @@ class EnvironmentKind(Component):
 
     isolation: Literal["thread", "process"] = "thread"
     """``process``: each instance has a process of its own, so one that hangs or crashes costs its own episode only. Choose it for
-    browsers, interpreters and whatever else may hang or kill its process. ``thread`` costs nothing, but a hang costs the actor."""
+    browsers, interpreters and whatever else may hang or kill its process. ``thread`` costs little, but a hang costs the actor.
+    A class that says ``immediate = True`` is called without a thread, unless ``process`` is chosen."""
 
     @property
     def name(self) -> str:
         """Of its class."""
         return self.use.rpartition(":")[2]
+
+    @property
+    def immediate(self) -> bool:
+        """Whether it is called without a thread: the class itself, not one that it derives from, says so, and has no process."""
+        found = self.resolve() if self.isolation == "thread" else None
+        return isinstance(found, type) and vars(found).get("immediate") is True
 
 
 class EpisodeSettings(SettingsModel):

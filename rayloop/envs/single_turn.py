@@ -8,6 +8,8 @@ from rayloop.core.types import Task
 
 
 class SingleTurn:
+    immediate = True
+
     class Settings(SettingsModel):
         """Nothing to set."""
 

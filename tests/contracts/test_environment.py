@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import signal
@@ -240,10 +241,54 @@ def test_a_message_that_cannot_be_sent_leaves_no_process() -> None:
     asyncio.run(run())
 
 
+# On the event loop itself ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_immediate_is_called_by_the_event_loop_and_needs_no_thread() -> None:
+    async def test(instance: Instance) -> tuple[float, set[tuple[str, int | None]]]:
+        return await instance.call("evaluate", timeout=30), alive()
+
+    before = alive()
+    caller, during = with_one(f"{HERE}:Immediate", "thread", test)
+    assert (caller, during) == (float(threading.get_native_id()), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "isolation"), [("Immediate", "process"), ("DerivedFromImmediate", "thread")], ids=["process", "derived"]
+)
+def test_a_process_takes_precedence_and_who_derives_must_say_it_again(name: str, isolation: str) -> None:
+    async def test(instance: Instance) -> Any:
+        return await instance.call("evaluate", timeout=30)
+
+    assert with_one(f"{HERE}:{name}", isolation, test) != float(threading.get_native_id())
+
+
+def test_a_coroutine_of_what_is_immediate_is_refused() -> None:
+    async def run() -> None:
+        async with hosted(f"{HERE}:ImmediateCoroutines", "thread") as environments:
+            instance = environments.of(TASK)
+            await instance.make(30)
+            with pytest.raises(EnvironmentFailed, match="ImmediateCoroutines must not say `immediate = True`"):
+                await instance.call("reset", TASK, timeout=30)
+            with pytest.raises(EnvironmentFailed, match="close is a coroutine"):
+                await instance.close(30)
+
+    asyncio.run(run())
+
+
+@each
+def test_who_says_that_it_is_immediate_has_plain_methods(use: str, settings: dict[str, Any], said: str) -> None:
+    kind = EnvironmentKind(use=use)
+    methods = [getattr(kind.resolve(), name) for name in ("reset", "step", "evaluate", "close")]
+    assert not (kind.immediate and any(map(inspect.iscoroutinefunction, methods)))
+
+
 # What goes wrong ------------------------------------------------------------------------------------------------------------
 
 
-@isolated
+@pytest.mark.parametrize(
+    ("name", "isolation"), [("Fault", "thread"), ("Fault", "process"), ("Immediate", "thread")], ids=lambda of: of
+)
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
@@ -255,13 +300,13 @@ def test_a_message_that_cannot_be_sent_leaves_no_process() -> None:
         ("stop", RuntimeError, "raised StopIteration: boom"),
     ],
 )
-def test_what_it_raises_arrives(isolation: str, fault: str, error: type[Exception], words: str) -> None:
+def test_what_it_raises_arrives(name: str, isolation: str, fault: str, error: type[Exception], words: str) -> None:
     async def test(instance: Instance) -> None:
         with pytest.raises(error, match=words):
             await instance.call("step", fault, timeout=30)
         assert await instance.call("step", "none", timeout=30), "it lives on"
 
-    with_one(f"{HERE}:Fault", isolation, test, seconds=0.5)
+    with_one(f"{HERE}:{name}", isolation, test, seconds=0.5)
 
 
 def test_what_cannot_be_sent_is_said() -> None:

@@ -214,3 +214,22 @@ class Modules(Fault):
 
     def evaluate(self) -> float:
         return float(len({"torch", "transformers", "ray", "vllm"} & set(sys.modules)))
+
+
+class Immediate(Fault):
+    """Needs no thread of its own, it says. ``evaluate`` gives the thread that calls it, by its number on this machine."""
+
+    immediate = True
+
+    def evaluate(self) -> float:
+        return float(threading.get_native_id())
+
+
+class DerivedFromImmediate(Immediate):
+    """Does not say so itself."""
+
+
+class ImmediateCoroutines(Coroutines):
+    """Promises what its methods do not keep."""
+
+    immediate = True

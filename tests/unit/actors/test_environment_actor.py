@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
 from rayloop.core.groups import PlayFailed, UnscoredKind
 from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.threads import hanging
 from rayloop.core.types import (
     Cohort,
     Completion,
@@ -38,6 +40,7 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 SCRIPTED = {"use": "rayloop.envs.scripted:ScriptedTool", "with": {"steps": [{"text": "more"}]}}
 FAULTY = "tests.support.faulty:FaultyEnvironment"
+ENVIRONMENTS = "tests.support.environments"
 
 
 class Remote:
@@ -114,6 +117,8 @@ def request(task: Task | None = None, cohort: int | None = None, attempt: int = 
 def named(task: str, sample: int) -> PlayRequest:
     return request(Task(task, (Message("user", ("Click.",)),)), sample=sample)
 
+
+EIGHT = [request(sample=sample) for sample in range(8)]
 
 Played = tuple[Summary | PlayFailed, Trajectory | None]
 
@@ -345,10 +350,75 @@ def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_ans
     assert slow.outcome.reason == "the episode did not end within 6 s"
 
 
+# The first prompt of a group --------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts what a renderer renders first; waits before, and then raises if it is told to."""
+
+    def __init__(self, player: EnvironmentActor, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.count = 0
+        self._prompt, self._seconds, self._error = player._renderer.prompt, seconds, error
+        player._renderer.prompt = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, *shown: Any) -> Any:
+        self.count += 1
+        time.sleep(self._seconds)
+        if self._error is not None:
+            raise self._error
+        return self._prompt(*shown)
+
+
+@pytest.mark.parametrize("use", ["rayloop.envs.single_turn:SingleTurn", f"{ENVIRONMENTS}:DerivedFromImmediate"])
+def test_what_a_group_shows_first_is_rendered_once(text_folder: Path, use: str) -> None:
+    player = actor(text_folder, {"use": use}, max_turns=1)
+    counted = Counted(player, 0.2)
+    other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
+    summaries, *trajectories = group(player, [*(named("same", n) for n in range(4)), other], Engine())
+    assert all(isinstance(summary, Summary) for summary in summaries)
+    prompts = [trajectory.turns[0].token_ids for trajectory in trajectories if trajectory]
+    assert counted.count == 2
+    assert prompts[:4] == [prompts[0]] * 4
+    assert prompts[4] != prompts[0]
+    group(player, EIGHT, Engine())
+    assert counted.count == 3, "another call renders again"
+
+
+def test_a_failure_to_render_reaches_all_who_show_the_same(text_folder: Path) -> None:
+    player = actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn"}, max_turns=1)
+    counted = Counted(player, error=DataFailure("/x.png", "gone"))
+    summaries = group(player, EIGHT, Engine())[0]
+    assert counted.count == 1
+    assert [(one.outcome.kind, one.path, one.own) for one in summaries if isinstance(one, PlayFailed)] == [
+        (UnscoredKind.BAD_DATA, "/x.png", True)
+    ] * 8
+
+
+def test_who_waits_for_the_same_prompt_waits_its_own_time(text_folder: Path) -> None:
+    """All are late for one thread that renders, which is counted once."""
+    player = actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn"}, max_turns=1, reset_timeout=0.1)
+    Counted(player, 0.6)
+    before = hanging()
+    summaries = group(player, EIGHT, Engine())[0]
+    assert hanging() == before + 1
+    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, PlayFailed)] == [
+        True
+    ] * 8
+
+
+def test_what_is_immediate_is_played_without_a_thread_of_its_own(text_folder: Path) -> None:
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:Immediate"}, max_turns=1)
+    results = {one.env_result for one in group(player, EIGHT, Engine())[1:] if isinstance(one, Trajectory)}
+    assert results == {float(threading.get_native_id())}
+
+
+def test_a_coroutine_of_what_is_immediate_is_a_bug_of_the_environment(text_folder: Path) -> None:
+    failure = failed(run(actor(text_folder, {"use": f"{ENVIRONMENTS}:ImmediateCoroutines"}), Engine()))
+    assert (failure.own, failure.bug) == (True, True)
+    assert "reset is a coroutine: ImmediateCoroutines must not say `immediate = True`" in failure.outcome.reason
+
+
 # The first turn of a group ---------------------------------------------------------------------------------------------
-
-
-EIGHT = [request(sample=sample) for sample in range(8)]
 
 
 def single_turn(folder: Path, **more: Any) -> EnvironmentActor:
@@ -431,9 +501,6 @@ def test_a_group_that_is_decoded_as_one_batch_arrives_as_one(text_folder: Path) 
 def test_settings_are_checked_when_the_actor_starts(text_folder: Path) -> None:
     with pytest.raises(ValueError, match="unknown"):
         actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn", "with": {"unknown": 1}})
-
-
-ENVIRONMENTS = "tests.support.environments"
 
 
 def test_an_environment_bound_to_its_thread_can_be_played(text_folder: Path) -> None:
