@@ -7,15 +7,18 @@ transformers' own SDPA masks a language model's whole packed row instead, which 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 PACKED_SDPA = "packed_sdpa"
+
+GROUPED_SDPA = "grouped_sdpa"
 
 PACKED_VISION = "packed_sdpa_like_flash"
 """transformers leaves it to implementations with "flash" in their name to keep images and windows apart."""
@@ -29,6 +32,18 @@ def use_packed_sdpa(model: PreTrainedModel) -> None:
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
         model.set_attn_implementation({"": PACKED_SDPA, "text_config": PACKED_SDPA})
+
+
+def use_grouped_decoding(model: PreTrainedModel) -> None:
+    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group.
+
+    transformers repeats keys and values for grouped queries. Of a single new token the heads of a group are as good as that many
+    queries of one head, since no order among them is masked.
+    """
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
+        AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+        model.set_attn_implementation({"": GROUPED_SDPA, "text_config": GROUPED_SDPA})
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
@@ -87,6 +102,20 @@ def _packed_sdpa(
     length are padded at their ends to the longest of them, which causal attention never sees.
     """
     return _attend(module, query, key, value, _remembered(position_ids, _samples), **options), None
+
+
+def _grouped_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B, 1, n, T] or None."""
+    batch, heads, new, width = query.shape
+    if new > 1 or options.get("dropout"):
+        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+    grouped = query.view(batch, key.shape[1], -1, width)
+    output = nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return output.reshape(batch, 1, heads, width), None
 
 
 def _packed_vision(

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
+from rayloop.engines.attention import use_grouped_decoding
 from rayloop.engines.generation.sampler import Sampler, StopStrings, uniforms
 from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cache
 
@@ -50,6 +51,7 @@ class Decoder:
     """Decodes batches; not thread-safe."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vision: Vision | None) -> None:
+        use_grouped_decoding(model)
         self._model = model
         self._tokenizer = tokenizer
         self._vision = vision
