@@ -27,6 +27,7 @@ from rayloop.engines.models import checkpoint_names, has_vision, load_model, mod
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
+from rayloop.engines.training.heap import keep_freed
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
 from rayloop.engines.training.optimizer import Optimizer, Step
 from rayloop.engines.training.scorer import Scorer, score
@@ -77,6 +78,8 @@ class FsdpEngine:
         self._settings, self._loss_settings = settings, loss
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cpu":
+            keep_freed()
         torch.manual_seed(seed)  # new adapters start equal on all ranks
         self._model = load_model(model, dtype=torch.float32)
         self._names = checkpoint_names(self._model)
