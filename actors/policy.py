@@ -99,10 +99,9 @@ class PolicyRank(Actor):
     def join(self, meeting: Address | str) -> str:
         """Build the engine; returns when all ranks have met: where ``address`` said, or at a file:// that all of them see.
 
-        Returns which library multiplies this rank's float32 matrices. Raises WorkerStartFailed when the place is not to be
+        Returns what this rank computes with (``FsdpEngine.kernels``). Raises WorkerStartFailed when the place is not to be
         reached.
         """
-        from rayloop.engines.linear import chosen
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
         from rayloop.transports.choose import transport
@@ -117,7 +116,7 @@ class PolicyRank(Actor):
         )  # fmt: skip
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
-        return chosen()
+        return self.engine.kernels
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Get hold of this rank's share of the next step; waits for no other rank.

@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
-    from rayloop.engines.linear import chosen
     from rayloop.engines.training.fsdp import FsdpEngine
 
     wanted = arguments.micro_batch_tokens
@@ -88,7 +87,7 @@ def _train(arguments: argparse.Namespace) -> int:
         "update_cpu_s": round(median(processor[1:]), 4),
         "tokens_per_s": round(tokens / update, 1),
         **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
-        "chosen": chosen(),
+        "chosen": trainer.kernels,
         "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,

@@ -40,7 +40,7 @@ class PolicyGroup:
         self._spawn = spawn
         self.ranks: list[Handle[PolicyRank]] = []
         self.kernels = ""
-        """Which library multiplies the first rank's float32 matrices on a CPU."""
+        """What the first rank computes with (``FsdpEngine.kernels``)."""
 
     async def start(self) -> None:
         """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""

@@ -58,7 +58,7 @@ class Started(Event, by="cluster/roles/services.py"):
 
     seconds: float
     kernels: str = ""
-    """Which library multiplies the first rank's float32 matrices on a CPU (`model.kernels`); empty on GPUs."""
+    """What the first rank multiplies matrices and attends with on a CPU (`model.kernels`); empty on GPUs."""
 
 
 class Begin(Event, by="rayloop/run/reporter.py"):

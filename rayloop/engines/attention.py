@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rayloop.engines.plain_attention import plain_attention, plain_is_faster
+
 PACKED_SDPA = "packed_sdpa"
 
 GROUPED_SDPA = "grouped_sdpa"
@@ -187,7 +189,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
     for own, seen, mask in layout.parts:
-        forward = _plain if _plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
+        forward = plain_attention if plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
         output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
         outputs.append(output.flatten(0, 1).flatten(1))
     return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
@@ -197,21 +199,3 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     """[n, heads, L, d] of ``rows`` [T, heads, d]."""
     taken = rows.flatten(1).index_select(0, index.flatten())
     return taken.view(*index.shape, *rows.shape[1:]).transpose(1, 2)
-
-
-def _plain_is_faster(query: Tensor, length: int) -> bool:
-    """On CPUs, SDPA's backward pass is slow in bfloat16 and for short sequences (docs/performance.md)."""
-    return query.device.type == "cpu" and length <= (2048 if query.dtype == torch.bfloat16 else 128)
-
-
-def _plain(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
-) -> tuple[Tensor, None]:
-    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where module or options say so."""
-    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
-    scores = (query * scaling) @ key.transpose(2, 3)
-    if mask is None and options.get("is_causal", module.is_causal):
-        mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from rayloop.engines.timing import GAIN, timed
 
 Library = Literal["torch", "onednn"]
 
@@ -25,8 +26,6 @@ WORK = 5e8
 """FLOP of a timed product of many rows: 4 ms at 125 GFLOP/s."""
 SECONDS = 0.3
 """For all timings together, begun ones not counted."""
-GAIN = 0.75
-"""oneDNN is taken where it needs at most so much of PyTorch's time: less may be chance, on cores that others use too."""
 
 
 class Products(NamedTuple):
@@ -145,19 +144,6 @@ def _measured(shape: tuple[int, int], threads: int) -> Products:
 
 @torch.no_grad()
 def _faster(rows: Tensor, weight: Tensor, until: float) -> Library:
-    """Both in turn, at least twice and until this moment; their best times count, and the first is a warm-up."""
-    best: dict[Library, float] = {"torch": float("inf"), "onednn": float("inf")}
-    for number in _turns(until):
-        for library in best:
-            began = time.perf_counter()
-            _product(library, rows, weight)
-            taken = time.perf_counter() - began
-            best[library] = min(best[library], taken) if number else best[library]
+    """Both in turn, until this moment."""
+    best = timed({library: partial(_product, library, rows, weight) for library in get_args(Library)}, until)
     return "onednn" if best["onednn"] < GAIN * best["torch"] else "torch"
-
-
-def _turns(until: float) -> Iterator[int]:
-    number = 0
-    while number < 3 or (number < 20 and time.perf_counter() < until):
-        yield number
-        number += 1

@@ -23,6 +23,7 @@ from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
+from rayloop.engines import linear, plain_attention
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
@@ -82,6 +83,7 @@ class FsdpEngine:
             keep_freed()
         torch.manual_seed(seed)  # new adapters start equal on all ranks
         self._model = load_model(model, dtype=torch.float32)
+        plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
         self._names = checkpoint_names(self._model)
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
@@ -95,6 +97,11 @@ class FsdpEngine:
         torch.manual_seed(derive(seed, "trainer", rank))
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
         logger.info("training %d of %d parameters", *counts)
+
+    @property
+    def kernels(self) -> str:
+        """What this rank computes with, for people; "" on a GPU."""
+        return ", ".join(filter(None, (linear.chosen(), plain_attention.chosen(DTYPES[self._settings.dtype]))))
 
     def close(self) -> None:
         """Leave the process group."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
+from rayloop.engines import plain_attention
 from rayloop.engines.attention import use_packed_sdpa
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
@@ -131,6 +132,7 @@ class FrozenScorer:
             torch.set_num_threads(settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(model, dtype=DTYPES[settings.dtype])
+        plain_attention.choose(loaded.config, DTYPES[settings.dtype], model.kernels)
         self._collator = Collator(loaded, model, settings, device)
         self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
 
