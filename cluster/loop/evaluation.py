@@ -10,40 +10,43 @@ from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, TrajectoryId
 from rayloop.measure.controls import Item
+from rayloop.production.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
 
 AT_ONCE = 128
+"""Episodes that play; others begin while records are made of those that have ended."""
 
 
 async def play(
     asked: Sequence[Play], config: RunConfig, player: EpisodeRunner, step: int,
     keep: Callable[[Item, dict[str, bytes]], None], hear: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
-    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with its images by hash, and ``hear``
-    what was played and scored: an item has no traceback.
+    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with the images of its group by hash, and
+    ``hear`` what was played and scored: an item has no traceback.
 
     The answers of an arm to a task, one or its samples, are a group to the player.
     """
     together = _together(asked)
-    gate = asyncio.Semaphore(max(AT_ONCE // max(map(len, together), default=1), 1))
+    gate = ConcurrencyLimit(AT_ONCE)
     items: dict[int, Item] = {}
 
     async def some(indices: Sequence[int]) -> None:
         group = -1 - indices[0]
         requests = [_request(config, asked[index], TrajectoryId(group, n)) for n, index in enumerate(indices)]
-        async with gate:
+        async with gate.room(len(indices)):
             try:
                 members = await player.play(requests, step, bad_data=player.tell_bad_data)
             finally:
                 player.blame.forget(group)
-            for index, member in zip(indices, members, strict=True):
-                hear(member)
-                records, images = await player.describe(Group(-1 - index, asked[index].task, (member,)))
-                items[index] = _item(asked[index], member, records)
-                keep(items[index], images)
-                player.evaluation = len(items), len(asked)
+        for member in members:
+            hear(member)
+        records, images = await player.describe(Group(group, asked[indices[0]].task, tuple(members)))
+        for number, (index, member) in enumerate(zip(indices, members, strict=True)):
+            items[index] = _item(asked[index], member, [one for one in records if one.sample == number])
+            keep(items[index], images)
+        player.evaluation = len(items), len(asked)
 
     player.evaluation = 0, len(asked)
     try:

@@ -17,13 +17,13 @@ GROWTH = 1.25
 
 
 class ConcurrencyLimit:
-    """A limit without a setting: infinite, until an engine's cache is full and requests wait for room in it.
+    """A limit without a setting: infinite, or what is given, until an engine's cache is full and requests wait for room in it.
 
     Engines without a cache that can run out (``EngineHealth.cache`` None) never set it.
     """
 
-    def __init__(self) -> None:
-        self.limit = math.inf
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
         self.inside = 0
         self.metrics: dict[str, float] = {}
         """What the engines said last."""

@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from cluster.cli import main
-from cluster.loop.evaluation import play
+from cluster.loop.evaluation import AT_ONCE, play
 from cluster.stages.evaluate import _missing
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PlayRequest, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
+from rayloop.run.folder import RolloutRecord, RolloutTurn
 from rayloop.run.held_out import Play, read_items
 from tests.support.runs import ROOT, finished, settings
 from tests.support.stand_ins import Behave, Handle, Make, World, failed
@@ -159,6 +160,54 @@ def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(tmp_path:
     assert len(set(heard)) == len(items) == 9, (
         "what was scored is told, or nobody would see a grader that raises on all"
     )
+
+
+class Describing(Player):
+    """Keeps what it was asked to describe, and how many episodes played at once. Every second sample has no payload, as one that
+    failed, and so no record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.described: list[list[TrajectoryId]] = []
+        self.playing = self.most = 0
+
+    async def play(self, asked: Sequence[PlayRequest], step: int, bad_data: Any = None) -> list[Member]:
+        self.playing += len(asked)
+        self.most = max(self.most, self.playing)
+        await asyncio.sleep(0.01)
+        self.playing -= len(asked)
+        return await super().play(asked, step, bad_data)
+
+    async def describe(self, group: Group) -> tuple[list[Any], dict[str, bytes]]:
+        ids = [member.summary.id for member in group.members]
+        self.described.append(ids)
+        return [self._record(group, id.sample) for id in ids if id.sample % 2 == 0], {group.task.id: b"image"}
+
+    def _record(self, group: Group, sample: int) -> RolloutRecord:
+        turn = RolloutTurn("assistant", f"answer {sample} to {group.task.id}", True)
+        return RolloutRecord(group.issue, sample, 0, group.task.id, "", "", (), (turn,), "done", 1.0)
+
+
+def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path))
+    tasks = [Task(f"t{number}", ()) for number in range(60)]
+    asked = [Play(RIGHT, task, Sampling()) for task in tasks]
+    asked += [Play(SAMPLED, task, Sampling(), sample) for sample in range(4) for task in tasks]
+    player, kept = Describing(), dict[tuple[str, str, int], dict[str, bytes]]()
+
+    def keep(item: Item, images: dict[str, bytes]) -> None:
+        kept[item.key] = images
+
+    runner: Any = player
+    items = asyncio.run(play(asked, config, runner, 0, keep, lambda member: None))
+    assert Counter(map(len, player.described)) == {1: 60, 4: 60}
+    assert all(len({id.group for id in ids}) == 1 for ids in player.described)
+    assert {item.key: item.text for item in items} == {
+        (one.arm, one.task.id, one.sample): f"answer {one.sample} to {one.task.id}" if one.sample % 2 == 0 else ""
+        for one in asked
+    }
+    assert kept == {item.key: {item.task: b"image"} for item in items}
+    assert AT_ONCE - 4 < player.most < AT_ONCE + 4, "as many as may, whatever the largest group"
 
 
 def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> None:
