@@ -8,6 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Box
@@ -75,7 +77,21 @@ def box(values: Any, where: str) -> Box:
 class BoxAnswers:
     """The supervised answer: the task's box, rounded to two decimals. ``tokens``: one token per coordinate and bracket."""
 
+    class Settings(SettingsModel):
+        loose: float = Field(0.0, ge=0)
+        """Each side is drawn outside the true one, by up to this share of the box's width or height: labels of a hasty annotator.
+        What a policy learns from them it must be taught better by a reward."""
+
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
+    def __init__(self, settings: BoxAnswers.Settings) -> None:
+        self._settings = settings
+
     def answer(self, task: Task, rng: random.Random) -> str:
-        return "<bbox>[" + ",".join(f"{value:.2f}" for value in task.ground_truth) + "]</bbox>"
+        x1, y1, x2, y2 = task.ground_truth
+        if self._settings.loose:
+            left, top, right, bottom = (self._settings.loose * rng.random() for _ in range(4))
+            wide, high = x2 - x1, y2 - y1
+            x1, y1 = max(0.0, x1 - left * wide), max(0.0, y1 - top * high)
+            x2, y2 = min(1.0, x2 + right * wide), min(1.0, y2 + bottom * high)
+        return "<bbox>[" + ",".join(f"{value:.2f}" for value in (x1, y1, x2, y2)) + "]</bbox>"

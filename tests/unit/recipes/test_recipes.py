@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def test_an_answer_without_a_box_scores_nothing(text: str) -> None:
 def boxes() -> st.SearchStrategy[Box]:
     edges = st.lists(st.integers(0, 100), min_size=2, max_size=2, unique=True).map(sorted)
     return st.tuples(edges, edges).map(lambda e: (e[0][0] / 100, e[1][0] / 100, e[0][1] / 100, e[1][1] / 100))
+
+
+@pytest.mark.parametrize("loose", [0.0, 0.4])
+def test_the_boxes_of_a_hasty_annotator_lie_outside_the_true_one_and_vary(loose: float) -> None:
+    answers = Component.model_validate({"use": "recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}).build()
+    for task in grounding("test"):
+        x1, y1, x2, y2 = task.ground_truth
+        said = [parse_box(answers.answer(task, random.Random(seed))) for seed in range(20)]
+        assert len(set(said)) > 5 if loose else len(set(said)) == 1
+        for box in said:
+            assert box is not None
+            outside = (x1 - box[0], y1 - box[1], box[2] - x2, box[3] - y2)
+            sides = (x2 - x1, y2 - y1) * 2
+            assert all(-0.0051 <= out <= loose * side + 0.0051 for out, side in zip(outside, sides, strict=True))
 
 
 @given(a=boxes(), b=boxes())
