@@ -8,7 +8,9 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.processes import EVERY, Tree
 from rayloop.core.failures import RayloopError
 
 MEMORY_EVERY = 1.0
@@ -42,16 +45,28 @@ def alternately(
 
 
 def measured(command: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object among the lines of a program's output. Raises BenchFailed."""
+    """The last JSON object among the lines of a program's output. Raises BenchFailed.
+
+    ``warm_steps`` [n + 1] in it are the Unix seconds at which n steps began and the last one ended; then it gets ``cpu_s_mean``,
+    the CPU seconds that the program and all its descendants needed for a step.
+    """
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise BenchFailed(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    *_, last = (
-        line for line in done.stdout.splitlines() if line.startswith("{")
-    )  # vLLM logs to stdout even at its end
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as blamed:
+        run = subprocess.Popen(command, stdout=said, stderr=blamed, env=environment)
+        tree = Tree(run.pid)
+        while run.poll() is None:
+            tree.look()
+            time.sleep(EVERY)
+        said.seek(0)
+        blamed.seek(0)
+        if run.returncode:
+            raise BenchFailed(f"{shlex.join(command)} ended with {run.returncode}:\n{blamed.read()[-2000:]}")
+        *_, last = (line for line in said if line.startswith("{"))  # vLLM logs to stdout even at its end
     result: dict[str, Any] = json.loads(last)
+    if times := result.get("warm_steps"):
+        spent = tree.until(times[-1]) - tree.until(times[0])
+        result["cpu_s_mean"] = round(spent / (len(times) - 1), 3)
     return result
 
 

@@ -41,7 +41,7 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 """The prompt's text and nothing else, as TRL passes a prompt that is no conversation; base models have no template."""
-PARTS = ("step_s_median", "gen_s_median", "train_s_median")
+PARTS = ("step_s_median", "gen_s_median", "train_s_median", "cpu_s_mean")
 ENGINES: dict[str, dict[str, Any]] = {
     "transformers": {},
     "vllm": {"kind": "vllm", "kv_cache_bytes": 2**30, "extra": {"enforce_eager": True}, "max_model_len": 8192},
@@ -194,6 +194,7 @@ def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[s
         "wall_s": round(times[-1] - begun, 2),
         "step_s_median": round(median(steps[warm]), 3),
         "step_s": [round(seconds, 3) for seconds in steps],
+        "warm_steps": times[warm],
         "gen_s_median": round(median(generation[warm]), 3),
         "gen_s": [round(seconds, 3) for seconds in generation],
         "train_s_median": round(median(training[warm]), 3),

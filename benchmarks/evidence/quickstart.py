@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import BenchFailed, machine
-from benchmarks.start import EVERY, Tree
+from benchmarks.processes import EVERY, Tree
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 

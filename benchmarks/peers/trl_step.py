@@ -96,6 +96,7 @@ def result(shape: argparse.Namespace, trained: Timed, ends: Ends, setup: float) 
     steps = [after - before for before, after in pairwise(ends.times)]
     training = [whole - part for whole, part in zip(steps, trained.generation, strict=True)]
     warm = slice(1 if len(steps) > 1 else 0, None)
+    offset = time.time() - time.perf_counter()
     return {
         "tool": "trl",
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
@@ -106,6 +107,7 @@ def result(shape: argparse.Namespace, trained: Timed, ends: Ends, setup: float) 
         "wall_s": round(ends.times[-1] - ends.times[0], 2),
         "step_s_median": round(median(steps[warm]), 3),
         "step_s": [round(seconds, 3) for seconds in steps],
+        "warm_steps": [moment + offset for moment in ends.times[warm]],
         "gen_s_median": round(median(trained.generation[warm]), 3),
         "gen_s": [round(seconds, 3) for seconds in trained.generation],
         "train_s_median": round(median(training[warm]), 3),

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 
-from benchmarks.start import Tree, table, until
+from benchmarks.measure import measured
+from benchmarks.processes import Tree
+from benchmarks.start import table, until
 
 CHILD = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.5)"
 PARENT = "\n".join(
@@ -36,6 +38,20 @@ def test_a_descendant_that_has_ended_is_counted() -> None:
     (child,) = (used["all"] for name, used in parts.items() if name != "command line")
     assert 0.2 < child < 1.0
     assert "command line" in parts
+
+
+def test_the_cpu_of_a_step_is_that_between_its_ends() -> None:
+    program = f"""
+import json, subprocess, sys, time
+times = [time.time()]
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", {CHILD!r}])
+    times.append(time.time())
+print(json.dumps({{"warm_steps": times}}))
+while time.process_time() < 1.5: pass
+"""
+    found = measured([sys.executable, "-c", program])
+    assert 0.2 < found["cpu_s_mean"] < 0.8
 
 
 def test_a_part_ends_with_its_last_event_before_the_step() -> None:
