@@ -42,7 +42,7 @@ def choose(config: PreTrainedConfig, dtype: torch.dtype, kernels: Literal["auto"
 def chosen(dtype: torch.dtype) -> str:
     """For people: what attends in ``dtype`` on this CPU; "" on GPUs."""
     if torch.cuda.is_available() or not (limit := _limits.get(dtype, 0)):
-        return "" if torch.cuda.is_available() else "sdpa"
+        return "" if torch.cuda.is_available() else "sdpa attention"
     return f"plain attention up to {limit} tokens"
 
 

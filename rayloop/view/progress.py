@@ -84,7 +84,7 @@ def _time(metrics: Mapping[str, float]) -> str:
 GIVEN_UP = ("publish", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
 """Words of the columns that a table leaves out, in this order, until it fits the terminal. Never what was earned or trained."""
 SEEN = 10
-"""Steps over whose mean duration the time that is left is reckoned, and over whose mean reward the trend."""
+"""Steps over whose mean duration, without evaluations, the time that is left is reckoned, and over whose mean reward the trend."""
 LARGE = 0.05
 """Phases that took less than this share of a step are not told in a plain line."""
 TREND = "trend"
@@ -165,7 +165,7 @@ class Progress:
         metrics = {**metrics, **self._trend(metrics)}
         cells = {column.word: column.show(metrics) for column in self._columns}
         if "timing_s/step" in metrics:
-            self._seconds.append(metrics["timing_s/step"])
+            self._seconds.append(metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0))
             remaining = (self.total_steps - metrics["step"]) * fmean(self._seconds)
             self._left = f"{span(remaining)} left" if remaining else ""
         if self._live is None:

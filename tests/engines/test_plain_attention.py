@@ -66,7 +66,7 @@ def test_the_limit_is_the_last_length_before_the_first_that_sdpa_wins(
     assert [length for length in plain_attention.LENGTHS if plain_is_faster(query, length)] == [
         length for length in plain_attention.LENGTHS if length <= limit
     ]
-    assert chosen(BF16) == (f"plain attention up to {limit} tokens" if limit else "sdpa")
+    assert chosen(BF16) == (f"plain attention up to {limit} tokens" if limit else "sdpa attention")
 
 
 def test_named_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

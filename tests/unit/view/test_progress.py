@@ -69,6 +69,9 @@ def test_a_line_says_what_moves_and_not_a_loss_of_nothing_in_about_120_columns()
         "2.0 s: gen 50% train 45%  80 s left"
     )
     assert len(line) <= 125
+    assert lines({**step, "timing_s/step": 12.0, "timing_s/testing": 10.0})[0].endswith("80 s left"), (
+        "few steps evaluate"
+    )
     assert "  KL 0.0012  " in lines({**step, "actor/kl": 0.00123})[0]
     assert "  excluded 50%  " in lines({**step, "excluded/timeout": 72.0})[0]
 
