@@ -39,6 +39,7 @@ def test_the_line_of_a_measured_run(digits_model: Path) -> None:
     assert line["wall_s"] == pytest.approx(sum(line["step_s"]), abs=0.02)
     warm = sorted(line["step_s"][1:])
     assert line["step_s_median"] == pytest.approx(sum(warm) / 2, abs=0.002)
+    assert line["warm_steps"][-1] - line["warm_steps"][0] == pytest.approx(sum(warm), abs=0.002)
     assert line["samples_per_s"] == pytest.approx(6 / line["step_s_median"], rel=0.05)
     assert 0 < line["peak_pss_mb"] <= line["peak_rss_mb"]
 
@@ -50,7 +51,7 @@ def test_the_comparison_divides_ours_by_the_peers(
     assert main(["bench", "compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"]) == 0
     *rounds, summary, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
-    assert found["ratio"] == {"step_s_median": 0.5, "gen_s_median": 0.25, "train_s_median": 0.75}
+    assert found["ratio"] == {"step_s_median": 0.5, "gen_s_median": 0.25, "train_s_median": 0.75, "cpu_s_mean": 0.125}
     assert len(rounds) == len(found["rounds"]) == 3
     assert "step 2.000 / 4.000 s = 0.500" in summary
 
@@ -61,6 +62,7 @@ def _scripted(command: list[str]) -> dict[str, float]:
         "step_s_median": 4 * scale,
         "gen_s_median": 2 * scale**2,
         "train_s_median": 2 * (1.5 * scale if scale < 1 else 1),
+        "cpu_s_mean": 5 * scale**3,
     }
 
 
