@@ -41,9 +41,10 @@ def choose(config: PreTrainedConfig, dtype: torch.dtype, kernels: Literal["auto"
 
 def chosen(dtype: torch.dtype) -> str:
     """For people: what attends in ``dtype`` on this CPU; "" on GPUs."""
-    if torch.cuda.is_available() or not (limit := _limits.get(dtype, 0)):
-        return "" if torch.cuda.is_available() else "sdpa attention"
-    return f"plain attention up to {limit} tokens"
+    if torch.cuda.is_available():
+        return ""
+    limit = _limits.get(dtype, 0)
+    return f"plain attention up to {limit} tokens" if limit else "sdpa attention"
 
 
 def plain_is_faster(query: Tensor, length: int) -> bool:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import ctypes, resource, sys
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages there is hardly a fault to count
 from rayloop.engines.training.heap import keep_freed
 if sys.argv[1] == "kept":
     keep_freed()

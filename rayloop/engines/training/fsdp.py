@@ -24,6 +24,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
 from rayloop.engines import linear, plain_attention
+from rayloop.engines.attention import shares_prompts
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
@@ -101,7 +102,9 @@ class FsdpEngine:
     @property
     def kernels(self) -> str:
         """What this rank computes with, for people; "" on a GPU."""
-        return ", ".join(filter(None, (linear.chosen(), plain_attention.chosen(DTYPES[self._settings.dtype]))))
+        chose = shares_prompts(self._model)  # other attention implementations are left as they are
+        attention = plain_attention.chosen(DTYPES[self._settings.dtype]) if chose else ""
+        return ", ".join(filter(None, (linear.chosen(), attention)))
 
     def close(self) -> None:
         """Leave the process group."""
