@@ -16,7 +16,7 @@ from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import WorkerStartFailed
 from rayloop.engines.training.sharding import meeting_place
 from rayloop.run.config import RunConfig
-from tests.engines.training import free_port
+from tests.support.heads import free_ports
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 
@@ -64,4 +64,4 @@ def test_a_place_that_cannot_be_had_is_named() -> None:
         with pytest.raises(WorkerStartFailed, match=f"127.0.0.1:{port} where the policy's ranks meet cannot be opened"):
             meeting_place(("127.0.0.1", port), 5, first=True)
     with pytest.raises(WorkerStartFailed, match="cannot be reached"):
-        meeting_place(("127.0.0.1", free_port()), 1, first=False)
+        meeting_place(("127.0.0.1", *free_ports(1)), 1, first=False)

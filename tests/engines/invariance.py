@@ -18,7 +18,7 @@ from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.settings import LossSettings
-from tests.engines.training import SMALL, VERSION, engine, free_port, mixed_items, run_ranks
+from tests.engines.training import SMALL, VERSION, engine, mixed_items, run_ranks
 
 STEPS = 3
 OPTIMIZERS = {
@@ -66,9 +66,8 @@ def differences() -> list[Difference]:
     """Run every layout with world size 1 and 2 and compare with the first."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_tiny_vlm(Path(name), ["What is 1 + 2?"] * 50, **SMALL)
-        alone = _outcomes(0, 1, folder, [])
-        ports = [free_port() for _ in range(len(OPTIMIZERS) * len(LAYOUTS))]
-        together = run_ranks(_outcomes, 2, folder, ports)[0]
+        alone = _outcomes(0, 1, folder)
+        together = run_ranks(_outcomes, 2, folder)[0]
     found = []
     for world_size, outcomes in ((1, alone), (2, together)):
         for (optimizer, layout), outcome in outcomes.items():
@@ -86,7 +85,7 @@ def differences() -> list[Difference]:
     return found
 
 
-def _outcomes(rank: int, world_size: int, folder: Path, ports: list[int]) -> dict[tuple[str, str], Outcome]:
+def _outcomes(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], Outcome]:
     items = mixed_items(folder)
     lengths = [Length(0, len(item.trajectory.flatten().token_ids)) for item in items]
     share = [group for group, _ in shares([[length] for length in lengths], world_size)[rank]]
@@ -94,18 +93,18 @@ def _outcomes(rank: int, world_size: int, folder: Path, ports: list[int]) -> dic
     return {
         (optimizer, layout): _train(
             [items[i] for i in share], folder, optimizer, layout, rank, world_size,
-            f"tcp://127.0.0.1:{ports[index]}" if ports else None,
+            folder / f"meeting-{index}" if world_size > 1 else None,
         )
         for index, (optimizer, layout) in enumerate(combinations)
     }  # fmt: skip
 
 
 def _train(
-    items: list[TrainItem], folder: Path, optimizer: str, layout: str, rank: int, world_size: int, init: str | None
+    items: list[TrainItem], folder: Path, optimizer: str, layout: str, rank: int, world_size: int, meeting: Path | None
 ) -> Outcome:
     with engine(
         folder, LAYOUTS[layout], OPTIMIZERS[optimizer], LOSSES[optimizer],
-        rank=rank, world_size=world_size, init_method=init,
+        rank=rank, world_size=world_size, meeting=meeting,
     ) as trainer:  # fmt: skip
         reports = [trainer.train([items]) for _ in range(STEPS)]
         return Outcome(

@@ -13,7 +13,7 @@ import torch
 from rayloop.core.failures import DataFailure
 from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
 from tests.engines.invariance import differences, table
-from tests.engines.training import VERSION, engine, free_port, mixed_items, run_ranks
+from tests.engines.training import VERSION, engine, mixed_items, run_ranks
 
 TOLERANCE = 1e-4
 LORA = FsdpSettings(lora=LoraSettings(rank=4))
@@ -29,12 +29,11 @@ def test_the_result_does_not_depend_on_how_the_work_is_spread() -> None:
     assert any(d.largest > 0 for d in found), "identical to the last bit: the layouts did not differ"
 
 
-def _uneven(rank: int, world_size: int, folder: Path, state: str, port: int) -> dict[str, Any]:
+def _uneven(rank: int, world_size: int, folder: Path, state: str, meeting: Path) -> dict[str, Any]:
     """Everything on rank 0; rank 1 has nothing, then a different number of mini-batches, then the only bad gradient."""
     items = mixed_items(folder)
     share = items if rank == 0 else []
-    init_method = f"tcp://127.0.0.1:{port}"
-    with engine(folder, LORA, ADAMW, rank=rank, world_size=world_size, init_method=init_method) as trainer:
+    with engine(folder, LORA, ADAMW, rank=rank, world_size=world_size, meeting=meeting) as trainer:
         found: dict[str, Any] = {"start": trainer.logprobs([item.trajectory for item in share])}
         found["first"] = trainer.train([share])
         bad = [dataclasses.replace(items[0], advantage=math.nan)] if rank == 1 else []
@@ -59,7 +58,7 @@ def _uneven(rank: int, world_size: int, folder: Path, state: str, port: int) -> 
 @pytest.mark.slow
 def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Path, tmp_path: Path) -> None:
     state = str(tmp_path / "state")
-    first, second = run_ranks(_uneven, 2, tiny_vlm, state, free_port())
+    first, second = run_ranks(_uneven, 2, tiny_vlm, state, tmp_path / "meeting")
     items = mixed_items(tiny_vlm)
     assert second["start"] == []
     assert second["weights"] == {}

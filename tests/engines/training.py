@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -98,10 +97,13 @@ def engine(
     *,
     rank: int = 0,
     world_size: int = 1,
-    init_method: str | None = None,
+    meeting: Path | None = None,
     seed: int = 0,
 ) -> Iterator[FsdpEngine]:
-    """An engine that leaves its process group at the end; on a free port unless ``init_method`` says otherwise."""
+    """An engine that leaves its process group at the end. Several ranks meet at the file ``meeting``, which none made.
+
+    A file, since a port that is free when the ranks are told may be taken when they meet.
+    """
     made = FsdpEngine(
         ModelSettings(path=str(folder)),
         settings or FsdpSettings(),
@@ -109,19 +111,13 @@ def engine(
         loss or LossSettings(),
         rank=rank,
         world_size=world_size,
-        init_method=init_method or f"tcp://127.0.0.1:{free_port()}",
+        init_method=torch.distributed.HashStore() if meeting is None else meeting.as_uri(),
         seed=seed,
     )
     try:
         yield made
     finally:
         made.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -19,8 +19,13 @@ from urllib.error import HTTPError
 
 from cluster.shadow import OURS
 from rayloop.core.files import new_secret
+from rayloop.launch.ports import block
 from rayloop.launch.ray_variables import node_settings
 from tests.support.runs import ROOT, TAG, eventually, tagged
+
+PORTS = (20_000, 29_999)
+"""Below what the kernel gives to outgoing connections: a port found free there stays free until its service starts."""
+SERVICES = ("port", "dashboard-port", "dashboard-agent-listen-port", "metrics-export-port", "ray-client-server-port")
 
 
 @dataclass(frozen=True)
@@ -55,20 +60,21 @@ def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
     python = without_checkout(folder / "python")
     token = new_secret(folder / "token", "the token") if secure else None
     temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), os.urandom(8).hex()
-    gcs, dashboard, agent, metrics, client = free_ports(5)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
     environment |= node_settings(token, runs_jobs=True)
     environment |= {TAG: tag, "PATH": f"{python.parent}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
-    command = [
-        python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8", "--include-dashboard=true",
-        "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={temporary}",
-        f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}",
-        "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={256 * 2**20}",
-    ]  # fmt: skip
-    with (folder / "head.log").open("wb") as log:
+    with ExitStack() as after, block(*PORTS, list(SERVICES)) as ports, (folder / "head.log").open("wb") as log:
+        command = [
+            python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8", "--include-dashboard=true",
+            "--node-ip-address=127.0.0.1", *(f"--{name}={ports[name]}" for name in SERVICES), f"--temp-dir={temporary}",
+            "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={256 * 2**20}",
+        ]  # fmt: skip
         process = subprocess.Popen(command, cwd="/", env=environment, stdout=log, stderr=subprocess.STDOUT)
-    started = Head(f"http://127.0.0.1:{dashboard}", token, python, tag)
-    try:
+        after.callback(shutil.rmtree, temporary, ignore_errors=True)
+        after.callback(lambda: eventually(lambda: not tagged(tag), "the head's processes end", 30))
+        after.callback(process.wait, 60)
+        after.callback(process.terminate)
+        started = Head(f"http://127.0.0.1:{ports['dashboard-port']}", token, python, tag)
         eventually(
             lambda: started.status("/api/v0/nodes") == 200 and b"ALIVE" in started.read("/api/v0/nodes"),
             "a head",
@@ -76,12 +82,6 @@ def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
             0.3,
         )
         yield started
-    finally:
-        process.terminate()
-        with ExitStack() as after:
-            after.callback(shutil.rmtree, temporary, ignore_errors=True)
-            process.wait(60)
-            eventually(lambda: not tagged(tag), "the head's processes end", 30)
 
 
 def without_checkout(folder: Path) -> Path:
