@@ -21,6 +21,8 @@ OBJECT_STORE = 512 * 2**20
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
 """A private cluster has no dashboard, so nobody can read what Ray records of each call for it: without, 8,000 calls of an actor
 cost 4.7 to 5.8 CPU seconds in all processes instead of 5.6 to 6.1, and the GCS 0.03 instead of 0.15."""
+NICENESS = "RAY_worker_niceness"
+"""Ray's own is 15: whatever else computes on the cores then gets thirty times as much of them as an actor."""
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 STOP_WAIT = 600
 """Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
@@ -32,12 +34,14 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
     Without a token everybody who reaches the ports could run code in the cluster. The path is handed over, never the token.
     What the processes of a killed worker started is ended by the raylet (subreaper), but not on a node that ``runs_jobs``:
     there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
+    Workers get as much of the cores as other programs, unless the environment says otherwise (``RAY_worker_niceness``).
     """
     authentication = (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     )
     return authentication | {
         SUBREAPER: "false" if runs_jobs else "true",
+        NICENESS: os.environ.get(NICENESS, "0"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),

@@ -23,7 +23,7 @@ from cluster.roles.pool import Pool
 from cluster.roles.services import reserve
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
-from rayloop.launch.ray_variables import SUBREAPER
+from rayloop.launch.ray_variables import node_settings
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles
 from rayloop.run.lifetime import RecoverySettings
@@ -33,7 +33,8 @@ from tests.support.runs import settings
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SUBREAPER, "true")
+        for name, value in node_settings(None).items():
+            patch.setenv(name, value)
         ray.init(
             address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
         )
@@ -156,6 +157,15 @@ def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
     [lost], [back] = fixture.named("worker_lost"), fixture.named("worker_replaced")
     assert (lost["role"], lost["worker"], back["worker"]) == ("tester", 1, 1)
     assert "died" in lost["why"]
+
+
+def test_actors_get_as_much_of_the_cores_as_other_programs() -> None:
+    """With Ray's own niceness of 15 the actors of a run beside a program on each core never came up."""
+
+    async def test(pool: Pool[Worker]) -> None:
+        assert psutil.Process(await pid_of(pool, 1)).nice() == psutil.Process().nice()
+
+    Fixture(1).run(test)
 
 
 def test_a_late_complaint_does_no_harm() -> None:
