@@ -113,9 +113,11 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
         made.process.send_signal(signal.SIGTERM)
         made.ends(1, deadline=30)
     step = made.named("checkpoint")[-1]["step"]
-    done = made.metrics[-1]["step"]
-    assert done > step, "a step was lost"
-    assert f"NotSaved: stopped at step {done} of 400, not saved: the policy was lost" in made.text
+    told = re.search(r"NotSaved: stopped at step (\d+) of 400, not saved: the policy was lost", made.text)
+    assert told is not None, made.text
+    recorded = made.metrics[-1]["step"]
+    assert int(told[1]) in (recorded, recorded + 1), "it may have been lost behind an update, before its record"
+    assert int(told[1]) > step, "a step was lost"
     assert f"run again to continue from step {step} (step_{step:06d})" in made.text
     config["steps"] = step + 1
     assert finished(config).named("begin")[-1]["restored"] == f"step_{step:06d}"
