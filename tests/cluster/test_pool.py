@@ -23,7 +23,7 @@ from cluster.roles.pool import Pool
 from cluster.roles.services import reserve
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
-from rayloop.launch.ray_variables import node_settings
+from rayloop.launch.ray_variables import NICENESS, SUBREAPER, node_settings
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles
 from rayloop.run.lifetime import RecoverySettings
@@ -33,8 +33,8 @@ from tests.support.runs import settings
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in node_settings(None).items():
-            patch.setenv(name, value)
+        for name in (SUBREAPER, NICENESS):  # not the authentication: Ray reads that once in a process
+            patch.setenv(name, node_settings(None)[name])
         ray.init(
             address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
         )
