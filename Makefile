@@ -12,13 +12,17 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-faults test-judge test-k8s test-slurm test-vllm lint quickstart digits docs
+.PHONY: fast test test-env test-faults test-judge test-k8s test-slurm test-vllm lint quickstart digits docs
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or slurm or judge or vllm)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or slurm or judge or vllm or env)"
+
+test-env: $(VENV)/.env
+	$(BIN)/python -m tests.envs.programs install
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m env tests/envs tests/contracts tests/cluster
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow_faults
@@ -75,6 +79,10 @@ $(VENV)/.run: $(VENV)/.torch $(SPEC)
 $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt
 	touch $@ $(VENV)/.run
+
+$(VENV)/.env: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -e ".[browser]" -c constraints.txt
+	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[judge-test]" -c constraints.txt
