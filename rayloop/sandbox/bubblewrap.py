@@ -1,0 +1,124 @@
+"""A bubblewrap command line: a program with the system's folders read-only, no network, and sized folders to write to."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+MIB = 1 << 20
+SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
+"""What programs of /usr look at elsewhere; none of it is about this machine's users."""
+Proc = Literal["fresh", "none"]
+
+
+def command(
+    program: Sequence[str],
+    *,
+    read: Iterable[str] = (),
+    write: Mapping[str, str] | None = None,
+    folders: Mapping[str, int] | None = None,
+    environment: Mapping[str, str] | None = None,
+    uid: int | None = None,
+    proc: Proc = "fresh",
+    options: Sequence[str] = (),
+) -> list[str]:
+    """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
+
+    It dies with the thread that starts it, and sees of this machine: /usr and ``SYSTEM``; the files and folders of ``read``, at
+    their own paths and read-only; those of ``write`` (here -> inside), which must be writable by ``uid``; ``folders``: empty
+    ones in memory, path -> bytes at most (/tmp with 64 MiB and /dev/shm with 16 MiB, unless they are named). Its variables are
+    ``environment`` and a PATH; bwrap itself is started without any, since they could be read inside, from /proc/1/environ.
+    ``options`` are further ones of bwrap, put last, such as ``--file FD PATH``.
+
+    Started by root it must be given a ``uid`` (``uids.free_user``), which ``program`` then has, without any privilege: nothing
+    that the policy wrote is run as root. Another user keeps his own number, and ``uid`` must be None.
+    Raises ValueError when that is not so, FileNotFoundError without bwrap or a folder of ``read``.
+    """
+    bwrap, root = _found(uid), os.geteuid() == 0
+    unshared = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
+    line = [
+        "/usr/bin/env",
+        "-i",
+        bwrap,
+        *unshared,
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--hostname",
+        "sandbox",
+    ]
+    if root:  # which needs no user namespace, and whose two privileges end with the change of user below
+        line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        line += ["--unshare-user"]
+    line += ["--ro-bind", "/usr", "/usr", *_system_links()]
+    line += ["--proc", "/proc"] if proc == "fresh" else []
+    line += ["--dev", "/dev"]
+    for path, size in {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB, **(folders or {})}.items():
+        line += [*_parents(path), "--size", str(size), "--perms", "1777", "--tmpfs", path]
+    for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, read)}):
+        if not _within(path, "/usr"):
+            line += [*_parents(path), "--ro-bind", path, path]
+    for here, inside in (write or {}).items():
+        line += [*_parents(inside), "--bind", here, inside]
+    variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **(environment or {})}
+    for name, value in variables.items():
+        line += ["--setenv", name, value]
+    line += ["--chdir", "/tmp", *options]
+    if root:
+        line += ["/usr/bin/setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--"]
+    return [*line, *program]
+
+
+def _found(uid: int | None) -> str:
+    """The path of bwrap. Raises ValueError for a user who cannot be, FileNotFoundError."""
+    if (os.geteuid() == 0) != (uid is not None) or uid == 0:
+        raise ValueError(f"uid must be a number other than 0 for root, and None for others, not {uid}")
+    if (bwrap := shutil.which("bwrap")) is None:
+        raise FileNotFoundError("bwrap is not installed: apt-get install bubblewrap")
+    return bwrap
+
+
+def python_folders() -> list[str]:
+    """What ``read`` must have for this Python and its packages to run inside."""
+    return sorted({os.path.abspath(path) for path in (sys.prefix, sys.base_prefix)})
+
+
+@functools.cache
+def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
+    """Why ``command`` does not work here, in bwrap's words; empty when it does (tried once per process, some 10 ms)."""
+    try:
+        line = command(["/usr/bin/true"], uid=uid, proc=proc)
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if ended.returncode == 0:
+        return ""
+    return ended.stderr.strip() or f"bwrap ended with {ended.returncode}"
+
+
+def _system_links() -> Iterator[str]:
+    """/lib and the like, which are links into /usr on most systems and folders on others."""
+    for name in ("/lib", "/lib64", "/bin", "/sbin"):
+        if os.path.islink(name):
+            yield from ("--symlink", os.readlink(name), name)
+        elif os.path.isdir(name):
+            yield from ("--ro-bind", name, name)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """The folders above ``path``, readable by all: bwrap 0.8 would make them for root alone."""
+    above = [str(folder) for folder in reversed(Path(path).parents)][1:]
+    for folder in above:
+        if folder not in ("/usr", "/tmp", "/dev"):
+            yield from ("--perms", "0755", "--dir", folder)
+
+
+def _within(path: str, folder: str) -> bool:
+    return Path(path).is_relative_to(folder)
