@@ -1,0 +1,153 @@
+"""What a policy can do on a screen, as data: never source code, nothing to be executed.
+
+A point is in the unit of whoever holds the action: as the model wrote it, until ``Pointing.on`` (``pointing.py``) has turned it
+into pixels of the screen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["up", "down", "left", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """From the left and from the top."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Click:
+    """``times`` clicks of a button."""
+
+    at: Point
+    button: Literal["left", "right"] = "left"
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hover:
+    """The pointer goes there and stays."""
+
+    at: Point
+
+
+@dataclass(frozen=True, slots=True)
+class LongPress:
+    """A finger that stays down, on a touch screen."""
+
+    at: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Drag:
+    """The left button goes down at ``start`` and up at ``end``."""
+
+    start: Point
+    end: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Scroll:
+    """Where the pointer is when ``at`` is None."""
+
+    direction: Direction
+    at: Point | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hotkey:
+    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``keys.py``."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldKey:
+    """A key goes down (``down``), or up."""
+
+    key: str
+    down: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """A text is typed where the focus is. A new line in it is the Enter key; the grammar's "submit" is one at the end."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For the screen to change. UI-TARS means five seconds; how long it is, is the environment's to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The policy is done, with an answer where the task asks for one."""
+
+    answer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallUser:
+    """The policy gives up: it asks for the user (``call_user``), or says that something is broken (``error_env``)."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenApp:
+    """Of a phone: start a program by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhoneButton:
+    """Of a phone: the home or the back button."""
+
+    name: Literal["home", "back"]
+
+
+Action = (
+    Click
+    | Hover
+    | LongPress
+    | Drag
+    | Scroll
+    | Hotkey
+    | HoldKey
+    | Type
+    | Wait
+    | Finished
+    | CallUser
+    | OpenApp
+    | PhoneButton
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """One turn of the policy: what it thought, and at least one action, in the order in which to carry them out."""
+
+    thought: str
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Why a text is no turn: ``reason`` for the policy to read, ``position`` in characters from the text's start, ``near`` what
+    stands there."""
+
+    reason: str
+    position: int
+    near: str
+
+    def __str__(self) -> str:
+        where = f", at {self.near!r}" if self.near else ", at the end"
+        return f"{self.reason}{where} (character {self.position})"
