@@ -54,7 +54,7 @@ COMPONENTS = {
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",
-        "rayloop.envs.tools:ImageTools",
+        "rayloop.envs.image_tools:ImageTools",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),

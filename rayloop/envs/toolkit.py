@@ -15,11 +15,11 @@ Schema = dict[str, Any]
 
 def schemas(environment: Environment) -> list[Schema]:
     """Of the environment's ``tools``, in their order; empty when it has none. Raises EnvironmentFailed for what is no tool."""
-    return [_schema(tool) for tool in getattr(environment, "tools", ())]
+    return [schema(tool) for tool in getattr(environment, "tools", ())]
 
 
-def _schema(tool: Any) -> Schema:
-    """Raises EnvironmentFailed."""
+def schema(tool: Any) -> Schema:
+    """Of one tool. Raises EnvironmentFailed for what is none."""
     name, about, parameters = (getattr(tool, key, None) for key in ("name", "description", "parameters"))
     if not (isinstance(name, str) and name and isinstance(about, str) and isinstance(parameters, Mapping)):
         needs = "a name and a description (texts) and parameters (a JSON schema, a mapping)"

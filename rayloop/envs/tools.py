@@ -1,12 +1,14 @@
-"""Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images."""
+"""Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images.
+
+How tools are described, called and read is defined here alone, in the form that Qwen's and Hermes' chat templates teach.
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,13 +17,37 @@ from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.images import decode, read
+from rayloop.envs.toolkit import Schema, schema
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL, CALLED = "<tool_call>", "</tool_call>"
+"""What stands before and behind a call. ``CALLED`` belongs into ``rollout.sampling.stop``, or the policy invents the result."""
+_CALL = re.compile(f"{CALL}(.*?){CALLED}", re.DOTALL)
+_INSTRUCTIONS = """\
+# Tools
+
+You may call one of these functions in a turn, and see its result before you go on. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and arguments within {call}{called}:
+{call}
+{{"name": <function-name>, "arguments": <args-json-object>}}
+{called}"""
 
 
 class ToolError(Exception):
     """A call that cannot be carried out as the policy wrote it. The message is shown to the policy."""
+
+
+def instructions(tools: Sequence[Schema]) -> str:
+    """What the policy is told of ``tools``, a line of JSON each, where the chat template says nothing."""
+    return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, tools)), call=CALL, called=CALLED)
+
+
+def written(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as the policy has to write it."""
+    return f"{CALL}\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n{CALLED}"
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
@@ -55,8 +81,10 @@ class ToolCalls:
         tool_timeout: float = Field(30.0, gt=0)
         """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
         ``episode.step_timeout``."""
-        describe: bool = True
-        """Whether the chat template is given the tools' schemas. Turn it off when the prompt describes them."""
+        describe: Literal["template", "prompt", "nowhere"] = "template"
+        """Who tells the policy which tools there are. ``template``: the chat template gets their schemas, and those of Qwen3-VL or
+        Hermes list them. ``prompt``: a system message, for templates that ignore tools, as Qwen2.5-VL's. ``nowhere``: the row's own
+        prompt, or training before this run."""
 
     def __init__(self, settings: ToolCalls.Settings) -> None:
         self._settings = settings
@@ -64,7 +92,7 @@ class ToolCalls:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        return list(self._tools.values()) if self._settings.describe else ()
+        return list(self._tools.values()) if self._settings.describe == "template" else ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Called by ``reset``, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
@@ -72,7 +100,9 @@ class ToolCalls:
 
     def reset(self, task: Task) -> Observation:
         self._tools = {tool.name: _Checked(tool) for tool in self.tools_for(task)}
-        return Observation(task.messages)
+        if self._settings.describe != "prompt" or not self._tools:
+            return Observation(task.messages)
+        return Observation(_told(task.messages, instructions([schema(tool) for tool in self._tools.values()])))
 
     def step(self, text: str) -> StepResult:
         """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
@@ -98,6 +128,13 @@ class ToolCalls:
 
     def _shown(self, *parts: str | ImageSource) -> Observation:
         return Observation((Message(self._settings.role, parts),))
+
+
+def _told(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
+    """``messages`` with ``text`` in their system message, which comes first."""
+    if messages and messages[0].role == "system":
+        return (Message("system", (*messages[0].parts, "\n\n", text)), *messages[1:])
+    return (Message("system", (text,)), *messages)
 
 
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
@@ -128,66 +165,3 @@ class _Checked:
             if wanted in _TYPES and not _TYPES[wanted](value):
                 raise ToolError(f"the argument {name!r} of {self.name} must be of type {wanted}, not {value!r}")
         return self._tool(**arguments)
-
-
-class CropTool:
-    """Cuts a box out of one of the task's images (encoded, in their order), in the image's own resolution.
-
-    It is given bytes, since it runs under the tool's deadline: a file system that hangs must not count as the policy's doing.
-    """
-
-    name = "crop"
-    description = "Cuts a box out of an image of the first message, to look closer."
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "box": {
-                "type": "array",
-                "items": {"type": "number", "minimum": 0, "maximum": 1},
-                "minItems": 4,
-                "maxItems": 4,
-                "description": "x1, y1, x2, y2 as fractions of the image's width and height",
-            },
-            "image": {"type": "integer", "minimum": 0, "default": 0, "description": "index of the image"},
-        },
-        "required": ["box"],
-    }
-
-    def __init__(self, images: Sequence[bytes], min_side: int) -> None:
-        self._images, self._min_side = images, min_side
-
-    def __call__(self, **arguments: Any) -> ToolResult:
-        """The cut-out as PNG. Raises ToolError for a box or image that does not exist, or too small a cut-out."""
-        box, index = arguments.get("box"), arguments.get("image", 0)
-        if not (isinstance(index, int) and 0 <= index < len(self._images)):
-            raise ToolError(f"there is no image {index!r}, the conversation began with {len(self._images)}")
-        if not (isinstance(box, list) and len(box) == 4 and all(isinstance(v, (int, float)) for v in box)):
-            raise ToolError("box must be [x1, y1, x2, y2]")
-        x1, y1, x2, y2 = box
-        if not (0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1):
-            raise ToolError(f"box {box} must satisfy 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1")
-        image = decode(self._images[index])
-        edges = (round(x1 * image.width), round(y1 * image.height), round(x2 * image.width), round(y2 * image.height))
-        cut = image.crop(edges)
-        if min(cut.size) < self._min_side:
-            raise ToolError(f"the box covers {cut.width}x{cut.height} pixels, each side needs {self._min_side}")
-        encoded = io.BytesIO()
-        cut.save(encoded, "PNG")
-        return ToolResult(f"{cut.width}x{cut.height} pixels", (ImageSource(data=encoded.getvalue()),))
-
-
-class ImageTools(ToolCalls):
-    """``ToolCalls`` with a tool that cuts parts out of the task's images."""
-
-    class Settings(ToolCalls.Settings):
-        min_side: int = Field(28, ge=1)
-        """A crop with a side of fewer pixels is refused: it would be enlarged from almost nothing."""
-
-    def __init__(self, settings: ImageTools.Settings) -> None:
-        super().__init__(settings)
-        self._min_side = settings.min_side
-
-    def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
-        images = [read(image) for image in task.images]
-        return [CropTool(images, self._min_side), *super().tools_for(task)]

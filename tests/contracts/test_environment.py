@@ -35,12 +35,14 @@ from tests.support.runs import eventually
 HERE = "tests.support.environments"
 TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),))
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 1, 0.5]}}</tool_call>'
+ROTATE = '<tool_call>{"name": "rotate", "arguments": {"angle": 30}}</tool_call>'
 ISOLATIONS = ("thread", "process")
 
 IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("rayloop.envs.single_turn:SingleTurn", {}, "an answer"),
     ("rayloop.envs.scripted:ScriptedTool", {"steps": [{"text": "go on", "images": [{}]}], "result": 0.5}, "a turn"),
-    ("rayloop.envs.tools:ImageTools", {"min_side": 14}, CROP),
+    ("rayloop.envs.image_tools:ImageTools", {"min_side": 14}, CROP),
+    ("rayloop.envs.image_tools:ImageTools", {"image_tools": ["rotate"]}, ROTATE),
     ("rayloop.envs.tools:ToolCalls", {}, "an answer"),
     (f"{HERE}:Coroutines", {}, "a turn"),
     (f"{HERE}:ThreadBound", {}, "a click"),

@@ -217,7 +217,9 @@ def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None
     step = environment.step(f"<reasoning>Tiny.</reasoning>{call}")
     assert step.error is None
     assert step.observation is not None
-    assert step.observation.messages == (Message("user", ("320x120 pixels", step.observation.messages[0].parts[1])),)
+    assert step.observation.messages == (
+        Message("user", ("image 1: 320x120 pixels", step.observation.messages[0].parts[1])),
+    )
     assert environment.step(said(SMALL)).done
 
     reward = config.reward.source.build()

@@ -1,0 +1,253 @@
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each giving an image back.
+
+The rules for boxes are DeepEyes': clamped to the image, no side too short, not too long and thin. Boxes are fractions of the
+image or its own pixels, never those of the copy that the model is shown, and which of the two is a setting, not guessed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image, ImageDraw
+from pydantic import Field, model_validator
+
+from rayloop.core.protocols import Tool, ToolResult
+from rayloop.core.types import ImageSource, Task
+from rayloop.data.images import decode, read
+from rayloop.envs.tools import ToolCalls, ToolError
+
+Name = Literal["crop", "zoom", "rotate", "inspect", "wait"]
+MOST_PIXELS = 16_000_000
+"""Of an image that a tool gives; a larger one is reduced."""
+_RIGHT_ANGLES = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+
+
+class ImageTools(ToolCalls):
+    """``ToolCalls`` with tools that look at the task's images, and at those that tools gave before."""
+
+    class Settings(ToolCalls.Settings):
+        image_tools: tuple[Name, ...] = ("crop",)
+        """Which of the tools for images the policy has, in this order: crop and zoom look closer, rotate turns, inspect measures,
+        wait asks for the screen some seconds later."""
+        coordinates: Literal["fraction", "pixel"] = "fraction"
+        """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original image (DeepEyes)."""
+        min_side: int = Field(28, ge=1)
+        """A box with a side of fewer pixels is refused: it would be enlarged from almost nothing. DeepEyes has 31."""
+        max_aspect: float = Field(100.0, ge=1)
+        """A box whose one side is more than this many times the other is refused, as processors of images refuse it."""
+        max_zoom: float = Field(4.0, ge=1)
+        """Largest factor that ``zoom`` enlarges by. Raise it for screens with very small writing."""
+        wait_limit: float = Field(5.0, gt=0)
+        """Seconds that an episode may spend in ``wait`` altogether, really spent. Keep it below ``tool_timeout``."""
+
+        @model_validator(mode="after")
+        def _waits_in_time(self) -> ImageTools.Settings:
+            if "wait" in self.image_tools and self.wait_limit >= self.tool_timeout:
+                raise ValueError(f"wait_limit {self.wait_limit} must be below tool_timeout {self.tool_timeout}")
+            return self
+
+    def __init__(self, settings: ImageTools.Settings) -> None:
+        super().__init__(settings)
+        self._looking = settings
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
+        album = Album([read(image) for image in task.images], self._looking)
+        return [*(album.tool(name) for name in self._looking.image_tools), *super().tools_for(task)]
+
+
+class ImageTool:
+    """A function of an ``Album`` as a tool."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        properties: Mapping[str, Any],
+        required: Sequence[str],
+        function: Callable[..., ToolResult],
+    ) -> None:
+        self.name, self.description = name, description
+        self.parameters = {"type": "object", "properties": {**properties, "image": _IMAGE}, "required": list(required)}
+        self._function = function
+
+    def __call__(self, **arguments: Any) -> ToolResult:
+        """Raises ToolError for what the policy cannot have."""
+        return self._function(**arguments)
+
+
+class Album:
+    """The images of one episode, numbered in the order in which the policy saw them, and what can be done with them.
+
+    It is given bytes, since tools run under a deadline of their own: a file system that hangs must not count as the policy's
+    doing.
+    """
+
+    def __init__(self, images: Sequence[bytes], settings: ImageTools.Settings) -> None:
+        self._images, self._settings = list(images), settings
+        self._waited = 0.0
+
+    def tool(self, name: Name) -> Tool:
+        """The tool of that name."""
+        box = {"box": _BOXES[self._settings.coordinates]}
+        most = self._settings.max_zoom
+        factor = _number("how many times larger to show it", 1, most, default=min(2.0, most))
+        angle = _number("degrees, counter-clockwise", -360, 360, examples=[90])
+        seconds = _number("how long to wait", 0.1, self._settings.wait_limit, examples=[0.1])
+        return {
+            "crop": ImageTool("crop", "Cuts a box out of an image, to look closer.", box, ["box"], self.crop),
+            "zoom": ImageTool(
+                "zoom", "Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, ["box"], self.zoom
+            ),
+            "rotate": ImageTool("rotate", "Turns an image.", {"angle": angle}, ["angle"], self.rotate),
+            "inspect": ImageTool(
+                "inspect", "Measures a box of an image (size, place, colours) and marks it.", box, ["box"], self.inspect
+            ),
+            "wait": ImageTool(
+                "wait", "Waits, then shows the image again.", {"seconds": seconds}, ["seconds"], self.wait
+            ),
+        }[name]
+
+    def crop(self, box: Any, image: int = 0) -> ToolResult:
+        """The part of an image, in the image's own resolution. Raises ToolError."""
+        found = self._image(image)
+        return self._shown(found.crop(self._edges(box, found)))
+
+    def zoom(self, box: Any, factor: float | None = None, image: int = 0) -> ToolResult:
+        """The part of an image, ``factor`` times as wide and high. Raises ToolError."""
+        most = self._settings.max_zoom
+        factor = min(2.0, most) if factor is None else factor
+        if not 1 <= factor <= most:
+            raise ToolError(f"factor {factor} must be from 1 to {most:g}")
+        found = self._image(image)
+        left, top, right, bottom = edges = self._edges(box, found)
+        size = _fitting(round((right - left) * factor), round((bottom - top) * factor), MOST_PIXELS)
+        return self._shown(found.resize(size, Image.Resampling.BICUBIC, edges))
+
+    def rotate(self, angle: float, image: int = 0) -> ToolResult:
+        """The whole image, turned; what is new at the corners is white. Raises ToolError."""
+        if not -360 <= angle <= 360:
+            raise ToolError(f"angle {angle} must be from -360 to 360")
+        found, angle = self._image(image), angle % 360
+        if angle in _RIGHT_ANGLES:
+            return self._shown(found.transpose(_RIGHT_ANGLES[int(angle)]))
+        small = (
+            found.resize(_fitting(*found.size, MOST_PIXELS // 2))
+            if found.width * found.height * 2 > MOST_PIXELS
+            else found
+        )
+        return self._shown(small.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
+
+    def inspect(self, box: Any, image: int = 0) -> ToolResult:
+        """The whole image with the box marked, and the box's size, place, mean colour and contrast (WCAG 2, 1 to 21).
+
+        Raises ToolError.
+        """
+        found = self._image(image)
+        left, top, right, bottom = edges = self._edges(box, found)
+        pixels = np.asarray(found.crop(edges), np.float64)
+        red, green, blue = (round(v) for v in pixels.mean((0, 1)))
+        light = _luminance(pixels)
+        share = (right - left) * (bottom - top) / (found.width * found.height)
+        text = (
+            f"{right - left}x{bottom - top} pixels at ({left}, {top}), {share:.1%} of the image; "
+            f"mean colour #{red:02x}{green:02x}{blue:02x}, contrast {(light.max() + 0.05) / (light.min() + 0.05):.1f}"
+        )
+        marked = found.copy()
+        line = max(2, min(found.size) // 200)
+        outline = (
+            max(left - line, 0),
+            max(top - line, 0),
+            min(right + line, found.width) - 1,
+            min(bottom + line, found.height) - 1,
+        )
+        ImageDraw.Draw(marked).rectangle(outline, outline="red", width=line)
+        return self._shown(marked, text)
+
+    def wait(self, seconds: float, image: int = 0) -> ToolResult:
+        """The same image, later: a picture of a screen does not change. Raises ToolError beyond ``wait_limit``."""
+        limit = self._settings.wait_limit
+        found = self._image(image)
+        if not 0 < seconds <= limit - self._waited:
+            raise ToolError(
+                f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are left to wait"
+            )
+        self._waited += seconds
+        time.sleep(seconds)
+        return self._shown(found, f"{seconds:g} seconds later nothing has changed")
+
+    def _image(self, index: int) -> Image.Image:
+        if not 0 <= index < len(self._images):
+            raise ToolError(f"there is no image {index}, so far there are {len(self._images)}, the first is 0")
+        return decode(self._images[index])
+
+    def _edges(self, box: Any, image: Image.Image) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom in pixels, clamped to the image. Raises ToolError."""
+        if not (len(box) == 4 and all(type(v) in (int, float) and -math.inf < v < math.inf for v in box)):
+            raise ToolError("box must be [x1, y1, x2, y2], four numbers")
+        wide, high = image.size if self._settings.coordinates == "fraction" else (1, 1)
+        left, right = (round(min(max(v * wide, 0), image.width)) for v in (box[0], box[2]))
+        top, bottom = (round(min(max(v * high, 0), image.height)) for v in (box[1], box[3]))
+        width, height, least = right - left, bottom - top, self._settings.min_side
+        if width <= 0 or height <= 0:
+            raise ToolError(
+                f"box {box} must have x1 < x2 and y1 < y2 within the image ({image.width}x{image.height} pixels)"
+            )
+        if min(width, height) < least:
+            raise ToolError(f"the box covers {width}x{height} pixels, each side needs {least}")
+        if max(width, height) > self._settings.max_aspect * min(width, height):
+            raise ToolError(f"the box covers {width}x{height} pixels: one side is too long for the other")
+        return left, top, right, bottom
+
+    def _shown(self, image: Image.Image, text: str = "") -> ToolResult:
+        """The image, as the next of the album."""
+        encoded = io.BytesIO()
+        image.save(encoded, "PNG", compress_level=1)
+        self._images.append(encoded.getvalue())
+        number = f"image {len(self._images) - 1}: {image.width}x{image.height} pixels"
+        return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded.getvalue()),))
+
+
+def _fitting(width: int, height: int, most: int) -> tuple[int, int]:
+    """The size, reduced to at most ``most`` pixels."""
+    scale = min(1.0, math.sqrt(most / (width * height)))
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def _luminance(pixels: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Relative luminance 0..1 of RGB pixels 0..255 [..., 3] (WCAG 2, definition of contrast ratio)."""
+    share = pixels / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    return linear @ np.array([0.2126, 0.7152, 0.0722])
+
+
+def _number(description: str, least: float, most: float, **more: Any) -> dict[str, Any]:
+    return {"type": "number", "description": description, "minimum": least, "maximum": most, **more}
+
+
+_IMAGE = {
+    "type": "integer",
+    "minimum": 0,
+    "default": 0,
+    "description": "which image: 0 is the first, and each result is the next one",
+}
+_FOUR: dict[str, Any] = {"type": "array", "minItems": 4, "maxItems": 4}
+_BOXES: Mapping[str, dict[str, Any]] = {
+    "fraction": {
+        **_FOUR,
+        "items": {"type": "number", "minimum": 0, "maximum": 1},
+        "description": "x1, y1, x2, y2 as fractions of the image's width and height",
+        "examples": [[0.25, 0.25, 0.75, 0.75]],
+    },
+    "pixel": {
+        **_FOUR,
+        "items": {"type": "number", "minimum": 0},
+        "description": "x1, y1, x2, y2 in pixels of the original image",
+        "examples": [[100, 100, 300, 200]],
+    },
+}
