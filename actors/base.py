@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -34,6 +35,11 @@ class Actor:
         # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
         return super().__new__(cls)
+
+    @ray.method(concurrency_group="debug")
+    def host(self) -> str:
+        """The machine's name: actors that tell the same one share its cores."""
+        return socket.gethostname()
 
     @ray.method(concurrency_group="debug")
     def stacks(self) -> str:

@@ -14,6 +14,7 @@ from actors.lost import fetch
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
+from rayloop.engines.computing import Computing
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.seam import Sender
@@ -96,11 +97,10 @@ class PolicyRank(Actor):
         self._meeting = meeting_place((host, 0), self.settings.engine.collective_timeout, first=True)
         return host, self._meeting.port
 
-    def join(self, meeting: Address | str) -> str:
+    def join(self, meeting: Address | str) -> None:
         """Build the engine; returns when all ranks have met: where ``address`` said, or at a file:// that all of them see.
 
-        Returns what this rank computes with (``FsdpEngine.kernels``). Raises WorkerStartFailed when the place is not to be
-        reached.
+        Raises WorkerStartFailed when the place is not to be reached.
         """
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
@@ -116,7 +116,11 @@ class PolicyRank(Actor):
         )  # fmt: skip
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
-        return self.engine.kernels
+
+    def measure(self, hosts: Sequence[str]) -> Computing:
+        """What this rank computes with, found out now where that is asked for (``FsdpEngine.measure``). ``hosts``: of all actors
+        that compute at the same moment, this one included."""
+        return self.engine.measure(hosts.count(self.host()))
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Get hold of this rank's share of the next step; waits for no other rank.

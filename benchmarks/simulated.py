@@ -81,8 +81,6 @@ class World(Actor):
 class SimulatedPolicy:
     """A trainer that takes its time and changes nothing."""
 
-    kernels = ""
-
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=192, help="sampled tokens")
     parser.add_argument("--rounds", type=int, default=5, help="updates; another one before them warms up")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="as policy.engine.threads; not given: measured")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
     parser.add_argument("--kernels", choices=("auto", "torch", "onednn"), default="auto", help="as model.kernels")
     parser.add_argument("--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens")
@@ -56,7 +56,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     wanted = arguments.micro_batch_tokens
     settings = FsdpSettings(
-        dtype=arguments.dtype, threads=arguments.threads, gradient_checkpointing=arguments.gradient_checkpointing,
+        dtype=arguments.dtype, threads=arguments.threads or "auto", gradient_checkpointing=arguments.gradient_checkpointing,
         **({} if wanted is None else {"micro_batch_tokens": wanted}),
     )  # fmt: skip
     model, batch = _of_config(arguments) if arguments.config else _random(arguments)
@@ -64,6 +64,7 @@ def _train(arguments: argparse.Namespace) -> int:
     trainer = FsdpEngine(
         model, settings, OptimizerSettings(lr=1e-5), LossSettings(), rank=0, world_size=1, init_method=address, seed=0
     )
+    computing = trainer.measure()
     seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
         ceilings.append(_ceiling(arguments.dtype))
@@ -87,7 +88,7 @@ def _train(arguments: argparse.Namespace) -> int:
         "update_cpu_s": round(median(processor[1:]), 4),
         "tokens_per_s": round(tokens / update, 1),
         **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
-        "chosen": trainer.kernels,
+        "chosen": computing.kernels,
         "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,

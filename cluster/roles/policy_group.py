@@ -16,6 +16,7 @@ from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
+from rayloop.engines.computing import Computing
 from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
@@ -39,8 +40,8 @@ class PolicyGroup:
         self.settings, self._start_timeout = settings, max(start_timeout, LOADING)
         self._spawn = spawn
         self.ranks: list[Handle[PolicyRank]] = []
-        self.kernels = ""
-        """What the first rank computes with (``FsdpEngine.kernels``)."""
+        self.computing: Computing | None = None
+        """What the ranks compute with, once measured; on a CPU those that are rebuilt take this number of threads."""
 
     async def start(self) -> None:
         """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""
@@ -48,9 +49,17 @@ class PolicyGroup:
         within = self._start_timeout
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
-        self.kernels, *_ = await self._answers(
-            "join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within
-        )
+        await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
+
+    async def hosts(self) -> list[str]:
+        """The machine of each rank."""
+        return await self._all(PolicyRank.host)
+
+    async def measure(self, hosts: Sequence[str]) -> Computing:
+        """Let the ranks find out, all at once, what they compute with fastest (``FsdpEngine.measure``); nothing else should
+        compute. ``hosts``: of all actors that compute at the same moment as the ranks, these included."""
+        self.computing, *_ = await self._all(PolicyRank.measure, hosts)
+        return self.computing
 
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``."""

@@ -6,16 +6,18 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.base import Actor
 from actors.environment import EnvironmentActor
-from actors.handles import Handle, create
+from actors.handles import Handle, create, submit
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
@@ -26,6 +28,8 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
 from rayloop.core.failures import ResourcesUnavailable, WorkerLost
+from rayloop.engines.computing import Computing, measured
+from rayloop.engines.settings import FsdpSettings
 from rayloop.run.config import Placement, RunConfig
 from rayloop.run.demand import bundles, demand, total
 
@@ -90,6 +94,8 @@ class Services:
     def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
         self.config, self.folder = config, folder
         self._tell = tell
+        self._engine = config.engine
+        """What an engine is made with: one that comes later, with what was measured."""
         self._group: PlacementGroup | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
         self.weights = f"{folder}/weights"
@@ -105,7 +111,7 @@ class Services:
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._tell)
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.loaded_model, c.engine, c.publish.transport, self.weights),
+            lambda options: create(RolloutActor, options, c.loaded_model, self._engine, c.publish.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -120,12 +126,25 @@ class Services:
         )  # fmt: skip
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
-        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=self.kernels))
+        found = await self._measure()
+        kernels = "; ".join(f"{role}: {one.kernels}" for role, one in found.items() if one and one.kernels)
+        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels))
 
-    @property
-    def kernels(self) -> str:
-        """Which library multiplies the trainer's float32 matrices on a CPU; empty without one."""
-        return ""
+    async def _measure(self) -> dict[str, Computing | None]:
+        """Let those that compute find out what with, while none of them computes: one role after the other. By role."""
+        return {"engine": await self._measure_engines(await self._hosts(self.rollout))}
+
+    async def _measure_engines(self, hosts: Sequence[str]) -> Computing | None:
+        """``hosts``: of all that compute while engines do, these included. None where engines compute elsewhere."""
+        calls = self.rollout.within(self.config.recovery.start_timeout)
+        found = [one for one in await calls.everywhere(RolloutActor.measure, hosts) if one is not None]
+        self._engine = measured(self._engine, min((one.threads for one in found), default=None))
+        return found[0] if found else None
+
+    async def _hosts(self, pool: Pool[Any]) -> list[str]:
+        """The machine of each worker."""
+        asked = [(worker, submit(worker.handle, Actor.host)) for worker in pool.workers.values()]
+        return await pool.answers("host", asked, self.config.recovery.start_timeout)
 
     def _starts(self) -> list[Awaitable[None]]:
         return [self._up(pool.start(), pool.size) for pool in self.pools]
@@ -179,27 +198,44 @@ class TrainingServices(Services):
         super().__init__(config, folder, tell)
         c = config
         settings = RankSettings(
-            c.loaded_model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
+            c.loaded_model, c.trainer, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
 
         def spawn(rank: int) -> Handle[PolicyRank]:
-            return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
+            own = replace(settings, engine=self._trainer)
+            return create(PolicyRank, self._options("policy", rank, placement), own, rank, ranks)
 
         self.policy = PolicyGroup(c.policy, spawn, c.recovery.start_timeout)
         self.reference: Pool[ReferenceActor] | None = None
 
     @property
-    def kernels(self) -> str:
-        return self.policy.kernels
+    def _trainer(self) -> FsdpSettings:
+        """What a rank is made with: one that comes later, with what was measured."""
+        found = self.policy.computing
+        return measured(self.config.trainer, found.threads if found else None)
+
+    async def _measure(self) -> dict[str, Computing | None]:
+        ranks, engines = await self.policy.hosts(), await self._hosts(self.rollout)
+        asynchronous = self.config.algorithm.staleness.max_staleness > 0
+        together = [*ranks, *engines]
+        found = {
+            "trainer": await self.policy.measure(together if asynchronous else ranks),
+            "engine": await self._measure_engines(together if asynchronous else engines),
+        }
+        if self.reference is not None:
+            hosts = [*await self._hosts(self.reference), *engines]
+            calls = self.reference.within(self.config.recovery.start_timeout)
+            await calls.everywhere(ReferenceActor.measure, hosts)
+        return found
 
     def _starts(self) -> list[Awaitable[None]]:
         c = self.config
         if c.reference.kind == "actor":
             self.reference = self._pool(
                 "reference", c.reference.actors, c.reference.placement,
-                lambda options: create(ReferenceActor, options, c.loaded_model, c.policy.engine),
+                lambda options: create(ReferenceActor, options, c.loaded_model, self._trainer),
             )  # fmt: skip
             self.pools.append(self.reference)
         return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]

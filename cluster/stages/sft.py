@@ -141,6 +141,9 @@ class Rank:
             config.model, config.engine, config.optimizer, LossSettings(correction="none"),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
+        computing = self.engine.measure(context.get_local_world_size())
+        if computing.kernels:
+            self._say(f"computing with {computing.kernels}")
         self.step, seconds = self._restored()
         self.progress = SftProgress(seconds)
 

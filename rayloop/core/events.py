@@ -58,7 +58,8 @@ class Started(Event, by="cluster/roles/services.py"):
 
     seconds: float
     kernels: str = ""
-    """What the first rank multiplies matrices and attends with on a CPU (`model.kernels`); empty on GPUs."""
+    """With how many threads, and with what, the first rank and the first engine compute on a CPU (`model.kernels`, `threads`);
+    empty on GPUs."""
 
 
 class Begin(Event, by="rayloop/run/reporter.py"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from rayloop.doctor.finding import Finding, size
+from rayloop.engines.cores import CGROUP, quota
 
 SOCKET_LIMIT = 107
 """Bytes in the path of a Unix socket, on Linux."""
@@ -19,7 +20,6 @@ SOCKET = "rayloop-12345678/ray-12345678/session_2026-01-01_00-00-00_000000_12345
 RAY_RESERVE = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def shared_memory(folder: Path, store: int) -> list[Finding]:
@@ -108,9 +108,8 @@ def open_files(soft: int, hard: int, wanted: int = 8192) -> list[Finding]:
 def cores(usable: int, environment: Mapping[str, str], group: Path = CGROUP) -> list[Finding]:
     """Cores that may be used, and ``OMP_NUM_THREADS``: warning when threads would crowd them."""
     found, most = f"{usable} cores", float(usable)
-    quota = group / "cpu.max"
-    if quota.exists() and (share := quota.read_text().split())[0] != "max":
-        most = min(most, int(share[0]) / int(share[1]))
+    if (limit := quota(group)) is not None:
+        most = min(most, limit)
         found += f", limited by the control group to {most:g}"
     threads = environment.get("OMP_NUM_THREADS", "")
     found += f", OMP_NUM_THREADS={threads}" if threads else ""

@@ -57,18 +57,18 @@ def use_fastest(model: nn.Module, kernels: Literal["auto", "torch", "onednn"]) -
     """Let the model's linear layers compute float32 on a CPU with ``kernels``; auto: with what is faster here."""
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available():
         return
-    products = Products(*[kernels] * 4) if kernels != "auto" else _measured(_usual(model), torch.get_num_threads())
+    products = Products(*[kernels] * 4) if kernels != "auto" else _measured(usual(model), torch.get_num_threads())
     _chosen.append(products)
     use(model, products)
 
 
 def use(model: nn.Module, products: Products) -> None:
-    """Let the model's linear layers compute float32 with ``products``."""
-    if products == Products():
-        return
+    """Let the model's linear layers compute float32 with ``products``, whatever they computed with before."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = partial(_linear, module, products)
+            vars(module).pop("forward", None)
+            if products != Products():
+                module.forward = partial(_linear, module, products)
 
 
 def _linear(module: nn.Linear, products: Products, rows: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _usual(model: nn.Module) -> tuple[int, int]:
+def usual(model: nn.Module) -> tuple[int, int]:
     """(out, in) of the linear layers that a token costs most in, together."""
     work = Counter[tuple[int, int]]()
     for module in model.modules():

@@ -33,10 +33,9 @@ def choose(config: PreTrainedConfig, dtype: torch.dtype, kernels: Literal["auto"
     """Find out for which lengths this process uses plain products in ``dtype``. Named kernels compute as on any machine."""
     if torch.cuda.is_available() or dtype not in UNMEASURED:
         return
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = _Heads(text.num_attention_heads, text.num_key_value_heads, width)
-    _limits[dtype] = _measured(heads, dtype, torch.get_num_threads()) if kernels == "auto" else UNMEASURED[dtype]
+    _limits[dtype] = (
+        _measured(Heads.of(config), dtype, torch.get_num_threads()) if kernels == "auto" else UNMEASURED[dtype]
+    )
 
 
 def chosen(dtype: torch.dtype) -> str:
@@ -71,10 +70,19 @@ def plain_attention(
     return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
+    """How many heads a layer's queries have, how many its keys and values, and how wide each is."""
+
     query: int
     key: int
     width: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Heads:
+        """Those of a model's language part."""
+        text = config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(text.num_attention_heads, text.num_key_value_heads, width)
 
 
 def _repeated(query: Tensor, *kept: Tensor) -> list[Tensor]:
@@ -92,21 +100,30 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @cache
-def _measured(heads: _Heads, dtype: torch.dtype, threads: int) -> int:
+def _measured(heads: Heads, dtype: torch.dtype, threads: int) -> int:
     """The longest of ``LENGTHS`` up to which plain products are faster, 0 for none. Once in a process: it then computes alike."""
     drawn = torch.Generator().manual_seed(0)  # its own: what the process draws must not depend on what was measured
     limit = 0
     for length in LENGTHS:
-        shapes = [
-            (max(1, TOKENS // length), number, length, heads.width) for number in (heads.query, heads.key, heads.key)
-        ]
-        inputs = [torch.randn(shape, generator=drawn).to(dtype).requires_grad_() for shape in shapes]
+        inputs = _inputs(heads, dtype, length, drawn)
         until = time.perf_counter() + SECONDS
         took = timed({"plain": partial(_passes, _plain, inputs), "sdpa": partial(_passes, _sdpa, inputs)}, until)
         if took["plain"] >= GAIN * took["sdpa"]:
             break
         limit = length
     return limit
+
+
+def sdpa_passes(heads: Heads, dtype: torch.dtype, length: int, drawn: torch.Generator) -> Callable[[], None]:
+    """Both passes of SDPA over sequences of this length, for timings."""
+    return partial(_passes, _sdpa, _inputs(heads, dtype, length, drawn))
+
+
+def _inputs(heads: Heads, dtype: torch.dtype, length: int, drawn: torch.Generator) -> list[Tensor]:
+    """Query, key and value [n, heads, length, d] of ``TOKENS`` tokens in all."""
+    count = max(1, TOKENS // length)
+    shapes = [(count, number, length, heads.width) for number in (heads.query, heads.key, heads.key)]
+    return [torch.randn(shape, generator=drawn).to(dtype).requires_grad_() for shape in shapes]
 
 
 @torch.enable_grad()

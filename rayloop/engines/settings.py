@@ -13,6 +13,7 @@ from rayloop.config.removed import Removed
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 Dtype = Literal["float32", "bfloat16"]
+Threads = Annotated[int, Field(ge=1)] | Literal["auto"] | None
 
 
 class EngineChoice(SettingsModel):
@@ -68,8 +69,9 @@ class TransformersEngineSettings(EngineChoice):
     """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
-    threads: int | None = Field(None, ge=1)
-    """Torch threads on CPU; None: the actor's num_cpus. Set it where several roles share the cores of one machine."""
+    threads: Threads = "auto"
+    """Torch threads on CPU. auto: as many of the process's cores as a timing at the start finds faster; null, and auto with
+    ``rollout.deterministic``: the actor's num_cpus. Set it when trainer and engine compute at once on one machine."""
 
 
 class VllmEngineSettings(EngineChoice):
@@ -310,8 +312,9 @@ class FsdpSettings(SettingsModel):
     freeze_vision: bool = False
     """Leave the vision tower as it is: less memory, and it cannot forget. Off when the task needs it to see something new."""
     lora: LoraSettings | None = None
-    threads: int | None = Field(None, ge=1)
-    """Torch threads per rank on CPU; None: the actor's num_cpus. Set it where several roles share the cores of one machine."""
+    threads: Threads = "auto"
+    """Torch threads per rank on CPU. auto: as many as a timing at the start finds faster, of the cores that the ranks of a node
+    share; null, and auto with ``rollout.deterministic``: the actor's num_cpus. Set it when trainer and engine compute at once."""
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
     at loading)."""

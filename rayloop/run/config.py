@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -43,6 +43,8 @@ from rayloop.run.lifetime import (
 )
 from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
 
+S = TypeVar("S", bound=SettingsModel)
+
 
 class DataSettings(SettingsModel):
     train: LocalPath
@@ -78,7 +80,7 @@ class Placement(SettingsModel):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is unset. Lower it
+    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is null. Lower it
     where a machine has few."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs that are this actor's own. A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs."""
@@ -263,7 +265,17 @@ class RunConfig(SettingsModel):
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
-        return engine.with_room(self.environment.episode.max_tokens)
+        return self._fixed(engine.with_room(self.environment.episode.max_tokens))
+
+    @property
+    def trainer(self) -> FsdpSettings:
+        """``policy.engine`` as the ranks and the reference have it."""
+        return self._fixed(self.policy.engine)
+
+    def _fixed(self, settings: S) -> S:
+        """With ``rollout.deterministic`` no timing chooses how many threads compute: two starts may time differently."""
+        timed = self.rollout.deterministic and getattr(settings, "threads", None) == "auto"
+        return settings.model_copy(update={"threads": None}) if timed else settings
 
     @property
     def loaded_model(self) -> ModelSettings:

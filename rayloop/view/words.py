@@ -157,7 +157,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "starting": _starting,
     "started": lambda record: (
         f"all actors are ready after {span(record['seconds'])}"
-        + (f"; computing with {record['kernels']}" if record.get("kernels") else "")
+        + (f"; {record['kernels']}" if record.get("kernels") else "")
     ),
     "begin": _begin,
     "changed": _changed,

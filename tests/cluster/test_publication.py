@@ -207,13 +207,12 @@ class Forgetful(PolicyRank):
 
     left_out = "model.layers.0.mlp.up_proj.weight"
 
-    def join(self, init_method: str) -> str:
-        kernels = super().join(init_method)
+    def join(self, init_method: str) -> None:
+        super().join(init_method)
         export, engine = self.engine.export, self.engine
         engine.export = lambda version: {  # type: ignore[method-assign]
             name: tensor for name, tensor in export(version).items() if version == START or name != self.left_out
         }
-        return kernels
 
 
 class Lossy(PolicyRank):

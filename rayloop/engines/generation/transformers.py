@@ -19,6 +19,8 @@ from rayloop.chat.tokenizer import load_tokenizer, model_folder
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
+from rayloop.engines import linear, threads
+from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.generation.arrivals import Arrivals
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.decoding import Decoder, Row
@@ -44,15 +46,16 @@ class TransformersEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
     def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: Place) -> None:
-        self._settings = settings
+        self._settings, self._given = settings, model
+        model = until_measured(model, settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
         self._parameters = hf_state(self._model)
         self._decoder = Decoder(
             self._model, load_tokenizer(model_folder(model.path)), load_vision(model, self._model.config)
         )
-        threads = settings.threads or torch.get_num_threads()
-        self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(threads,))
+        number = settings.threads if isinstance(settings.threads, int) else torch.get_num_threads()
+        self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(number,))
         self._version: Version | None = None
         self._paused = False
         self._waiting: list[_Request] = []
@@ -63,6 +66,14 @@ class TransformersEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._service: asyncio.Task[None] | None = None
+
+    async def measure(self, sharing: int = 1) -> Computing:
+        """What this engine computes with. On a CPU with ``threads: auto`` it is found out now, in about a second: the number of
+        threads, and kernels with these. Nothing else should compute.
+
+        ``sharing``: how many processes of this role, itself included, compute on this machine at the same moment.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._measure, sharing)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used."""
@@ -183,6 +194,16 @@ class TransformersEngine:
     def _decode(self, batch: list[_Request], version: Version, loop: asyncio.AbstractEventLoop) -> None:
         """In the worker thread."""
         self._decoder.decode([_row(request, version, loop) for request in batch])
+
+    def _measure(self, sharing: int) -> Computing:
+        """In the worker thread, whose number of threads it sets."""
+        if self._model.device.type != "cpu":
+            return Computing(torch.get_num_threads(), "")
+        if self._settings.threads == "auto":
+            threads.use_fastest(threads.decoding(self._model, self._model.dtype), sharing)
+            linear.use_fastest(self._model, self._given.kernels)
+        number = torch.get_num_threads()
+        return Computing(number, of(number, linear.chosen()))
 
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""

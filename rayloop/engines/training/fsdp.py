@@ -23,8 +23,9 @@ from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
-from rayloop.engines import linear, plain_attention
+from rayloop.engines import linear, plain_attention, threads
 from rayloop.engines.attention import shares_prompts
+from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
@@ -75,14 +76,16 @@ class FsdpEngine:
         init_method: str | dist.Store | None,
         seed: int,
     ) -> None:
-        if settings.threads is not None:
+        if isinstance(settings.threads, int):
             torch.set_num_threads(settings.threads)
+        self._given = model
         self._settings, self._loss_settings = settings, loss
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             keep_freed()
         torch.manual_seed(seed)  # new adapters start equal on all ranks
+        model = until_measured(model, settings.threads)
         self._model = load_model(model, dtype=torch.float32)
         plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
         self._names = checkpoint_names(self._model)
@@ -99,12 +102,30 @@ class FsdpEngine:
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
         logger.info("training %d of %d parameters", *counts)
 
+    def measure(self, sharing: int = 1) -> Computing:
+        """What this rank computes with. On a CPU with ``threads: auto`` it is found out now, in about a second: the number of
+        threads, the smallest of all ranks', and kernels with these; until then it is the process's number, and PyTorch's kernels.
+        Collective; nothing else should compute.
+
+        ``sharing``: how many processes of this role, itself included, compute on this machine at the same moment.
+        """
+        dtype = DTYPES[self._settings.dtype]
+        if self._settings.threads == "auto" and self._device.type == "cpu":
+            number = threads.use_fastest(threads.training(self._model, dtype), sharing)
+            (fewest,) = total([number], self._device, dist.ReduceOp.MIN)
+            torch.set_num_threads(int(fewest))
+            linear.use_fastest(self._model, self._given.kernels)
+            plain_attention.choose(self._model.config, dtype, self._given.kernels)
+        return Computing(torch.get_num_threads(), self.kernels)
+
     @property
     def kernels(self) -> str:
         """What this rank computes with, for people; "" on a GPU."""
+        if self._device.type != "cpu":
+            return ""
         chose = shares_prompts(self._model)  # other attention implementations are left as they are
         attention = plain_attention.chosen(DTYPES[self._settings.dtype]) if chose else ""
-        return ", ".join(filter(None, (linear.chosen(), attention)))
+        return of(torch.get_num_threads(), linear.chosen(), attention)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
-from rayloop.engines import plain_attention
+from rayloop.engines import linear, plain_attention, threads
 from rayloop.engines.attention import use_packed_sdpa
+from rayloop.engines.computing import until_measured
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
@@ -128,13 +129,23 @@ class FrozenScorer:
     """The model as loaded, without gradients, whole on one device: what the reference actor runs."""
 
     def __init__(self, model: ModelSettings, settings: FsdpSettings) -> None:
-        if settings.threads is not None:
+        if isinstance(settings.threads, int):
             torch.set_num_threads(settings.threads)
+        self._given, self._settings = model, settings
+        model = until_measured(model, settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(model, dtype=DTYPES[settings.dtype])
         plain_attention.choose(loaded.config, DTYPES[settings.dtype], model.kernels)
         self._collator = Collator(loaded, model, settings, device)
         self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
+
+    def measure(self, sharing: int = 1) -> None:
+        """Find out what computes fastest here, as ``FsdpEngine.measure`` does. Call it in the thread that scores."""
+        if self._settings.threads == "auto" and not torch.cuda.is_available():
+            model, dtype = self._scorer.model, DTYPES[self._settings.dtype]
+            threads.use_fastest(threads.training(model, dtype), sharing)
+            linear.use_fastest(model, self._given.kernels)
+            plain_attention.choose(model.config, dtype, self._given.kernels)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
