@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rayloop.engines.settings import EngineChoice, FsdpSettings, ModelSettings, Threads
+from rayloop.engines.settings import EngineChoice, FsdpSettings, ModelSettings, Threads, TransformersEngineSettings
 
 S = TypeVar("S", EngineChoice, FsdpSettings)
 
@@ -31,6 +31,6 @@ def until_measured(model: ModelSettings, threads: Threads) -> ModelSettings:
 
 def measured(settings: S, threads: int | None) -> S:
     """Settings for a process that comes later: with the number of ``threads`` that was measured, unless none was, or it is set."""
-    if threads is None or getattr(settings, "threads", None) != "auto":
+    if threads is None or not isinstance(settings, FsdpSettings | TransformersEngineSettings):
         return settings
-    return settings.model_copy(update={"threads": threads})
+    return settings.model_copy(update={"threads": threads}) if settings.threads == "auto" else settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -42,8 +42,6 @@ from rayloop.run.lifetime import (
     ReportSettings,
 )
 from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
-
-S = TypeVar("S", bound=SettingsModel)
 
 
 class DataSettings(SettingsModel):
@@ -265,17 +263,21 @@ class RunConfig(SettingsModel):
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
-        return self._fixed(engine.with_room(self.environment.episode.max_tokens))
+        made = engine.with_room(self.environment.episode.max_tokens)
+        if isinstance(made, TransformersEngineSettings) and made.threads == "auto":
+            return made.model_copy(update=self._untimed)
+        return made
 
     @property
     def trainer(self) -> FsdpSettings:
         """``policy.engine`` as the ranks and the reference have it."""
-        return self._fixed(self.policy.engine)
+        made = self.policy.engine
+        return made.model_copy(update=self._untimed) if made.threads == "auto" else made
 
-    def _fixed(self, settings: S) -> S:
+    @property
+    def _untimed(self) -> dict[str, None]:
         """With ``rollout.deterministic`` no timing chooses how many threads compute: two starts may time differently."""
-        timed = self.rollout.deterministic and getattr(settings, "threads", None) == "auto"
-        return settings.model_copy(update={"threads": None}) if timed else settings
+        return {"threads": None} if self.rollout.deterministic else {}
 
     @property
     def loaded_model(self) -> ModelSettings:
