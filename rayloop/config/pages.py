@@ -55,6 +55,7 @@ COMPONENTS = {
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",
         "rayloop.envs.image_tools:ImageTools",
+        "rayloop.envs.browser.miniwob:MiniWob",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),

@@ -1,0 +1,131 @@
+"""One running Chromium: its start, the pages in it, the memory that they fill, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from rayloop.core.failures import EnvironmentFailed
+from rayloop.envs.browser import processes
+from rayloop.envs.browser.containment import Held, Program
+from rayloop.envs.browser.settings import BrowserSettings
+
+FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
+"""Beside Playwright's own. Wheel turns take effect at once; a page's script ends at half a GiB, by an error of its own."""
+MIB = 1 << 20
+CLOSING = 5.0
+"""Seconds for an orderly end; then the processes are killed."""
+BLAMED = 5.0
+"""Seconds within which a page's end is put down to a process that was ended for its memory."""
+
+
+class Chromium:
+    """``open``: its pages, ``episodes``: all that it ever had. Made by ``launch``."""
+
+    def __init__(self, browser: Any, pid: int | None, program: Program, settings: BrowserSettings) -> None:
+        self.browser, self.pid, self._program, self._settings = browser, pid, program, settings
+        self.open = self.episodes = 0
+        self.retired = False
+        self._renderers: dict[int, bool] = {}
+        self._ended_for_memory = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return not self.retired and self.alive and self.open < self._settings.pages
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.browser.is_connected())
+
+    @property
+    def memory_spent(self) -> bool:
+        """Whether one of its pages was just ended for its memory."""
+        return time.monotonic() - self._ended_for_memory < BLAMED
+
+    def took_one(self) -> None:
+        """An episode begins in it; after the last that it may have, or when it is too large, it takes no more."""
+        self.open += 1
+        self.episodes += 1
+        self.retired = self.retired or self.episodes >= self._settings.recycle_episodes
+
+    def watch(self, look_again: bool) -> None:
+        """End pages that fill too much memory, and take no more episodes when the whole is too large.
+
+        ``look_again``: for processes that are new since the last time.
+        """
+        if self.pid is None:
+            return
+        if look_again or not self._renderers:
+            pids = processes.tree(self.pid)
+            known = self._renderers
+            self._renderers = {p: known[p] if p in known else _renders(p) for p in pids}
+        whole = 0
+        for pid, renders in self._renderers.items():
+            size = processes.filled(pid)
+            whole += size
+            if renders and size > self._settings.page_memory * MIB and _renders(pid):
+                self._ended_for_memory = time.monotonic()
+                _kill(pid)
+        self.retired = self.retired or whole > self._settings.browser_memory * MIB
+
+    async def answers(self, seconds: float) -> bool:
+        """Whether its main process does, whatever its pages do."""
+        with suppress(Exception):
+            async with asyncio.timeout(seconds):
+                session = await self.browser.new_browser_cdp_session()
+                await session.send("Browser.getVersion")
+                await session.detach()
+                return True
+        return False
+
+    async def close(self) -> None:
+        """Orderly if it answers, and by force."""
+        self.retired = True
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSING if self.alive else 0.5):
+                await self.browser.close()
+        self.kill()
+        self._program.close()
+
+    def kill(self) -> None:
+        """All its processes: they share a process-id namespace, or descend from the one that was started."""
+        self.retired = True
+        for pid in reversed(processes.tree(self.pid) if self.pid else []):
+            _kill(pid)
+
+
+async def launch(playwright: Any, settings: BrowserSettings, held: Held) -> Chromium:
+    """Raises EnvironmentFailed when it is not there within ``launch_timeout``, with what it said."""
+    program, mark = Program(settings, held), f"--rayloop-browser={uuid.uuid4().hex}"
+    try:
+        async with asyncio.timeout(settings.launch_timeout + 1):
+            browser = await playwright.chromium.launch(
+                executable_path=program.path,
+                args=[mark, *FLAGS],
+                chromium_sandbox=held.own,
+                timeout=settings.launch_timeout * 1000,
+                handle_sigint=False,
+                handle_sigterm=False,
+                handle_sighup=False,
+            )
+    except Exception as error:
+        if (pid := processes.marked(os.getpid(), mark)) is not None:
+            _kill(pid)
+        program.close()
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
+    return Chromium(browser, processes.marked(os.getpid(), mark), program, settings)
+
+
+def _renders(pid: int) -> bool:
+    return "--type=renderer" in processes.command_line(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)

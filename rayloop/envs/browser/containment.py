@@ -1,0 +1,144 @@
+"""How Chromium is locked in: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it.
+
+Playwright speaks to the browser through inherited pipes, so it needs no network: inside there is none, no file of this machine
+but /usr, no process but its own, and its profile lies in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rayloop.core.failures import EnvironmentFailed
+from rayloop.envs.browser.settings import BrowserSettings, Containment
+from rayloop.sandbox import bubblewrap
+from rayloop.sandbox.uids import NoUser, User, free_user
+
+FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
+"""What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""
+CONFIGURATION = ("/etc/chromium", "/etc/chromium.d")
+LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
+"""Weakest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What holds a browser in. ``own``: Chromium's own sandbox, around each page's process. ``lacks``: why not more; empty when all
+    is there."""
+
+    level: Containment
+    own: bool
+    lacks: str
+
+    def __str__(self) -> str:
+        what = {"namespaces": "namespaces without network", "chromium": "Chromium's own sandbox", "none": "nothing"}
+        own = " around Chromium's own sandbox" if self.own and self.level == "namespaces" else ""
+        return f"{what[self.level]}{own}" + (f" ({self.lacks})" if self.lacks else "")
+
+
+@functools.cache
+def available() -> Held:
+    """What this machine allows, tried once per process (some 50 ms)."""
+    namespaces = _bubblewrap_refused()
+    own = _own_sandbox_refused(inside=not namespaces)
+    level: Containment = "none" if namespaces and own else "chromium" if namespaces else "namespaces"
+    lacks = [f"bubblewrap: {namespaces}"] if namespaces else []
+    lacks += [f"Chromium's own sandbox: {own}"] if own else []
+    return Held(level, not own, "; ".join(lacks))
+
+
+def check(settings: BrowserSettings) -> Held:
+    """What will hold the browser in. Raises EnvironmentFailed when that is less than ``containment`` asks for, or no browser
+    is there."""
+    if shutil.which(settings.program) is None:
+        remedy = (
+            "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
+        )
+        raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
+    held = available()
+    if LEVELS.index(held.level) < LEVELS.index(settings.containment):
+        remedy = "see `python -m cluster doctor`, or lower browser.containment for pages that you trust"
+        raise EnvironmentFailed(
+            f"the browser must be held by {settings.containment}, and here is {held}: {remedy}", bug=True
+        )
+    return held
+
+
+class Program:
+    """An executable that starts the browser, held in. It is a file in memory: nothing is left of it when this process ends."""
+
+    def __init__(self, settings: BrowserSettings, held: Held) -> None:
+        """Raises EnvironmentFailed when root finds no user number to give to the browser."""
+        self._user: User | None = None
+        program = shutil.which(settings.program) or settings.program
+        line = [program] if held.level != "namespaces" else self._contained(program)
+        self._file = os.memfd_create("rayloop-browser")
+        os.write(self._file, f'#!/bin/sh\nexec {shlex.join(line)} "$@"\n'.encode())
+        os.fchmod(self._file, 0o700)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._user is not None:
+            self._user.close()
+
+    def _contained(self, program: str) -> list[str]:
+        try:
+            self._user = free_user() if os.geteuid() == 0 else None
+        except NoUser as error:
+            raise EnvironmentFailed(f"the browser must not run as root: {error}") from error
+        return bubblewrap.command(
+            [program],
+            uid=self._user.number if self._user else None,
+            read=[*filter(os.path.exists, CONFIGURATION), *_outside(program)],
+            folders=FOLDERS,
+            environment={"XDG_RUNTIME_DIR": "/tmp"},
+        )
+
+
+def _outside(program: str) -> Sequence[str]:
+    """The folder of a browser that is not below /usr."""
+    folder = os.path.dirname(os.path.realpath(program))
+    return () if folder.startswith("/usr/") else (folder,)
+
+
+def _bubblewrap_refused() -> str:
+    """Why bubblewrap cannot be used, in its words; empty when it can."""
+    try:
+        with _user() as uid:
+            return bubblewrap.refused(uid)
+    except NoUser as error:
+        return str(error)
+
+
+def _own_sandbox_refused(inside: bool) -> str:
+    """Why Chromium cannot make the namespaces of its own sandbox; empty when it can. ``inside``: within bubblewrap's."""
+    if os.geteuid() == 0 and not inside:
+        return "not as root"
+    tried = ["/usr/bin/unshare", "--user", "--map-current-user", "--pid", "--net", "--fork", "/usr/bin/true"]
+    try:
+        with _user() as uid:
+            line = bubblewrap.command(tried, uid=uid) if inside else tried
+            ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if ended.returncode == 0 else (ended.stderr.strip() or f"unshare ended with {ended.returncode}")
+
+
+@contextmanager
+def _user() -> Iterator[int | None]:
+    """A number for what root starts; None for another user. Raises NoUser."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    user = free_user()
+    try:
+        yield user.number
+    finally:
+        user.close()

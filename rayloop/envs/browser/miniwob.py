@@ -1,0 +1,99 @@
+"""MiniWoB++: 130 small pages and 3 flight pages (Liu et al. 2018; the html of the package miniwob), each with its own reward."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from rayloop.core.failures import DataFailure, EnvironmentFailed
+from rayloop.core.types import Task
+from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.page import PageEnvironment, PageSettings
+from rayloop.envs.browser.tab import Screen, Size, Tab
+
+FLIGHTS = ("AA", "Alaska", "Alaska-auto")
+"""Pages of another shape, with a site in a frame."""
+SMALL, LARGE = Size(160, 210, 500, 320), Size(375, 667, 700, 760)
+HOST = "miniwob"
+START = (Path(__file__).parent / "miniwob.js").read_text()
+
+UNREPEATED = ("chase-circle", "click-dialog", "stock-market")
+"""Pages whose first screen is not the same for a seed, even when loaded anew: the members of a group see different ones."""
+HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-says", "terminal")
+"""Pages with one first screen for all seeds: what differs is hidden at first."""
+
+
+class MiniWob(PageEnvironment):
+    """A row names a ``page`` (``pages()``) and a ``seed``. Over when the page says so.
+
+    ``evaluate`` is the page's reward, 0 until it is over: the raw one, from -1 to 1. Its penalty for time is
+    left out: it would be one for the machine's speed.
+    """
+
+    STATE = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
+    OVER = "WOB_DONE_GLOBAL"
+    TREE = "#wrap"
+
+    class Settings(PageSettings):
+        reload: bool = True
+        """Whether each episode loads its page anew, so that equal seeds look equal. False starts the next episode in a page that
+        is there already, ten times as fast: 18 pages then repeat their pixels no longer."""
+        mode: Literal["train", "test", "default"] = "train"
+        """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a page has one."""
+        success_at: float | None = None
+        """A page's reward of at least this is 1, and any other 0; set it to 1 for pages with partial rewards. None: as it is."""
+
+    def __init__(self, settings: MiniWob.Settings) -> None:
+        super().__init__(settings)
+        self._miniwob = settings
+        self._page, self._seed = "", ""
+        self._over, self._reward = False, 0.0
+
+    def evaluate(self) -> float:
+        reward = self._reward if self._over else 0.0
+        threshold = self._miniwob.success_at
+        return reward if threshold is None else float(reward >= threshold)
+
+    def _prepare(self, task: Task) -> None:
+        page, seed = task.extra.get("page"), task.extra.get("seed")
+        if not isinstance(page, str) or page not in pages():
+            known = ", ".join(pages()[:5])
+            raise DataFailure(task.id, f"the row's `page` is {page!r}, no page of MiniWoB++ ({known}, ...)")
+        if seed is None or isinstance(seed, list | dict | float):
+            raise DataFailure(task.id, f"the row's `seed` is {seed!r}; a number or a text is needed")
+        self._page, self._seed = page, str(seed)
+        self.size = LARGE if page in FLIGHTS else SMALL
+
+    def _files(self) -> Files:
+        return Files({HOST: str(html())})
+
+    async def _begin(self, tab: Tab) -> str:
+        await tab.rest_pointer()
+        await tab.load(address(self._page))
+        return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
+
+    def _seen(self, screen: Screen) -> bool:
+        value: Any = screen.value
+        if not (isinstance(value, list) and len(value) == 2):
+            raise EnvironmentFailed(f"{self._page} left its page: its state is {value!r}")
+        self._over, self._reward = bool(value[0]), float(value[1])
+        return self._over
+
+
+def html() -> Path:
+    """The folder of the pages. Raises EnvironmentFailed without the package."""
+    found = importlib.util.find_spec("miniwob")  # not imported: that needs gymnasium and selenium
+    if found is None or found.origin is None:
+        raise EnvironmentFailed('miniwob is not installed: pip install -e ".[browser]"', bug=True)
+    return Path(found.origin).parent / "html"
+
+
+def pages() -> tuple[str, ...]:
+    """All names, sorted, the flight pages last."""
+    return (*sorted(file.stem for file in (html() / "miniwob").glob("*.html")), *FLIGHTS)
+
+
+def address(page: str) -> str:
+    return f"http://{HOST}/flight/{page}/wrapper.html" if page in FLIGHTS else f"http://{HOST}/miniwob/{page}.html"

@@ -1,0 +1,155 @@
+"""What all environments with a page have in common: a turn in the UI-TARS grammar goes to the page, and its screen comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import EnvironmentFailed, ToolDeadline
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.host import Host, host_of
+from rayloop.envs.browser.inputs import NotHere
+from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
+from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
+from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.scanner import read
+
+INSTRUCTION = "{instruction}"
+"""In a row's prompt: where what the page asks for goes."""
+LONGEST_TREE = 20_000
+"""Characters of an accessibility tree; the rest is cut."""
+
+
+class PageSettings(SettingsModel):
+    """What the browser environments have in common."""
+
+    browser: BrowserSettings = BrowserSettings()
+    """The Chromium of the environment actor: how it is locked in, how many pages it holds, how long things may take."""
+    pointing: Pointing = Pointing()
+    """How the model's coordinates become pixels; must fit what the model was trained on and ``model.max_pixels``."""
+    observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
+    """What the policy sees after each turn: the screen, the accessibility tree with boxes as text, or both. The tree helps models
+    that read better than they see, and costs hundreds of tokens."""
+    role: str = "user"
+    """The role under which the chat template shows screens: some templates know no ``tool``."""
+    max_actions: int = Field(8, ge=1)
+    """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
+
+
+class PageEnvironment:
+    """Derive from it: ``_size``, ``_files``, ``_begin`` and what the two expressions ask for.
+
+    The messages are those of the row, in which the text ``{instruction}`` becomes the page's; the screen follows the last one.
+    """
+
+    STATE = "null"
+    """A JavaScript expression, asked with each screenshot: what ``_seen`` is given."""
+    OVER = "false"
+    """A JavaScript expression: after it is true no further action of a turn is carried out."""
+
+    TREE = "body"
+    """A CSS selector: of which element the accessibility tree is."""
+
+    def __init__(self, settings: PageSettings) -> None:
+        self._settings = settings
+        self._tab: Tab | None = None
+        self._host: Host | None = None
+
+    def reset(self, task: Task) -> Observation:
+        """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes wrong."""
+        self._prepare(task)
+        host = self._host = host_of(self._settings.browser)
+        tab = self._tab = self._open(host)
+        instruction, screen, tree = host.run(self._start(tab), 2 * self._settings.browser.load_timeout)
+        self._seen(screen)
+        *before, last = task.messages
+        texts = tuple(part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts)
+        return Observation((*before, Message(last.role, (*texts, *self._parts(screen, tree)))))
+
+    def step(self, text: str) -> StepResult:
+        """Raises ToolDeadline when what the policy did makes the page hang or fill the memory."""
+        turn = read(text)
+        if isinstance(turn, Mistake):
+            return self._refused(str(turn))
+        if len(turn.actions) > self._settings.max_actions:
+            return self._refused(f"{len(turn.actions)} actions in one turn, {self._settings.max_actions} are allowed")
+        actions: list[Action] = []
+        for action in turn.actions:
+            if isinstance(action, Finished | CallUser):
+                break
+            actions.append(self._settings.pointing.on(action, self.size.width, self.size.height))
+        ends = len(actions) < len(turn.actions)
+        assert self._tab is not None
+        assert self._host is not None
+        try:
+            screen, tree = self._host.run(self._act(self._tab, actions), self._settings.browser.action_timeout)
+        except NotHere as error:
+            return self._refused(str(error))
+        except (PageHangs, PageTooLarge) as error:
+            raise ToolDeadline(str(error)) from error
+        over = self._seen(screen)
+        info = {"refused": dict(self._tab.refused)}
+        if over or ends:
+            return StepResult(done=True, info=info)
+        return StepResult(Observation((Message(self._settings.role, self._parts(screen, tree)),)), info=info)
+
+    def evaluate(self) -> float | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        tab, self._tab = self._tab, None
+        if tab is not None and self._host is not None:
+            self._release(self._host, tab)
+
+    size: Size
+    """Of the screen."""
+
+    def _prepare(self, task: Task) -> None:
+        """What the row says; sets ``size``. Raises DataFailure."""
+        raise NotImplementedError
+
+    def _files(self) -> Files:
+        """What the page may load."""
+        raise NotImplementedError
+
+    async def _begin(self, tab: Tab) -> str:
+        """Load the page and start its episode; the instruction."""
+        raise NotImplementedError
+
+    def _seen(self, screen: Screen) -> bool:
+        """Take in the value of ``STATE``; whether the episode is over."""
+        raise NotImplementedError
+
+    def _open(self, host: Host) -> Tab:
+        return host.open(self.size, self._files())
+
+    def _release(self, host: Host, tab: Tab) -> None:
+        host.close_tab(tab)
+
+    async def _start(self, tab: Tab) -> tuple[str, Screen, str]:
+        """Instruction, screen and tree. What hangs or is too large before the policy acted is no doing of its own."""
+        try:
+            instruction = await self._begin(tab)
+            return instruction, await tab.look(self.STATE), await self._tree(tab)
+        except (PageHangs, PageTooLarge, ValueError) as error:
+            raise EnvironmentFailed(f"the page could not be started: {error}") from error
+
+    async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, str]:
+        return await tab.act(actions, self.STATE, self.OVER), await self._tree(tab)
+
+    async def _tree(self, tab: Tab) -> str:
+        return (await tab.tree(self.TREE))[:LONGEST_TREE] if "tree" in self._settings.observe else ""
+
+    def _parts(self, screen: Screen, tree: str) -> tuple[str | ImageSource, ...]:
+        shown: dict[str, str | ImageSource] = {"screenshot": ImageSource(data=screen.png), "tree": tree}
+        return tuple(shown[name] for name in self._settings.observe)
+
+    def _refused(self, why: str) -> StepResult:
+        message = Message(self._settings.role, (f"Error: {why}",))
+        return StepResult(Observation((message,)), error=why)

@@ -1,0 +1,47 @@
+"""The processes of a browser, as /proc tells them: its tree, and the memory that each filled itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def tree(root: int) -> list[int]:
+    """The process and its descendants, parents first; empty when it is gone."""
+    found = [root] if os.path.exists(f"/proc/{root}") else []
+    for pid in found:
+        found += _children(pid)
+    return found
+
+
+def marked(root: int, mark: str) -> int | None:
+    """The first descendant of ``root`` whose command line has the argument ``mark``; None when there is none."""
+    for pid in tree(root)[1:]:
+        if mark in command_line(pid):
+            return pid
+    return None
+
+
+def command_line(pid: int) -> list[str]:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().decode(errors="replace").split("\0")
+    return []
+
+
+def filled(pid: int) -> int:
+    """Bytes of memory that the process alone has written to: resident ones without what it shares; 0 when it is gone."""
+    with suppress(OSError):
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+        return (resident - shared) * PAGE
+    return 0
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                yield from map(int, file.read().split())

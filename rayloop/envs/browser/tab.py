@@ -1,0 +1,227 @@
+"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline that says whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rayloop.core.failures import EnvironmentFailed
+from rayloop.envs.browser.chromium import CLOSING, Chromium
+from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.inputs import Inputs
+from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.grammar.actions import Action
+
+Result = TypeVar("Result")
+
+ALIVE = 2.0
+"""Seconds in which a page or a browser that does not hang answers a question that costs nothing."""
+
+
+_REFERENCE = re.compile(r" \[(ref=\w+|cursor=pointer)\]")
+"""What the tree says for programs only."""
+
+
+class PageHangs(Exception):
+    """The page does not answer, while its browser does."""
+
+
+class PageTooLarge(Exception):
+    """The page was ended for the memory that it filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What a page shows: PNG bytes of the whole screen, and the value of the expression that was asked for."""
+
+    png: bytes
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """In pixels. The screen is the upper left of the view, which may be larger: a page's dialog must not scroll it."""
+
+    width: int
+    height: int
+    view_width: int
+    view_height: int
+
+
+class Tab:
+    """Made by ``open_tab``; all its methods run on the host's event loop.
+
+    ``refused`` counts what the page tried and was not allowed: dialog, download, window, file (addresses of files), network.
+    """
+
+    def __init__(self, chromium: Chromium, context: Any, page: Any, cdp: Any, settings: BrowserSettings, size: Size):
+        self._chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
+        self._settings, self.size = settings, size
+        self.refused: Counter[str] = Counter()
+        self._crashed = asyncio.Event()
+        self._inputs = Inputs(page, cdp)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def load(self, url: str) -> None:
+        """Raises EnvironmentFailed when the page cannot be loaded in time."""
+        await self._in_time(self._settings.load_timeout, self._page.goto(url, wait_until="load"), f"loading {url}")
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, a promise awaited. Raises as ``act``, and ValueError for what it throws."""
+        return await self._in_time(self._settings.load_timeout, self._evaluate(expression), "an expression")
+
+    async def act(self, actions: Sequence[Action], expression: str, over: str) -> Screen:
+        """Carry out actions (points in pixels), until the expression ``over`` is true after one; then what is seen.
+
+        Raises PageHangs and PageTooLarge, which are the doing of who acted, and EnvironmentFailed.
+        """
+
+        async def run() -> Screen:
+            for index, action in enumerate(actions):
+                await self._inputs.perform(action)
+                if index + 1 < len(actions) and await self._evaluate(over):
+                    break
+            return await self._look(expression)
+
+        return await self._in_time(self._settings.action_timeout, run(), "the actions")
+
+    async def look(self, expression: str) -> Screen:
+        """What is seen. Raises as ``act`` does."""
+        return await self._in_time(self._settings.action_timeout, self._look(expression), "a screenshot")
+
+    async def tree(self, selector: str) -> str:
+        """Of the one element: its accessibility tree, as YAML with boxes (x, y, width, height in pixels). Raises as ``act``."""
+        asked = self._page.locator(selector).aria_snapshot(mode="ai", boxes=True)
+        found = str(await self._in_time(self._settings.action_timeout, asked, "the accessibility tree"))
+        return _REFERENCE.sub("", found)
+
+    async def rest_pointer(self) -> None:
+        """Away from the screen, so that nothing is drawn as hovered."""
+        moving = self._inputs.move(self.size.view_width - 5, self.size.view_height - 5)
+        await self._in_time(self._settings.action_timeout, moving, "the pointer")
+
+    async def close(self) -> None:
+        """Whatever the page does. A browser in which it cannot be closed takes no more pages."""
+        self._chromium.open -= 1
+        try:
+            async with asyncio.timeout(CLOSING):
+                await self._context.close()
+        except Exception:
+            self._chromium.retired = True
+
+    def listen(self, files: Files) -> None:
+        """Count and refuse what a page must not do; called once."""
+
+        def soon(counted: str, work: Awaitable[Any]) -> None:
+            async def run() -> None:
+                with suppress(Exception):
+                    await work
+
+            self.refused[counted] += 1
+            task = asyncio.ensure_future(run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._page.on("crash", lambda *_: self._crashed.set())
+        self._page.on("dialog", lambda dialog: soon("dialog", dialog.dismiss()))
+        self._page.on("download", lambda download: soon("download", download.cancel()))
+        self._context.on("page", lambda page: soon("window", page.close()))
+        self._files = files
+
+    async def route(self, route: Any) -> None:
+        """Answer a request of the page from the files; refuse and count all others."""
+        url = route.request.url
+        with suppress(Exception):  # the page is gone, or on its way to another one
+            if not self._files.serves(url):
+                self.refused["file" if url.startswith("file:") else "network"] += 1
+                await route.abort("blockedbyclient")
+            elif found := self._files.find(url):
+                await route.fulfill(body=found[0], content_type=found[1])
+            else:
+                await route.fulfill(status=404, body="")
+
+    async def _look(self, expression: str) -> Screen:
+        clip = {"x": 0, "y": 0, "width": self.size.width, "height": self.size.height, "scale": 1}
+        shot = {"format": "png", "optimizeForSpeed": True, "clip": clip}
+        taken, value = await asyncio.gather(self._cdp.send("Page.captureScreenshot", shot), self._evaluate(expression))
+        return Screen(base64.b64decode(taken["data"]), value)
+
+    async def _evaluate(self, expression: str) -> Any:
+        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = await self._cdp.send("Runtime.evaluate", asked)
+        if "exceptionDetails" in answer:
+            details = answer["exceptionDetails"]
+            thrown = details.get("exception", {}).get("description") or details.get("text", "")
+            raise ValueError(f"{expression[:80]!r}: {thrown.splitlines()[0] if thrown else 'it throws'}")
+        return answer["result"].get("value")
+
+    async def _in_time(self, seconds: float, work: Awaitable[Result], what: str) -> Result:
+        """What ``work`` gives within ``seconds``. Else whose fault it is that it gives nothing."""
+        task = asyncio.ensure_future(work)
+        crashed = asyncio.ensure_future(self._crashed.wait())
+        try:
+            await asyncio.wait({task, crashed}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and (task.exception() is None or isinstance(task.exception(), ValueError)):
+                return task.result()
+            if not task.done() and not self._crashed.is_set():
+                raise await self._hanging(seconds, what)
+            await asyncio.sleep(0)  # a crash is told before or after what it broke
+            raise self._broken(task.exception() if task.done() else None, what)
+        finally:
+            crashed.cancel()
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _broken(self, error: BaseException | None, what: str) -> Exception:
+        if self._crashed.is_set() and self._chromium.memory_spent:
+            return PageTooLarge(f"the page filled more than {self._settings.page_memory} MiB (browser.page_memory)")
+        if self._crashed.is_set():
+            return EnvironmentFailed("the page's process ended")
+        if not self._chromium.alive:
+            return EnvironmentFailed("the browser ended")
+        return EnvironmentFailed(f"{what} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+    async def _hanging(self, seconds: float, what: str) -> Exception:
+        if not await self._chromium.answers(ALIVE):
+            self._chromium.kill()
+            return EnvironmentFailed(f"the browser did not answer within {seconds:g} s, and was ended")
+        with suppress(Exception):
+            async with asyncio.timeout(ALIVE):
+                await self._cdp.send("Runtime.evaluate", {"expression": "1"})
+                return EnvironmentFailed(f"{what} took more than {seconds:g} s, and the page answers")
+        return PageHangs(f"the page does not answer, {seconds:g} s after {what}")
+
+
+async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, files: Files) -> Tab:
+    """A context with an empty page. Raises EnvironmentFailed when it is not there within ``launch_timeout``."""
+    chromium.took_one()
+    context: Any = None
+    try:
+        async with asyncio.timeout(settings.launch_timeout):
+            context = await chromium.browser.new_context(
+                viewport={"width": size.view_width, "height": size.view_height},
+                accept_downloads=False,
+                service_workers="block",
+                locale="en-US",
+                timezone_id="UTC",
+            )
+            page = await context.new_page()
+            tab = Tab(chromium, context, page, await context.new_cdp_session(page), settings, size)
+            tab.listen(files)
+            await context.route("**/*", tab.route)
+            return tab
+    except Exception as error:
+        chromium.open -= 1
+        chromium.retired = True
+        if context is not None:
+            with suppress(Exception):
+                async with asyncio.timeout(1):
+                    await context.close()
+        why = str(error).splitlines()[0] if str(error) else f"no answer within {settings.launch_timeout:g} s"
+        raise EnvironmentFailed(f"a page could not be opened: {why}") from error

@@ -1,0 +1,123 @@
+"""MiniWoB++ pages in a real Chromium: seeds, rewards, what ends an episode, and that every page starts."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import Observation
+from rayloop.core.types import Message, Task
+from tests.envs.programs import needs
+
+pytest.importorskip("playwright", reason="make test-env installs playwright")
+
+from rayloop.envs.browser.miniwob import MiniWob, pages
+
+pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
+
+
+def task(page: Any, seed: Any = 1) -> Task:
+    return Task("t", (Message("user", ("Do this: {instruction}",)),), extra={"page": page, "seed": seed})
+
+
+@contextmanager
+def playing(page: str, seed: Any = 1, **settings: Any) -> Iterator[tuple[MiniWob, Observation]]:
+    environment = MiniWob(MiniWob.Settings.model_validate(settings))
+    try:
+        yield environment, environment.reset(task(page, seed))
+    finally:
+        environment.close()
+
+
+def shown(observation: Observation | None) -> tuple[str, Image.Image]:
+    """Text and screenshot of the last message."""
+    assert observation is not None
+    message = observation.messages[-1]
+    [source] = message.images
+    assert source.data is not None
+    return " ".join(p for p in message.parts if isinstance(p, str)), Image.open(io.BytesIO(source.data)).convert("RGB")
+
+
+def pixels(observation: Observation | None) -> str:
+    return hashlib.sha256(shown(observation)[1].tobytes()).hexdigest()
+
+
+def test_the_page_gives_the_instruction_and_the_reward() -> None:
+    with playing("click-test") as (environment, first):
+        text, image = shown(first)
+        assert text == "Do this: Click the button."
+        assert image.size == (160, 210)
+        assert environment.evaluate() == 0
+        x, y = centre(environment, "button")
+        ended = environment.step(f"Action: click(start_box='({x},{y})')")
+        assert ended.done
+        assert environment.evaluate() == 1
+
+
+def test_a_wrong_click_is_the_pages_own_verdict() -> None:
+    for success_at, expected in ((None, -1), (1, 0)):
+        with playing("click-test-2", success_at=success_at) as (environment, _):
+            x, y = centre(environment, "button:nth-of-type(2)")
+            assert environment.step(f"Action: click(start_box='({x},{y})')").done
+            assert environment.evaluate() == expected
+
+
+def test_a_finished_episode_is_not_begun_again() -> None:
+    """Behind the end lies a START button all over the page; a click on it would draw a new problem."""
+    with playing("click-test") as (environment, _):
+        x, y = centre(environment, "button")
+        click = f"click(start_box='({x},{y})')"
+        assert environment.step(f"Action: {click}\n\n{click}\n\n{click}").done
+        assert environment.step(f"Action: {click}").done
+        assert environment.evaluate() == 1
+
+
+def test_equal_seeds_look_equal_and_others_do_not() -> None:
+    seen = {}
+    for seed in (1, 1, 2):
+        with playing("click-button", seed) as (_, first):
+            seen.setdefault(seed, set()).add((shown(first)[0], pixels(first)))
+    assert len(seen[1]) == 1
+    assert seen[1].isdisjoint(seen[2])
+
+
+def test_a_text_that_is_no_action_is_answered_with_the_reason() -> None:
+    with playing("click-test") as (environment, _):
+        for text in ("I think.", "Action: fly()", "Action: press_home()", "Action: wait()" + "\n\nwait()" * 8):
+            result = environment.step(text)
+            assert result.error
+            assert not result.done
+            assert result.observation is not None
+            assert result.error in str(result.observation.messages[0].parts)
+        assert environment.step("Action: finished(content='')").done
+        assert environment.evaluate() == 0
+
+
+def test_a_row_must_name_a_page_and_a_seed() -> None:
+    for page, seed in (("no-such-page", 1), (None, 1), ("../core/core", 1), ("click-test", None)):
+        environment = MiniWob(MiniWob.Settings())
+        with pytest.raises(DataFailure):
+            environment.reset(task(page, seed))
+        environment.close()
+
+
+def test_all_pages_are_known() -> None:
+    assert len(pages()) == 133
+
+
+def centre(environment: MiniWob, selector: str) -> tuple[int, int]:
+    """Of an element, in the unit of the model: pixels of the resized screen."""
+    tab, host = environment._tab, environment._host
+    assert tab is not None
+    assert host is not None
+    asked = f"(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#wrap {selector}').getBoundingClientRect())"
+    x, y = host.run(tab.evaluate(asked), 10)
+    columns, rows = environment._settings.pointing.size(environment.size.width, environment.size.height)
+    return round(x * columns / environment.size.width), round(y * rows / environment.size.height)
