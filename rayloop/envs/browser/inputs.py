@@ -91,11 +91,11 @@ class Inputs:
 
     async def _click(self, at: Point, button: str, times: int) -> None:
         """All events are sent at once: the browser keeps their order."""
-        events = [self._mouse("mouseMoved", at)]
+        sent = [self._mouse("mouseMoved", at)]
         for count in range(1, times + 1):
-            events.append(self._mouse("mousePressed", at, button=button, clickCount=count))
-            events.append(self._mouse("mouseReleased", at, button=button, clickCount=count))
-        await asyncio.gather(*events)
+            sent.append(self._mouse("mousePressed", at, button=button, clickCount=count))
+            sent.append(self._mouse("mouseReleased", at, button=button, clickCount=count))
+        await asyncio.gather(*sent)
 
     async def _drag(self, start: Point, end: Point) -> None:
         """By Playwright's mouse, which also carries what a page drags as data."""
