@@ -27,6 +27,7 @@ COMMANDS = {
     "node": ("cluster.commands.node", "one Ray node of a cluster, which finds the others"),
     "slurm": ("cluster.commands.slurm", "a cluster on Slurm, and its end"),
     "judge": ("cluster.commands.judge", "serve a judge, and ask one that is served"),
+    "policy": ("cluster.commands.policy", "serve the policy of a live run to foreign loops"),
     "bench": ("benchmarks.__main__", "what a step, publication or judge costs, beside rivals"),
     "data": ("cluster.commands.data", "make and check datasets"),
 }

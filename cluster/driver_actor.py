@@ -64,6 +64,10 @@ class DriverActor(Actor):
         assert self.driver is not None
         return await self.driver.player.replace_engine(episode, lost, why)
 
+    async def about(self) -> RunConfig:
+        """For who serves the policy: the run's configuration."""
+        return self.config
+
     async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
         """For the console: how many reports there have been, those after the first ``since``, and what is being done now."""
         driver = self.driver

@@ -16,7 +16,8 @@ from judge.transport import Transport
 from rayloop.config.settings import Component, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from serve_apps.judge.settings import CONFIGS, LOOPBACK, ServeFile
+from serve_apps.http_options import LOOPBACK
+from serve_apps.judge.settings import CONFIGS, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
 """Where clients with ``url: auto`` look."""

@@ -24,15 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def session(needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path) -> Iterator[None]:
+def session(
+    needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None
+) -> Iterator[None]:
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
     ``needed``: resource -> sum over the actors. A private cluster is given as many logical CPUs, so that a laptop can hold
     all roles; its files live below ``temporary`` (rayloop/launch/ray_variables.py makes it). What its actors printed is kept
-    in ``logs``; a cluster that was joined keeps its own logs.
+    in ``logs``; a cluster that was joined keeps its own logs. ``namespace`` is Ray's, in which actors have their names; None: one
+    that nobody knows.
     """
     if address:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:
             yield
         finally:
@@ -48,7 +51,7 @@ def session(needed: Mapping[str, float], address: str | None, temporary: str | N
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
         others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
-        start(folder, num_cpus=cpus, resources=others)
+        start(folder, num_cpus=cpus, resources=others, namespace=namespace)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -33,6 +33,7 @@ from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import check as check_fit
 from rayloop.run.identity import identity
+from rayloop.run.place import findable, namespace
 from rayloop.view.pictures import draw_or_tell
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe, sampled
@@ -65,13 +66,19 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
     ):
         hashes = _fitting(config, folder, origin)
-        with session(total(bundles(config)), address, temporary, folder.logs):
+        names = namespace(folder.path)
+        with session(total(bundles(config)), address, temporary, folder.logs, names), _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
             result = _run(config, folder, origin, hashes, progress, check)
             draw_or_tell(folder, config.report.boxes, progress.note)
             progress.close(result)
     return 0
+
+
+def _findable(folder: RunFolder, names: str) -> AbstractContextManager[None]:
+    """For `policy serve`: where this run's cluster is."""
+    return findable(folder.cluster, ray.get_runtime_context().gcs_address, names)
 
 
 def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:

@@ -39,6 +39,7 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
+        self.cluster = self.path / "cluster.json"
         self.lock = RunLock(self.path / "run.lock")
 
     @classmethod

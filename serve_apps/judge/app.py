@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import new_secret
-from serve_apps.judge.http import RETRY_AFTER, web
+from serve_apps.judge.http import web
 from serve_apps.judge.openai_model import OpenAIModel
 from serve_apps.judge.service import Chat, JudgeService
 from serve_apps.judge.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
+from serve_apps.web import backpressure
 
 
 class Judge:
@@ -94,7 +94,7 @@ def app(args: dict[str, Any]) -> Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=min(limits.seconds, 60),
         **scale,
-        **_backpressure(),
+        **backpressure(),
     )(ingress(Judge))
     return deployment.bind(settings)
 
@@ -117,12 +117,6 @@ def absolute(settings: JudgeSettings) -> JudgeSettings:
             "cache": settings.cache.model_copy(update={"path": path(settings.cache.path)}),
         }
     )
-
-
-def _backpressure() -> dict[str, Any]:
-    """Serve's own 503, beyond ``queued``, says when to come back like ours; before Ray 2.60 it cannot."""
-    known = "backpressure_config" in inspect.signature(serve.deployment).parameters
-    return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}
 
 
 def gpus(settings: JudgeSettings) -> int:

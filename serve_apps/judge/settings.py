@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 from judge.api import MAX_ITEMS
 from rayloop.config.settings import SettingsModel
 from rayloop.engines.settings import VllmEngineSettings
+from serve_apps.http_options import HttpOptions as HttpOptions
 
 CONFIGS = Path(__file__).parent / "configs"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class RuleBackendSettings(SettingsModel):
@@ -148,13 +148,6 @@ class JudgeSettings(SettingsModel):
     replicas: ReplicaSettings = ReplicaSettings()
     canary: CanarySettings = CanarySettings()
     cache: CacheSettings = CacheSettings()
-
-
-class HttpOptions(SettingsModel):
-    host: str = "127.0.0.1"
-    """Where it listens; 0.0.0.0 to be reached from other machines, which needs ``key_file``."""
-    port: int = Field(8000, ge=0, le=65535)
-    """Change it when the port is taken. 0: a free one (``judge serve`` only)."""
 
 
 class ApplicationSettings(SettingsModel):

@@ -226,7 +226,7 @@ with private_cluster() as folder:
     import ray
     from ray import serve
 
-    from cluster.stages.judge import end, free_port, room
+    from cluster.stages.serving import end, free_port, room
     from rayloop.core.failures import ConfigError
     from serve_apps.judge.settings import ApplicationSettings, HttpOptions
 

@@ -72,14 +72,7 @@ def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> Non
 
 @pytest.mark.parametrize(
     ("room", "needs"),
-    [
-        (
-            "serve_apps.console",
-            ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"),
-        ),
-        ("serve_apps.policy", ("rayloop.chat.rendering", "rayloop.transports.choose", "rayloop.engines.settings")),
-        ("serve_apps.policy", ("rayloop.run.checkpoint", "judge.client")),
-    ],
+    [("serve_apps.console", ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"))],
 )
 def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(
     here: Checkout, room: str, needs: tuple[str, ...]

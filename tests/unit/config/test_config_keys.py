@@ -20,9 +20,10 @@ from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
 from serve_apps.judge.settings import JudgeSettings, ServeFile
+from serve_apps.policy.settings import PolicySettings
 from tests.support.runs import ROOT, set_key, settings
 
-ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings)
+ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings, PolicySettings)
 GONE = removed_below(walk(RunConfig))
 
 

@@ -1,0 +1,94 @@
+"""``policy serve``: the current policy of a live run as an OpenAI-compatible endpoint (docs/policy_endpoint.md)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from cluster.commands.arguments import add_overrides
+from rayloop.config.settings import SettingsModel
+from rayloop.config.yaml_source import parse_value
+from rayloop.core.failures import ConfigError
+from rayloop.launch.ray_variables import joined_cluster
+from rayloop.run.folder import RunFolder
+from rayloop.run.place import read_place
+from serve_apps.http_options import LOOPBACK, HttpOptions
+from serve_apps.policy.settings import PolicyLimits
+
+
+class ServeOptions(SettingsModel):
+    """What ``key=value`` can set: where it answers, and what it accepts."""
+
+    http: HttpOptions = HttpOptions(port=0)
+    limits: PolicyLimits = PolicyLimits()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    serve = actions.add_parser("serve", help="serve the policy of a live run until it ends, or a signal comes")
+    which = serve.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--run", type=Path, dest="folder", metavar="FOLDER", help="the live run's folder, such as runs/quickstart"
+    )
+    which.add_argument("--name", help="the live run's name, in the cluster at --address")
+    add_overrides(serve, "for example http.port=8001 limits.held=64")
+    serve.add_argument("--address", help="with --name: the run's Ray cluster (default: RAY_ADDRESS)")
+    serve.add_argument("--token-file", type=Path, help="with --name: the cluster's token")
+    serve.add_argument("--key-file", type=Path, metavar="FILE", help="default: policy.key beside the announcement")
+    serve.add_argument("--announce", type=Path, metavar="FILE", help="default: policy.json in the run's folder")
+    serve.add_argument("--insecure", action="store_true", help="no key; on loopback only")
+    serve.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    options = _options(arguments.overrides)
+    if arguments.insecure and options.http.host not in LOOPBACK:
+        raise ConfigError(f"--insecure with http.host {options.http.host}: without a key only loopback is served")
+    if arguments.folder is None:
+        address, token, file = arguments.address or os.environ.get("RAY_ADDRESS"), arguments.token_file, None
+        if not address:
+            raise ConfigError("--name looks in a running cluster: give its --address, or the run's folder with --run")
+        names, announced = "", arguments.announce or Path(f"runs/policy-{arguments.name}.json")
+    else:
+        file = RunFolder.at(arguments.folder.resolve()).cluster
+        place = read_place(file)
+        address, token, names = place.address, Path(place.token_file) if place.token_file else None, place.namespace
+        announced = arguments.announce or file.with_name("policy.json")
+    _reachable(address, str(file or address))
+    key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
+    announced.parent.mkdir(parents=True, exist_ok=True)
+    with joined_cluster(address, token, insecure=bool(file) and token is None):
+        from cluster.stages.policy import serve  # imports ray
+
+        def alive() -> bool:
+            return file is None or file.exists()
+
+        return serve(address, names, arguments.name or "", options.http, options.limits, key, announced, alive)
+
+
+def _options(overrides: list[str]) -> ServeOptions:
+    values: dict[str, dict[str, object]] = {}
+    for word in overrides:
+        name, _, value = word.partition("=")
+        part, _, key = name.partition(".")
+        values.setdefault(part, {})[key] = parse_value(value, name)
+    try:
+        return ServeOptions.model_validate({"http": {"port": 0} | values.pop("http", {}), **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _reachable(address: str, what: str) -> None:
+    """Raises ConfigError when nobody listens there: Ray would try for half a minute."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+        return
+    raise ConfigError(f"{what}: no Ray cluster answers at {address}; the run has ended, or was killed")

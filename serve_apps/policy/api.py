@@ -1,0 +1,110 @@
+"""Requests to the policy: the part of OpenAI's and vLLM's chat completions that a sampled policy can honour."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve_apps.web import ImagePart, TextPart
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None), "top_logprobs": (0, None), "logit_bias": ({}, None),
+    "response_format": ({"type": "text"}, None),
+    "stream": (False, None), "skip_special_tokens": (True, None), "ignore_eos": (False, None), "store": (False, None),
+}  # fmt: skip
+"""Keys that would change what is sampled or answered, and the values with which they do not. Others are refused, so that nothing is
+ignored in silence: the log-probs would be those of another distribution than the one that is sampled."""
+
+
+class Function(BaseModel):
+    """A call as OpenAI writes it: ``arguments`` is JSON in a text."""
+
+    name: str = Field(max_length=256)
+    arguments: str = Field("{}", max_length=1_000_000)
+
+
+class ToolCall(BaseModel):
+    id: str = Field("", max_length=256)
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(BaseModel):
+    """One message; the keys that clients echo of an answer (``refusal``, ``audio``, ...) may be there, and empty."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=64)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _honoured(self) -> ChatMessage:
+        if said := [key for key, value in (self.model_extra or {}).items() if value]:
+            raise ValueError(f"{said[0]} of a message is not supported")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls of a {self.role} message: only the assistant calls tools")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without content; give a text, or parts")
+        return self
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatRequest(BaseModel):
+    """What may be asked. ``NEUTRAL`` keys are accepted with the values that change nothing."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model: str = Field(max_length=256)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    temperature: float | None = Field(None, ge=0, le=2)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    n: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    return_token_ids: bool | None = None
+    """As vLLM: ``prompt_token_ids`` of the answer, ``token_ids`` of each choice."""
+    return_tokens_as_token_ids: bool | None = None
+    """As vLLM: tokens in ``logprobs`` are written ``token_id:N``, so that they are unambiguous."""
+    include_stop_str_in_output: bool | None = None
+    """As vLLM: leave the stop string in the text. It is in the token ids either way."""
+    continues: str | None = Field(None, max_length=128)
+    """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be ambiguous."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for key, values in NEUTRAL.items():
+            if key in body and body[key] not in values:
+                raise ValueError(f"{key}: {body[key]!r} is not supported, only {values[0]!r}")
+        return {key: value for key, value in body.items() if key not in NEUTRAL}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Its stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())

@@ -1,0 +1,154 @@
+"""The live rollout actors of a run, which are found by their names, and requests to them that outlive the loss of one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from actors.handles import Handle, submit
+from actors.images import MissingImages, SentImages
+from actors.lease import Engine
+from actors.lost import brief, cause, is_lost, object_lost
+from rayloop.core.deadlines import bounded
+from rayloop.core.failures import DeadlineExceeded
+from rayloop.core.protocols import EngineHealth
+from rayloop.core.threads import in_thread
+from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
+
+logger = logging.getLogger(__name__)
+
+ROLE = "rollout-"
+"""What the names of a run's engines begin with (``cluster/roles/services.py``)."""
+LOOK = 1.0
+"""Seconds between two looks at who is there."""
+HEALTH = 10.0
+"""Seconds within which an engine must say how it is; one that does not is asked for nothing, and looked at again."""
+
+
+class RolloutEngine(Engine, Protocol):
+    def health(self) -> EngineHealth: ...
+
+
+@dataclass
+class Found:
+    """One engine: a ``number`` that is never used again, its handle, the weights that it serves, and its requests of ours."""
+
+    number: int
+    handle: Handle[RolloutEngine]
+    version: Version | None = None
+    asked: int = 0
+    silent: bool = False
+
+
+class Engines:
+    """``async with`` it: the engines are looked at while the block runs. ``namespace`` is Ray's, of the run's actors."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._found: dict[str, Found] = {}
+        self._numbers = 0
+        self._images = SentImages()
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self.why = "nobody has looked for engines yet"
+        """Why there is none."""
+
+    async def __aenter__(self) -> Engines:
+        self._watch = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    @property
+    def serving(self) -> list[Found]:
+        """Those that have the weights of a version; one that is being started or loaded has none."""
+        return [engine for engine in self._found.values() if engine.version is not None and not engine.silent]
+
+    @property
+    def version(self) -> Version | None:
+        """The newest that one of them serves."""
+        return max((engine.version for engine in self.serving if engine.version is not None), default=None)
+
+    async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """One answer for each seed. Those whose engine is lost are asked for again on another one; waits while there is none, so
+        the caller gives it a deadline. Raises what the engine raises."""
+        answers: dict[int, Completion] = {}
+        while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
+            engine = await self._free()
+            engine.asked += 1
+            try:
+                for seed, said in zip(missing, await self._ask(engine, prompt, missing, sampling), strict=True):
+                    if isinstance(said, Completion):
+                        answers[seed] = said
+                    elif not is_lost(said):
+                        raise cause(said)
+                    else:
+                        self._lost(engine, said)
+            except Exception as error:
+                if not (is_lost(error) or object_lost(error)):
+                    raise cause(error) from error
+                self._lost(engine, error)
+            finally:
+                engine.asked -= 1
+        return [answers[seed] for seed in seeds]
+
+    async def _ask(
+        self, engine: Found, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion | RayTaskError]:
+        def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
+            return submit(engine.handle, RolloutEngine.generate_each, sent, seeds, sampling)
+
+        return await self._images.exchange(engine.number, prompt, send, lambda _: None)
+
+    async def _free(self) -> Found:
+        """The one that we ask least; waits until there is one."""
+        while not (serving := self.serving):
+            self._changed.clear()
+            await self._changed.wait()
+        return min(serving, key=lambda engine: (engine.asked, engine.number))
+
+    def _lost(self, engine: Found, error: BaseException) -> None:
+        logger.warning("engine %d is lost: %s", engine.number, brief(error))
+        engine.version, self.why = None, f"the last engine was lost: {brief(error)}"
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                names = await in_thread(self._names, timeout=HEALTH)
+                for gone in self._found.keys() - names:
+                    del self._found[gone]
+                for new in names - self._found.keys():
+                    self._numbers += 1
+                    self._found[new] = Found(self._numbers, ray.get_actor(new, namespace=self._namespace))
+                if not names:
+                    self.why = "the run has no engine: it is starting, or has ended"
+                await asyncio.gather(*map(self._ask_health, list(self._found.values())))
+            except Exception as error:  # whatever is wrong with the cluster, the next look may find it well
+                self.why = f"{type(error).__name__}: {brief(error)}"
+            if self.serving:
+                self.why = ""
+                self._changed.set()
+            await asyncio.sleep(LOOK)
+
+    def _names(self) -> set[str]:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        ours = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
+        return {name for name in ours if name.startswith(ROLE)}
+
+    async def _ask_health(self, engine: Found) -> None:
+        try:
+            asked = submit(engine.handle, RolloutEngine.health)
+            engine.version = (await bounded(HEALTH, asked, DeadlineExceeded("no health"))).version
+            engine.silent = False
+        except (RayError, DeadlineExceeded) as error:
+            engine.silent = True
+            self.why = f"an engine does not answer: {brief(error)}"

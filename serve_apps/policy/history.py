@@ -1,0 +1,165 @@
+"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled.
+
+A client sends its whole history as texts each time. Rendering those again would give other tokens than the policy sampled (a text
+has many tokenisations), and a trajectory of them could not be trained. A history that is known is therefore continued as an episode
+is: its tokens, then the new messages as an observation. One that is not is rendered whole, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayloop.chat.rendering import Rendered, Renderer
+from rayloop.core.cache import Cache
+from rayloop.core.failures import DataFailure
+from rayloop.core.traces import Trace
+from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
+from serve_apps.policy.api import ChatMessage
+from serve_apps.policy.messages import message_of
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``.
+
+    ``exact``: its sampled tokens are those that were sampled here; else ``why`` says where it is not. ``key`` is the digest of its
+    ``messages`` first messages.
+    """
+
+    turns: tuple[Turn, ...]
+    images: tuple[PromptImage, ...]
+    key: bytes
+    messages: int
+    continues: str = ""
+    exact: bool = True
+    why: str = ""
+    sampling: Sampling | None = None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return tuple(token for turn in self.turns for token in turn.token_ids)
+
+    def answered(self, completion: Completion, sampling: Sampling) -> Conversation:
+        """With one more sampled turn."""
+        turn = Turn(
+            "assistant",
+            completion.token_ids,
+            logprobs=completion.logprobs,
+            version=completion.version,
+            finish=completion.finish,
+        )
+        return replace(self, turns=(*self.turns, turn), sampling=sampling)
+
+    def trace(self) -> Trace:
+        """Raises DataFailure when some of what it has as context was sampled, but not remembered."""
+        if not self.exact:
+            raise DataFailure("conversation", self.why)
+        data = {image.ref.sha256: image.data for image in self.images if image.data is not None}
+        return Trace.of(self.turns, data)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory, about."""
+        tokens = sum(len(turn.token_ids) * (2 if turn.sampled else 1) for turn in self.turns)
+        return 1024 + 40 * tokens + sum(len(image.data or b"") for image in self.images)
+
+
+class Histories:
+    """What was answered, by the messages that led to it and by its name. ``limit`` is in bytes; the oldest go first."""
+
+    def __init__(self, renderer: Renderer, limit: int) -> None:
+        self._renderer = renderer
+        self._by_key: Cache[bytes, str] = Cache(1 << 16)
+        self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None
+    ) -> Conversation:
+        """The conversation to answer. Raises DataFailure for messages or images that cannot be rendered, or that are not those of
+        the answer that they should continue."""
+        keys = _keys(messages, tools)
+        said = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+        if messages[-1].role == "assistant":
+            raise DataFailure("messages", "the last one is the assistant's: there is nothing to answer")
+        if continues is not None:
+            return self._continued(self._named(continues, keys[said[-1]] if said else b""), continues, messages, keys)
+        name = self._by_key.get(keys[said[-1]]) if said else None
+        if name and (known := self._by_name.get(name)) is not None:
+            return self._continued(known, name, messages, keys)
+        rendered = self._renderer.prompt([message_of(message) for message in messages], tools)
+        whole = Conversation((_turn("prompt", rendered),), rendered.images, keys[-1], len(messages))
+        return replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids)) if said else whole
+
+    def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> None:
+        """Under the answer's ``name``, and under the messages that a client will send with it."""
+        key = _key(conversation.key, answer)
+        self._by_name.put(name, replace(conversation, key=key, messages=conversation.messages + 1))
+        self._by_key.put(key, name)
+        self._by_key.put(b"after" + conversation.key, name)
+
+    def named(self, name: str) -> Conversation | None:
+        """The conversation up to this answer, None when it is not known (any more)."""
+        return self._by_name.get(name)
+
+    def _named(self, name: str, key: bytes) -> Conversation:
+        known = self._by_name.get(name)
+        if known is None:
+            raise DataFailure("continues", f"{name} is not known (any more): leave it out, or begin again")
+        if known.key != key:
+            raise DataFailure("continues", f"the messages up to the last answer are not those of {name}")
+        return known
+
+    def _continued(
+        self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]
+    ) -> Conversation:
+        new = [message_of(message) for message in messages[known.messages :]]
+        rendered = self._renderer.observation(new, known.turns[-1].token_ids)
+        turn = _turn(new[-1].role, rendered)
+        return Conversation(
+            (*known.turns, turn), known.images + rendered.images, keys[-1], len(messages), name, known.exact, known.why
+        )
+
+    def _why(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tokens: TokenIds) -> str:
+        """Where a history with answers leaves what is known, in messages and in tokens."""
+        for number in reversed(range(len(messages))):
+            name = self._by_key.get(b"after" + keys[number])
+            if name and (known := self._by_name.get(name)) is not None:
+                pairs = zip(tokens, known.token_ids, strict=False)
+                equal = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(known.token_ids)))
+                return (
+                    f"messages[{number}] is not the answer that was given to the {number} before it ({name}); rendered again, the "
+                    f"first {equal} tokens are equal to the known ones"
+                )
+        return "these answers were not given here, or are forgotten (limits.history): the history was rendered again"
+
+
+def _turn(role: str, rendered: Rendered) -> Turn:
+    return Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images))
+
+
+def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """``keys[i]``: the digest of the tools and of the first i messages."""
+    keys = [hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()]
+    for message in messages:
+        keys.append(_key(keys[-1], message))
+    return keys
+
+
+def _key(before: bytes, message: ChatMessage) -> bytes:
+    """A text alone and a text as the only part are the same; images are their bytes. How calls are named is part of it."""
+    parts = [
+        part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)
+    ]
+    kinds = [isinstance(part, str) for part in _parts(message)]
+    calls = [[call.id, call.function.name, call.function.arguments] for call in message.tool_calls or ()]
+    told = json.dumps([message.role, parts, kinds, calls])
+    return hashlib.blake2b(before + told.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _parts(message: ChatMessage) -> tuple[str | ImageSource, ...]:
+    plain: Message = message_of(message, calls=False)
+    return tuple(part for part in plain.parts if part != "")

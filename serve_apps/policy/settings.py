@@ -1,0 +1,56 @@
+"""Settings of the policy's application. What it says of a run is filled in by ``policy serve`` from the run itself."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rayloop.config.model import ModelSettings
+from rayloop.config.settings import SettingsModel
+
+MIB = 2**20
+
+
+class PolicyLimits(SettingsModel):
+    """What the endpoint accepts. Beyond ``held`` it answers 503 with Retry-After, and clients wait."""
+
+    bytes: int = Field(32 * MIB, ge=1024)
+    """Bytes of one request's body, with its images. Raise it for long histories of large screenshots."""
+    body_seconds: float = Field(10.0, gt=0)
+    """Seconds for one request's body to come. Raise it for clients behind slow lines."""
+    seconds: float = Field(300.0, gt=0)
+    """Seconds for one answer, publications and replaced engines included. Raise it where a publication takes long."""
+    choices: int = Field(16, ge=1)
+    """The most answers that one request may ask for (``n``). Raise it to evaluate with many samples."""
+    held: int = Field(256, ge=1)
+    """Answers that are being sampled or wait. Lower it to leave more of the engines to the run that trains."""
+    queued: int = Field(512, ge=1)
+    """Requests that wait in front of the replica (Serve's max_queued_requests). Raise it for many clients at once."""
+    history: int = Field(256 * MIB, ge=0)
+    """Bytes of tokens and images of conversations that are remembered, so that they go on with the very tokens that were sampled.
+    Raise it when answers say ``exact: false`` for conversations that nobody changed."""
+
+
+class PolicySettings(SettingsModel):
+    """``args`` of the application: one run, and what its endpoint accepts."""
+
+    run: str
+    """The run's name, which is the model's name for clients."""
+    namespace: str
+    """Ray's namespace of the run's actors, where engines are found by their names."""
+    model: ModelSettings
+    """The run's own, whose chat template and image rules make the tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Of requests that name none: that of the run's sampling, so that a foreign loop samples the policy that is trained."""
+    max_tokens: int = Field(64, gt=0)
+    """Sampled tokens of requests that name no limit: those of a turn of the run."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens before which an answer cannot end, of requests that name none: those of the run."""
+    tokens: int = Field(8192, gt=1)
+    """Tokens of a conversation with its answer: those of an episode of the run."""
+    images: int = Field(32, ge=0)
+    """Images of a conversation: those of an episode of the run."""
+    key_file: str | None = None
+    """The bearer key that clients must show, in a file that only its owner can read; made when it is missing."""
+    insecure: bool = False
+    """Whether an endpoint without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
+    limits: PolicyLimits = PolicyLimits()
