@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training import collator
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.scorer import FrozenScorer, Scorer, masked_logprobs
-from rayloop.grpo.batch import Sample, make_sample
+from rayloop.grpo.batch import Batch, Sample, make_sample
 from rayloop.grpo.packing import micro_batches, pack
 from tests.engines.training import VERSION, mixed_items, trajectory
 
@@ -252,6 +254,48 @@ def test_an_image_that_cannot_be_decoded_is_told_by_its_batch(tiny_vlm: Path) ->
         lab.collator.batch([sample])
     (again,) = lab.samples([TrainItem(played, 1.0)])
     assert len(lab.collator.batch([again]).pixel_values) == played.images[0].tokens * 4, "another has the bytes"
+
+
+def test_the_next_batch_is_packed_while_the_present_one_is_used(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches, bit for bit, each packed before it is asked for, and in another thread."""
+    lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=1))
+    items = [TrainItem(trajectory(tiny_vlm, n, [(4, (2, 3), 5)]), 1.0) for n in range(3)]
+    plan: list[list[Sample]] = [*lab.collator.plan(lab.samples(items)), []]
+    alone = [lab.collator.batch(part) for part in plan]
+    packed = [threading.Event() for _ in plan]
+    where: set[str] = set()
+
+    def observed(samples: Sequence[Sample], **options: Any) -> Batch:
+        made = pack(samples, **options)
+        where.add(threading.current_thread().name.split("_")[0])
+        next(event for event in packed if not event.is_set()).set()
+        return made
+
+    monkeypatch.setattr(collator, "pack", observed)
+    for number, (batch, expected) in enumerate(zip(lab.collator.ahead(plan), alone, strict=True)):
+        assert all(event.wait(10) for event in packed[: number + 2]), "nobody has asked for the next one yet"
+        assert not any(event.is_set() for event in packed[number + 2 :]), "one is enough: they take memory"
+        for field in dataclasses.fields(Batch):
+            one, other = (getattr(made, field.name) for made in (batch, expected))
+            assert (one is None and other is None) or torch.equal(one, other), field.name
+    assert where == {"packing"}
+    assert list(lab.collator.ahead([])) == []
+
+
+def test_a_batch_that_cannot_be_packed_fails_in_its_turn(tiny_vlm: Path) -> None:
+    lab = Lab(tiny_vlm)
+    played = [trajectory(tiny_vlm, n, [(6, (2, 3), 4)]) for n in range(3)]
+    good, _, last = lab.samples([TrainItem(one, 1.0) for one in played])
+    (broken,) = lab.samples(
+        [TrainItem(dataclasses.replace(trajectory(tiny_vlm, 7, [(6, (2, 3), 4)]), image_bytes={}), 1.0)]
+    )
+    batches = lab.collator.ahead([[good], [broken], [last]])
+    assert next(batches).segment.max() == 0
+    with pytest.raises(DataFailure, match="neither bytes nor a path"):
+        next(batches)
+    assert list(batches) == []
 
 
 def test_positions_of_images_matter(tiny_vlm: Path) -> None:

@@ -1,14 +1,15 @@
 """From trajectories to packed batches for one model: positions, pixels, and the dummy image of text-only batches.
 
-Images are decoded in threads, ahead of the device: a sample has promises, which its batch waits for. What a group has in common,
-its images and the positions of its prompt, is made once.
+Images are decoded in threads, ahead of the device: a sample has promises, which its batch waits for; and while the device computes
+one batch, the next is packed. What a group has in common, its images and the positions of its prompt, is made once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
@@ -41,13 +42,15 @@ class Collator:
         self._vision = load_vision(settings, model.config)
         self._engine = engine
         self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "pixels")
+        self._packer = ThreadPoolExecutor(1, "packing")  # one of its own: it waits for those that decode
         self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = WeakValueDictionary()
         self._positions = tensor_cache(POSITIONS)
         self._dummy = self._make_dummy()
 
     def close(self) -> None:
-        """Decode no more images."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Decode no more images, and pack no more batches."""
+        for pool in (self._packer, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def sample(self, item: TrainItem, *, swap_images: bool = False) -> Sample:
         """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones.
@@ -72,12 +75,29 @@ class Collator:
         Every batch of a vision model has an image, if only a dummy behind the text: FSDP needs the ranks to run the
         same modules, and gloo aborts the process when they do not.
         """
+        return self._packed(samples).to(self._device)
+
+    def ahead(self, plan: Sequence[Sequence[Sample]]) -> Iterator[Batch]:
+        """The ``batch`` of each part of the plan, in order; while the caller computes with one, a thread packs the next. Raises
+        what ``batch`` does, at the part that it is about; the rest is then not packed.
+        """
+        promises = deque(self._packer.submit(self._packed, part) for part in plan[:1])
+        try:
+            for number in range(1, len(plan) + 1):
+                promises.extend(self._packer.submit(self._packed, part) for part in plan[number : number + 1])
+                yield promises.popleft().result().to(self._device)
+        finally:
+            for promise in promises:
+                promise.cancel()
+
+    def _packed(self, samples: Sequence[Sample]) -> Batch:
+        """``batch``, on the CPU."""
         complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
         return pack(
             [*samples] if complete else [*samples, self._dummy],
             share_images=self._model.config.model_type in POOLED_MODELS,
             share_prompts=shares_prompts(self._model),
-        ).to(self._device)
+        )
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
         """The same promise for all samples that exist at the same time: so batches find images that they have in common. One that

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,20 +168,24 @@ class FsdpEngine:
         denominator = Denominator(*map(int, total([tokens, sequences], self._device)))
         loss, metrics = 0.0, LossMetrics.zero(self._device)
         self._scorer.train()
-        for group in self._equal_number(self._collator.plan(self._contributing(samples))):
-            part, part_metrics = self._loss(self._batch(group), denominator)
+        for batch in self._batches(self._equal_number(self._collator.plan(self._contributing(samples)))):
+            part, part_metrics = self._loss(batch, denominator)
             # The loss is a sum over the ranks, but FSDP averages their gradients.
             (part * self._world_size).backward()
             loss, metrics = loss + part.item(), metrics.merge(part_metrics)
         return Update(loss, metrics, self._optimizer.step(), tokens, sequences)
 
-    def _batch(self, samples: Sequence[Sample]) -> Batch:
-        """The samples, packed. Raises on all ranks what went wrong with an image on one; the update is then given up."""
-        try:
-            return on_all_ranks(lambda: self._collator.batch(samples))
-        except (RayloopError, ValueError):
-            self._optimizer.discard()
-            raise
+    def _batches(self, plan: Sequence[Sequence[Sample]]) -> Iterator[Batch]:
+        """The micro-batches of the plan, packed. Raises on all ranks what went wrong with an image on one; the update is then
+        given up."""
+        batches = self._collator.ahead(plan)
+        for _ in plan:
+            try:
+                batch = on_all_ranks(lambda: next(batches))
+            except (RayloopError, ValueError):
+                self._optimizer.discard()
+                raise
+            yield batch
 
     def _contributing(self, samples: Sequence[Sample]) -> list[Sample]:
         """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass."""
@@ -255,7 +259,8 @@ class FsdpEngine:
 
     def _score(self, samples: Sequence[Sample]) -> list[Tensor]:
         self._scorer.eval()
-        scores = score(self._scorer, self._batch, samples, self._equal_number(self._collator.plan(samples)))
+        plan = self._equal_number(self._collator.plan(samples))
+        scores = score(self._scorer, samples, plan, self._batches(plan))
         self._scorer.reshard()  # the root stays gathered after a forward pass, and would miss changed weights
         return scores
 

@@ -5,7 +5,7 @@ The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,15 +111,12 @@ def masked_logprobs(
 
 @torch.no_grad()
 def score(
-    scorer: nn.Module,
-    batch: Callable[[Sequence[Sample]], Batch],
-    samples: Sequence[Sample],
-    plan: Sequence[Sequence[Sample]],
+    scorer: nn.Module, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]], batches: Iterable[Batch]
 ) -> list[Tensor]:
-    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once; its empty micro-batches run too."""
+    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
     scored: dict[int, Tensor] = {}
-    for group in plan:
-        logprobs = scorer(batch(group)).logprobs.cpu()
+    for group, batch in zip(plan, batches, strict=True):
+        logprobs = scorer(batch).logprobs.cpu()
         parts = logprobs.split([len(sample.predict) for sample in group]) if group else ()
         scored |= {id(sample): part for sample, part in zip(group, parts, strict=True)}
     return [scored[id(sample)] for sample in samples]
@@ -150,5 +147,6 @@ class FrozenScorer:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
         samples = [self._collator.sample(TrainItem(trajectory, 0.0)) for trajectory in trajectories]
-        scores = score(self._scorer, self._collator.batch, samples, self._collator.plan(samples))
+        plan = self._collator.plan(samples)
+        scores = score(self._scorer, samples, plan, self._collator.ahead(plan))
         return [logprobs.numpy() for logprobs in scores]
