@@ -48,6 +48,7 @@ COMPONENTS = {
         "judge.reward:JudgeReward",
         "recipes.arc_vision.reward:ArcVisionReward",
         "recipes.arc_vision.reward:IoUReward",
+        "recipes.chart_rvr.rewards:ChartReward",
         "recipes.digits.reward:SortReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),
@@ -63,6 +64,10 @@ COMPONENTS = {
     ("Answers of the supervised stage", "answers"): (
         "recipes.arc_vision.data:BoxAnswers",
         "recipes.digits.data:SortedAnswers",
+    ),
+    ("Embedders", "reward.source.with.embedder"): (
+        "recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
+        "recipes.chart_rvr.rewards.embedders:WordEmbedder",
     ),
     ("Ways to find a judge", "reward.source.with.judge.discovery"): (
         "judge.discovery:FileDiscovery",

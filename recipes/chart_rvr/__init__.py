@@ -1,0 +1,1 @@
+"""Chart question answering with a structured rationale: chart type, table, numbered steps, answer (Chart-RVR)."""

@@ -1,0 +1,123 @@
+"""The parts of a completion, for the variants that do not cut it as the original does; and how its reasoning is counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TAGS = ("think", "type", "table", "answer")
+_STEP = re.compile(r"<step-(\d{1,4})>\s*:?")
+_PIECE = re.compile(r"[^\W\d_]+|\d|_+|[^\w\s]+|\n+")
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+
+Count = Callable[[str], int]
+"""Tokens of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the tags hold, stripped; None without the opening tag. ``steps`` is the thought after the table (or type)."""
+
+    type: str | None
+    table: str | None
+    steps: str
+    answer: str | None
+    closed: bool
+    """Whether the answer's closing tag is there."""
+
+
+def parts(text: str) -> Parts:
+    """Of several answers the last counts; type and table are looked for in the thought only. Linear in the text."""
+    thought, _ = block(text, "think")
+    answer, closed = block(text, "answer")
+    if thought is None:
+        return Parts(None, None, "", answer, closed)
+    (kind, _), (table, _) = block(thought, "type"), block(thought, "table")
+    steps = thought.rpartition("</table>" if table is not None else "</type>")[2].strip()
+    return Parts(kind, table, steps, answer, closed)
+
+
+def block(text: str, tag: str) -> tuple[str | None, bool]:
+    """What the last opening tag holds, to its closing one (True) or to the end of the text (False); None without it."""
+    start = text.rfind(f"<{tag}>")
+    if start < 0:
+        return None, False
+    start += len(tag) + 2
+    end = text.find(f"</{tag}>", start)
+    return (text[start:] if end < 0 else text[start:end]).strip(), end >= 0
+
+
+def well_formed(text: str) -> bool:
+    """Each tag once and in order, blanks alone outside of ``think`` and ``answer``, nothing empty, steps after the table."""
+    marks = ("<think>", "<type>", "</type>", "<table>", "</table>", "</think>", "<answer>", "</answer>")
+    if any(text.count(mark) != 1 for mark in marks):
+        return False
+    at = [text.find(mark) for mark in marks]
+    if at != sorted(at):
+        return False
+    ends = [start + len(mark) for start, mark in zip(at, marks, strict=True)]
+    between = [text[a:b].strip() for a, b in zip([0, *ends], [*at, len(text)], strict=True)]
+    before, opening, kind, gap, table, steps, after, answer, rest = between
+    return not (before or opening or gap or after or rest) and all((kind, table, steps, answer))
+
+
+def steps_of(text: str) -> list[str]:
+    """The texts of the numbered steps, empty ones and repeated numbers left out."""
+    _, *pieces = _STEP.split(text)
+    found: dict[str, str] = {}
+    for number, said in zip(pieces[::2], pieces[1::2], strict=True):
+        if said.strip():
+            found.setdefault(number.lstrip("0"), said.strip())
+    return list(found.values())
+
+
+def pieces(text: str) -> int:
+    """About the tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits first. Rare
+    words are several tokens there, so this is a little less."""
+    return len(_PIECE.findall(text))
+
+
+def parsed_table(text: str | None) -> Any:
+    """The JSON of a table's text, with or without a code fence, numbers as they are written. None when it is no JSON."""
+    if text is None:
+        return None
+    fenced = _FENCE.search(text) if "```" in text else None
+    try:
+        return json.loads(fenced[1] if fenced else text, parse_int=str, parse_float=str, parse_constant=str)
+    except (ValueError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headers, and rows of cells. Rows of a policy's table may be of any length."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def cells(self) -> int:
+        return sum(map(len, self.rows))
+
+
+def as_table(data: Any) -> Table | None:
+    """A mapping with a list of headers and a list of lists of cells, each a text or a number; None for anything else."""
+    if not isinstance(data, dict):
+        return None
+    columns, rows = data.get("columns"), data.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        return None
+    if not all(map(_is_cell, columns)) or not all(_is_cell(cell) for row in rows for cell in row):
+        return None
+    return Table([_cell(name) for name in columns], [[_cell(cell) for cell in row] for row in rows])
+
+
+def _is_cell(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value).strip()

@@ -1,0 +1,169 @@
+"""Chart-RVR's reward: seven weighted components in one of four definitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import httpx
+from pydantic import Field, model_validator
+
+from rayloop.chat.tokenizer import load_tokenizer, model_folder
+from rayloop.config.settings import Component, Role, SettingsModel
+from rayloop.core.groups import Outcome, Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Task, Trajectory
+from recipes.chart_rvr.rewards.corrected import Corrected
+from recipes.chart_rvr.rewards.original import Original
+from recipes.chart_rvr.rewards.paper import Paper
+from recipes.chart_rvr.rewards.reading import Count, pieces
+from recipes.chart_rvr.rewards.sample import Paid, Sample, Variant
+from recipes.chart_rvr.rewards.similarity import Similarity
+
+EMBEDDER = Role("embedder", ("embed",))
+NO_EMBEDDER = (
+    "the process reward (weights.process) compares texts with an embedder, and none is configured. Name one, for example\n"
+    "      embedder: {use: recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
+    "    or recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
+)
+
+
+class Weights(SettingsModel):
+    """Of the components in the reward, which is their weighted sum; the originals add them unweighted."""
+
+    format: float = 1.0
+    """Of the blocks in the form that the prompt asks for: 0 or 2 (paper: 1)."""
+    accuracy: float = 1.0
+    """Of the right answer, which is worth 0 or 1 in every variant."""
+    length: float = 1.0
+    """Of reasoning that is neither short nor long, up to 2.5 (paper: 1)."""
+    tags: float = 1.0
+    """Of each tag occurring exactly once: 0 or 2; the paper does not have this component."""
+    type: float = 1.0
+    """Of the chart's type, 0 or 1; in the paper's formula this is lambda 1."""
+    table: float = 1.0
+    """Of the chart's data, up to 2.25 (paper: 2.5); in the paper's formula this is lambda 1 too."""
+    process: float = 1.0
+    """Of reasoning like the true one, up to 1 (paper: 2, lambda 2). 0 where there is no embedder."""
+
+
+class Length(SettingsModel):
+    """When reasoning is neither short nor long, for ``corrected`` and ``paper``; the original's numbers are fixed."""
+
+    least: int = Field(50, ge=0)
+    """Fewest tokens that are paid: of the reasoning after the table (paper: of the whole completion)."""
+    most: int = Field(400, ge=1)
+    """Most tokens that are paid; raise it for questions that need many steps. The paper does not print its two."""
+    cap: int = Field(500, ge=1)
+    """Reasoning of more tokens than this earns nothing for its length, steps included (``corrected`` only)."""
+    tokenizer: str = ""
+    """Model folder or Hub name whose tokenizer counts; empty: words, digits and signs are counted, a little less than tokens."""
+
+
+class ChartReward:
+    """``sum of weights * components``; components that the variant has not are left out, ``process`` also with weight 0.
+
+    Components beside the seven: ``relaxed`` and ``exact``, the measures of the benchmarks, which are not paid. Flags:
+    ``no_answer``, ``unclosed_answer``, ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``,
+    ``no_true_reasoning``; of the originals ``stale_table`` (compared by the sample before), ``comparison_failed`` and
+    ``process_raised`` (the original's error: paid 0). The row's columns are ``label`` (the truth), ``chart_type``, ``table`` and
+    ``reasoning``. With ``reward.per: group`` an original's batch is the group, and one request embeds all its texts.
+    """
+
+    infrastructure = (httpx.HTTPError,)
+
+    class Settings(SettingsModel):
+        variant: Literal["corrected", "original", "fork", "paper"] = "corrected"
+        """original: the published functions' numbers, mistakes included, to repeat or ablate a run; fork: the same with the fork's
+        table. corrected: the mistakes mended. paper: as the paper defines them, which the code never did."""
+        weights: Weights = Weights()
+        tolerance: float = Field(0.05, ge=0, lt=1)
+        """A number is right within this share of the true one; ``original`` always has 0.05."""
+        years: tuple[int, int] = (1800, 2100)
+        """Whole true numbers in this range must be met exactly: 5 % of a year is a century (``corrected`` only)."""
+        length: Length = Length()
+        steps: int = Field(2, ge=1)
+        """Steps that ``paper`` compares one by one, its m; all later ones are compared as one text."""
+        embedder: Annotated[Component | None, EMBEDDER] = None
+        """What makes vectors of texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none by default."""
+        batch: int = Field(256, ge=1)
+        """Most texts in one call of the embedder; lower it when the server runs out of memory."""
+        wait: float = Field(0.01, ge=0)
+        """Seconds that a text waits for others to share a call; raise it for a slow server, to ask it less often."""
+        embed_timeout: float = Field(120.0, gt=0)
+        """Seconds for one call of the embedder; beyond it the trajectories are unscored, never paid 0."""
+
+        @model_validator(mode="after")
+        def _embedder(self) -> ChartReward.Settings:
+            if self.weights.process and self.embedder is None:
+                raise ValueError(NO_EMBEDDER)
+            return self
+
+    def __init__(self, settings: ChartReward.Settings) -> None:
+        self._settings = settings
+        self.variant = made(settings)
+        self._weights: Mapping[str, float] = {
+            name: getattr(settings.weights, name) for name in self.variant.components if name != "process"
+        }
+        self._similarity: Similarity | None = None
+        if settings.weights.process and settings.embedder is not None:
+            embedder = settings.embedder.build()
+            self._similarity = Similarity(embedder, settings.batch, settings.wait, settings.embed_timeout)
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+        """Raises DataFailure for a row without label or with something else than a table; what the embedder raises."""
+        sample = sampled(trajectory, task, context)
+        (paid,) = self.variant.rules([sample])
+        return self._outcome(paid) if self._similarity is None else self._with_process(sample, paid)
+
+    def score_group(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> Sequence[Outcome] | Awaitable[Sequence[Outcome]]:
+        """The trajectories as one batch, in their order; raises as ``score``."""
+        samples = [sampled(t, task, c) for t, c in zip(trajectories, contexts, strict=True)]
+        paid = self.variant.rules(samples)
+        if self._similarity is None:
+            return [self._outcome(one) for one in paid]
+        return asyncio.gather(*(self._with_process(s, p) for s, p in zip(samples, paid, strict=True)))
+
+    async def _with_process(self, sample: Sample, paid: Paid) -> Outcome:
+        assert self._similarity is not None
+        asked = self.variant.process(sample)
+        value = 0.0
+        if asked.pairs:
+            value = self.variant.conformity(asked.pairs, await self._similarity.cosines(asked.pairs))
+        return self._outcome(Paid({**paid.components, "process": value}, (*paid.flags, *asked.flags)))
+
+    def _outcome(self, paid: Paid) -> Outcome:
+        value = sum(weight * paid.components[name] for name, weight in self._weights.items())
+        if "process" in paid.components:
+            value += self._settings.weights.process * paid.components["process"]
+        return Scored(value, paid.components, paid.flags)
+
+
+def made(settings: ChartReward.Settings) -> Variant:
+    """The rewards of the settings' variant."""
+    match settings.variant:
+        case "original" | "fork":
+            return Original(fork=settings.variant == "fork")
+        case "paper":
+            length = settings.length
+            return Paper(settings.tolerance, length.least, length.most, settings.steps, counter(length.tokenizer))
+    length = settings.length
+    count = counter(length.tokenizer)
+    return Corrected(settings.tolerance, settings.years, length.least, length.most, length.cap, count)
+
+
+def counter(model: str) -> Count:
+    """What counts tokens: the model's tokenizer, or ``pieces`` without one. Raises ConfigError."""
+    if not model:
+        return pieces
+    tokenizer = load_tokenizer(model_folder(model))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def sampled(trajectory: Trajectory, task: Task, context: ScoreContext) -> Sample:
+    """The last turn, with the number of its tokens where they are known."""
+    turns = trajectory.sampled_turns
+    return Sample.of(context.texts[-1] if context.texts else "", task, len(turns[-1].token_ids) if turns else None)
