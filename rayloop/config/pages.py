@@ -48,7 +48,7 @@ COMPONENTS = {
         "judge.reward:JudgeReward",
         "recipes.arc_vision.reward:ArcVisionReward",
         "recipes.arc_vision.reward:IoUReward",
-        "recipes.chart_rvr.rewards:ChartReward",
+        "recipes.chart_rvr.rewards.reward:ChartReward",
         "recipes.digits.reward:SortReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),

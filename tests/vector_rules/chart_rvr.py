@@ -14,8 +14,8 @@ from typing import Any
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from recipes.chart_rvr.rewards import ChartReward
 from recipes.chart_rvr.rewards.original import exact_match, process_text, relaxed_accuracy, table_style_rewards
+from recipes.chart_rvr.rewards.reward import ChartReward
 from recipes.chart_rvr.rewards.sample import PUBLISHED
 from tests.vector_rules.entries import Entry, Rule, Unknown
 

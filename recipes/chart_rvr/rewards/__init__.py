@@ -1,5 +1,1 @@
-"""The rewards of Chart-RVR: ``ChartReward`` is what ``reward.source.use`` names."""
-
-from recipes.chart_rvr.rewards.reward import ChartReward
-
-__all__ = ["ChartReward"]
+"""The rewards of Chart-RVR: `reward.py` has `ChartReward`, which `reward.source.use` names."""

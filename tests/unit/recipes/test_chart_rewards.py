@@ -18,9 +18,9 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
-from recipes.chart_rvr.rewards import ChartReward
 from recipes.chart_rvr.rewards.embedders import OpenAiEmbedder
 from recipes.chart_rvr.rewards.original import process_text
+from recipes.chart_rvr.rewards.reward import ChartReward
 from recipes.chart_rvr.rewards.similarity import Similarity, Unavailable, checked
 
 DATA = Path(__file__).parents[2] / "data" / "chart_rvr"
@@ -37,7 +37,7 @@ GOOD = (
 def reward(**settings: Any) -> ChartReward:
     chosen = {} if "embedder" in settings else {"weights": {"process": 0}}
     made: ChartReward = Component.model_validate(
-        {"use": "recipes.chart_rvr.rewards:ChartReward", "with": chosen | settings}
+        {"use": "recipes.chart_rvr.rewards.reward:ChartReward", "with": chosen | settings}
     ).build()
     return made
 
