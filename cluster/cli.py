@@ -29,6 +29,7 @@ COMMANDS = {
     "judge": ("cluster.commands.judge", "serve a judge, and ask one that is served"),
     "policy": ("cluster.commands.policy", "serve the policy of a live run to foreign loops"),
     "bench": ("benchmarks.__main__", "what a step, publication or judge costs, beside rivals"),
+    "env": ("cluster.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("cluster.commands.data", "make and check datasets"),
 }
 """Word -> the module that has its ``add_arguments(parser)``, which sets ``run(arguments) -> exit code``; what it is for."""

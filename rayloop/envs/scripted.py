@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
 
 from PIL import Image
 from pydantic import Field
@@ -11,6 +12,7 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.settings import EnvironmentKind
 
 
 class ScriptedImage(SettingsModel):
@@ -74,3 +76,23 @@ class ScriptedTool:
         return self._settings.result
 
     def close(self) -> None: ...
+
+
+class Scripted:
+    """To try ``env play`` with nothing installed: three pictures, whatever is typed."""
+
+    about = "pictures that follow a script whatever is typed; needs nothing"
+    example = "anything"
+
+    @property
+    def names(self) -> Sequence[str]:
+        return ("three-turns",)
+
+    def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
+        steps = [{"text": f"Turn {turn}.", "images": [{"width": 40 * turn}]} for turn in (2, 3)]
+        kind = EnvironmentKind(use="rayloop.envs.scripted:ScriptedTool", **{"with": {"steps": steps, "result": 1.0}})
+        first = Message("user", (f"Turn 1 of seed {seed}.", ScriptedImage().source()))
+        return kind, Task(f"{name}-{seed}", (first,))
+
+
+SCRIPTED = Scripted()

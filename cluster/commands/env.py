@@ -1,0 +1,87 @@
+"""``env list|play|bench``: which environments there are, one of them by hand, and what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.types import Task
+from rayloop.data.dataset import Dataset
+from rayloop.envs.catalog import FAMILIES, family, playable
+from rayloop.envs.settings import EnvironmentKind
+from rayloop.run.config import read
+
+PLAYED = Path("runs/play")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    listed = actions.add_parser("list", help="the environments to try by name")
+    listed.add_argument("family", nargs="?", metavar="FAMILY", help="name all of one family")
+    listed.set_defaults(run=_list)
+    play = actions.add_parser("play", help="play an episode by hand, seeing what the policy sees")
+    play.add_argument(
+        "name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run"
+    )
+    play.add_argument("--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)")
+    play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
+    play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
+    play.set_defaults(run=_play)
+    bench = actions.add_parser("bench", help="what environments cost: the same as `python -m cluster bench KIND`")
+    bench.add_argument("kind", metavar="KIND", help="what to measure, such as browser")
+    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own; --help names them")
+    bench.set_defaults(run=_bench)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for word in [arguments.family] if arguments.family else FAMILIES:
+        try:
+            found = family(word)
+        except ConfigError as error:
+            if arguments.family:
+                raise
+            print(f"{word}: {error}")
+            continue
+        names = list(found.names)
+        print(f"{word}: {found.about}")
+        shown = names if arguments.family else names[:4]
+        print("".join(f"  {word}:{name}\n" for name in shown), end="")
+        if more := len(names) - len(shown):
+            print(f"  and {more} more: python -m cluster env list {word}")
+    return 0
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from cluster.stages.play import Pictures, keyboard, play, shown_as
+
+    if Path(arguments.name).suffix in (".yaml", ".yml"):
+        kind, task = _of_run(Path(arguments.name), arguments.row)
+        example = ""
+    else:
+        found, kind, task = playable(arguments.name, arguments.seed)
+        example = found.example
+    colours = None if arguments.pictures else shown_as()
+    pictures = Pictures(arguments.pictures or PLAYED / f"{task.id}".replace("/", "-"), colours, print)
+    typed = sys.stdin.isatty()
+    asyncio.run(play(kind, task, lambda: keyboard(echo=not typed), print, pictures, example))
+    return 0
+
+
+def _of_run(file: Path, row: int) -> tuple[EnvironmentKind, Task]:
+    """The environment and the task of a usable row of a run. Raises ConfigError."""
+    config = read(file, [])
+    kinds, default = config.environment.kinds, config.environment.episode.environment
+    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None, kinds)
+    if not 1 <= row <= len(dataset):
+        raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
+    task = dataset[row - 1]
+    return kinds.get(task.environment, default), task
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from cluster.cli import main
+
+    return main(["bench", arguments.kind, *arguments.options])

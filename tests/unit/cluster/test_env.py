@@ -1,0 +1,95 @@
+"""``env list`` and ``env play``: what is typed, what is shown, and what an environment that fails looks like."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cluster.cli import main
+from rayloop.core.failures import ConfigError
+from rayloop.envs import catalog
+from rayloop.envs.catalog import FAMILIES, family, playable
+
+ROOT = Path(__file__).parents[3]
+
+
+def played(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return main(["env", "play", *words])
+
+
+def test_an_episode_is_played_from_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        played(
+            monkeypatch, "one\n\ntwo\nthree\nfour\n", "scripted:three-turns", "--seed", "4", "--pictures", str(tmp_path)
+        )
+        == 0
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "user: Turn 1 of seed 4."
+    assert [line for line in said if line.startswith("> ")] == ["> one", "> ", "> two", "> three"]
+    assert said[-2:] == ["the episode is over", "result: 1"]
+    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(56, 56), (80, 56), (120, 56)]
+
+
+@pytest.mark.parametrize("lines", ["", "quit\n", "one\nexit\n"])
+def test_an_episode_may_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: str
+) -> None:
+    assert played(monkeypatch, lines, "scripted:three-turns", "--pictures", str(tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "result: 1"
+
+
+def test_a_row_of_a_run_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n')
+    Path("run.yaml").write_text(
+        "{name: mine, steps: 1, model: {path: nowhere}, data: {train: rows.jsonl}, environment: {episode: {environment: "
+        "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: no, error: not so}], result: 0.5}}}}, "
+        "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}"
+    )
+    assert played(monkeypatch, "a\nb\n", "run.yaml", "--row", "2") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("user: two\\x1b[2J\n")
+    assert "not carried out: not so\nuser: no\n" in said
+    assert said.endswith("the episode is over\nresult: 0.5\n")
+    assert played(monkeypatch, "", "run.yaml", "--row", "3") == 2
+
+
+def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "list"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{word}: " in said for word in FAMILIES)
+    assert main(["env", "list", "scripted"]) == 0
+    assert capsys.readouterr().out.endswith("\n  scripted:three-turns\n")
+
+
+def test_a_family_whose_packages_are_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "FAMILIES", {"gone": "no_such_package:GONE"})
+    with pytest.raises(ConfigError, match="gone: No module named 'no_such_package'"):
+        family("gone")
+    with pytest.raises(ConfigError, match="no environments are called 'scripted'; there are gone"):
+        playable("scripted:three-turns", 0)
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
+    with pytest.raises(ConfigError, match="scripted has no 'three'; there is three-turns"):
+        playable("scripted:three", 0)
+
+
+@pytest.mark.parametrize("word", FAMILIES)
+def test_equal_seeds_give_equal_tasks(word: str) -> None:
+    found = family(word)
+    name = next(iter(found.names))
+    assert found.play(name, 3) == found.play(name, 3)
+    assert found.play(name, 3)[1].id != found.play(name, 4)[1].id
