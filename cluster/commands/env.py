@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.envs.catalog import FAMILIES, family, playable
@@ -45,7 +46,11 @@ def _list(arguments: argparse.Namespace) -> int:
                 raise
             print(f"{word}: {error}")
             continue
-        names = list(found.names)
+        try:
+            names = list(found.names)
+        except EnvironmentFailed as error:  # its package is not installed
+            print(f"{word}: {error}")
+            continue
         print(f"{word}: {found.about}")
         shown = names if arguments.family else names[:4]
         print("".join(f"  {word}:{name}\n" for name in shown), end="")
@@ -55,18 +60,24 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from cluster.stages.play import Pictures, keyboard, play, shown_as
+    from cluster.stages.play import QUIT, Pictures, keyboard, play, shown_as
 
+    turn: Callable[[str], str] = str
+    example = ""
     if Path(arguments.name).suffix in (".yaml", ".yml"):
         kind, task = _of_run(Path(arguments.name), arguments.row)
-        example = ""
     else:
         found, kind, task = playable(arguments.name, arguments.seed)
-        example = found.example
+        example, turn = found.example, found.turn
     colours = None if arguments.pictures else shown_as()
     pictures = Pictures(arguments.pictures or PLAYED / f"{task.id}".replace("/", "-"), colours, print)
     typed = sys.stdin.isatty()
-    asyncio.run(play(kind, task, lambda: keyboard(echo=not typed), print, pictures, example))
+
+    def ask() -> str | None:
+        line = keyboard(echo=not typed)
+        return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
+
+    asyncio.run(play(kind, task, ask, print, pictures, example))
     return 0
 
 

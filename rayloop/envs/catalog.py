@@ -10,7 +10,10 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.types import Task
 from rayloop.envs.settings import EnvironmentKind
 
-FAMILIES: Mapping[str, str] = {"scripted": "rayloop.envs.scripted:SCRIPTED"}
+FAMILIES: Mapping[str, str] = {
+    "miniwob": "rayloop.envs.browser.catalog:MINIWOB",
+    "scripted": "rayloop.envs.scripted:SCRIPTED",
+}
 """Word before the colon -> where the family is. One that is added has one line here."""
 
 
@@ -20,7 +23,7 @@ class Family(Protocol):
     about: str
     """One line: what they are, and what they need."""
     example: str
-    """A turn that a person can type."""
+    """What a person can type as a turn."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -29,6 +32,10 @@ class Family(Protocol):
 
     def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
         """How to make the environment of a task, and the task; equal seeds give equal ones. ``name`` is one of ``names``."""
+        ...
+
+    def turn(self, typed: str) -> str:
+        """The policy's text that a person means by a typed line."""
         ...
 
 
@@ -41,7 +48,7 @@ def family(name: str) -> Family:
         found: Family = getattr(importlib.import_module(module), member)
         return found
     except ImportError as error:
-        raise ConfigError(f"{name}: {error}; the README says which extra installs it") from error
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:

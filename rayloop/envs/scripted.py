@@ -94,5 +94,8 @@ class Scripted:
         first = Message("user", (f"Turn 1 of seed {seed}.", ScriptedImage().source()))
         return kind, Task(f"{name}-{seed}", (first,))
 
+    def turn(self, typed: str) -> str:
+        return typed
+
 
 SCRIPTED = Scripted()

@@ -1,0 +1,30 @@
+"""``env play`` with a real page: what a person sees and types."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cluster.cli import main
+from tests.envs.programs import needs
+
+pytest.importorskip("playwright", reason="make test-env installs playwright")
+
+pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
+
+
+def test_a_page_is_played_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = "push it\nclick(start_box='(10,200)')\nAction: click(start_box='(10,200)')\nfinished()\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("user: Click the button.\npicture of 160x210 pixels")
+    assert "not carried out: " in said
+    assert said.endswith("the episode is over\nresult: 0\n")
+    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(160, 210)] * 3
