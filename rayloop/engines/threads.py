@@ -30,9 +30,12 @@ WORK = 2e8
 """FLOP of a trainer's timed product: 2 ms at 100 GFLOP/s."""
 LENGTH = 128
 """Tokens of the sequences that are attended."""
-SEQUENCES = 64
-LAYERS = 8
-"""That a step of decoding consists of in a timing."""
+SEQUENCES = 256
+"""At most: an engine decodes ``max_batch`` together."""
+LAYERS = 4
+"""That a step of decoding consists of in a timing, besides the head."""
+VOCABULARY = 8192
+"""At most, of the head."""
 
 
 def candidates(sharing: int = 1) -> list[int]:
@@ -85,13 +88,18 @@ def training(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
     return work
 
 
-def decoding(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
-    """One token of ``SEQUENCES`` sequences through some layers like the model's: many small operations, each waited for."""
+def decoding(model: PreTrainedModel, dtype: torch.dtype, sequences: int) -> Callable[[], None]:
+    """One token of so many sequences through some layers like the model's and its head: small operations, each waited for."""
     (out, into), heads = (min(side, SIDE) for side in usual(model)), Heads.of(model.config)
+    config, sequences = model.config.get_text_config(), min(sequences, SEQUENCES)
     drawn = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(size, generator=drawn).to(dtype) for size in ((SEQUENCES, into), (out, into)))
-    query = torch.randn((SEQUENCES, heads.key, heads.query // heads.key, heads.width), generator=drawn).to(dtype)
-    keys = torch.randn((SEQUENCES, heads.key, LENGTH, heads.width), generator=drawn).to(dtype)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=drawn).to(dtype)
+
+    hidden, weight, head = made(sequences, into), made(out, into), made(min(config.vocab_size, VOCABULARY), into)
+    query = made(sequences, heads.key, heads.query // heads.key, heads.width)
+    keys = made(sequences, heads.key, LENGTH, heads.width)
 
     @torch.inference_mode()
     def work() -> None:
@@ -100,5 +108,6 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
             (query @ keys.transpose(2, 3)).float().softmax(-1).to(dtype) @ keys
             inner = nn.functional.silu(nn.functional.linear(nn.functional.rms_norm(rows, rows.shape[-1:]), weight))
             rows = hidden + nn.functional.linear(inner, weight.t())
+        nn.functional.linear(rows, head).float().log_softmax(-1)
 
     return work

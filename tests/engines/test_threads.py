@@ -90,7 +90,7 @@ def test_a_median_is_of_what_the_ways_say_without_the_first_round() -> None:
 def test_the_timed_work_takes_little_and_draws_nothing(tiny_vlm: Path, dtype: torch.dtype) -> None:
     model = load_model(ModelSettings(path=str(tiny_vlm), kernels="torch"), dtype=dtype)
     before = torch.get_rng_state()
-    for work in (threads.training(model, dtype), threads.decoding(model, dtype)):
+    for work in (threads.training(model, dtype), threads.decoding(model, dtype, 64)):
         assert 0 < threads._with(1, work) < 1.0
     assert torch.equal(before, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -200,7 +200,7 @@ class TransformersEngine:
         if self._model.device.type != "cpu":
             return Computing(torch.get_num_threads(), "")
         if self._settings.threads == "auto":
-            threads.use_fastest(threads.decoding(self._model, self._model.dtype), sharing)
+            threads.use_fastest(threads.decoding(self._model, self._model.dtype, self._settings.max_batch), sharing)
             linear.use_fastest(self._model, self._given.kernels)
         number = torch.get_num_threads()
         return Computing(number, of(number, linear.chosen()))
