@@ -57,6 +57,7 @@ COMPONENTS = {
         "rayloop.envs.tools:ToolCalls",
         "rayloop.envs.image_tools:ImageTools",
         "rayloop.envs.browser.miniwob:MiniWob",
+        "rayloop.envs.browser.web:WebPage",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),

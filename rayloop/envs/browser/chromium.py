@@ -47,9 +47,9 @@ class Chromium:
         """Whether one of its pages was just ended for its memory."""
         return time.monotonic() - self._ended_for_memory < BLAMED
 
-    def took_one(self) -> None:
-        """An episode begins in it; after the last that it may have, or when it is too large, it takes no more."""
-        self.open += 1
+    def took_one(self, again: bool = False) -> None:
+        """An episode begins in it, in a page that it had before if ``again``. After the last that it may have it takes no more."""
+        self.open += not again
         self.episodes += 1
         self.retired = self.retired or self.episodes >= self._settings.recycle_episodes
 
@@ -61,14 +61,12 @@ class Chromium:
         if self.pid is None:
             return
         if look_again or not self._renderers:
-            pids = processes.tree(self.pid)
-            known = self._renderers
-            self._renderers = {p: known[p] if p in known else _renders(p) for p in pids}
+            self._renderers = {pid: processes.renders(pid) for pid in processes.tree(self.pid)}
         whole = 0
         for pid, renders in self._renderers.items():
             size = processes.filled(pid)
             whole += size
-            if renders and size > self._settings.page_memory * MIB and _renders(pid):
+            if renders and size > self._settings.page_memory * MIB and processes.renders(pid):
                 self._ended_for_memory = time.monotonic()
                 _kill(pid)
         self.retired = self.retired or whole > self._settings.browser_memory * MIB
@@ -120,10 +118,6 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Held) -> Chro
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
     return Chromium(browser, processes.marked(os.getpid(), mark), program, settings)
-
-
-def _renders(pid: int) -> bool:
-    return "--type=renderer" in processes.command_line(pid)
 
 
 def _kill(pid: int) -> None:

@@ -22,6 +22,9 @@ from rayloop.sandbox.uids import NoUser, User, free_user
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
 """What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""
+BASE = 256
+"""MiB of stacks and the like that each of its processes has for a start. Beyond those and twice ``page_memory`` the kernel gives
+it no more (RLIMIT_DATA, which does not count what is only reserved): a page is ended before, unless it is faster than we look."""
 CONFIGURATION = ("/etc/chromium", "/etc/chromium.d")
 LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 """Weakest first."""
@@ -79,7 +82,8 @@ class Program:
         program = shutil.which(settings.program) or settings.program
         line = [program] if held.level != "namespaces" else self._contained(program)
         self._file = os.memfd_create("rayloop-browser")
-        os.write(self._file, f'#!/bin/sh\nexec {shlex.join(line)} "$@"\n'.encode())
+        limit = f"ulimit -d {(BASE + 2 * settings.page_memory) * 1024}"
+        os.write(self._file, f'#!/bin/sh\n{limit}\nexec {shlex.join(line)} "$@"\n'.encode())
         os.fchmod(self._file, 0o700)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 

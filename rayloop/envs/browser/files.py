@@ -18,9 +18,18 @@ LARGEST = 32 << 20
 
 @dataclass(frozen=True)
 class Files:
-    """``hosts``: host name -> folder. Nothing outside of the folders is reachable, through ``..`` or links either."""
+    """``hosts``: host name -> folder. Nothing outside of the folders is reachable, through ``..`` or links either.
+
+    ``sites``: hosts, with their ports if any, that are real ones.
+    """
 
     hosts: Mapping[str, str]
+    sites: frozenset[str] = frozenset()
+
+    def passes(self, url: str) -> bool:
+        """Whether the address is on one of ``sites``."""
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and parts.netloc in self.sites
 
     def serves(self, url: str) -> bool:
         """Whether the address is one of the hosts, so that a missing file is a mistake of the page, no refusal."""

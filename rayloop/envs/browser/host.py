@@ -46,6 +46,7 @@ class Host:
     def __init__(self, settings: BrowserSettings) -> None:
         self.settings, self.held = settings, check(settings)
         self.browsers: list[Chromium] = []
+        self._parked: list[Tab] = []
         self._loop = asyncio.new_event_loop()
         self._driver: Any = None
         self._one_at_a_time = asyncio.Lock()
@@ -65,6 +66,14 @@ class Host:
         """An empty page, in the browser that has room, or a new one. Raises EnvironmentFailed."""
         return self.run(self._open(size, files), 3 * self.settings.launch_timeout)
 
+    def parked(self, address: str) -> Tab | None:
+        """A page that was left at this address by ``park``; None when there is none."""
+        return self.run(self._unpark(address), 3 * CLOSING)
+
+    def park(self, tab: Tab) -> None:
+        """Keep the page as it is for who asks for its address next, as long as there is room for it."""
+        self.run(self._park(tab), 3 * CLOSING)
+
     def close_tab(self, tab: Tab) -> None:
         """Never raises for what the page does."""
         self.run(self._close_tab(tab), 3 * CLOSING)
@@ -79,8 +88,27 @@ class Host:
 
     async def _open(self, size: Size, files: Files) -> Tab:
         async with self._one_at_a_time:
+            if not any(browser.has_room for browser in self.browsers) and self._parked:
+                await self._close_tab(self._parked.pop(0))
             found = next((browser for browser in self.browsers if browser.has_room), None) or await self._launch()
+            found.took_one()
         return await open_tab(found, self.settings, size, files)
+
+    async def _park(self, tab: Tab) -> None:
+        if tab.chromium.retired or not tab.chromium.alive:
+            await self._close_tab(tab)
+        else:
+            self._parked.append(tab)
+
+    async def _unpark(self, address: str) -> Tab | None:
+        found = next((tab for tab in self._parked if tab.address == address), None)
+        if found is not None:
+            self._parked.remove(found)
+            if found.chromium.retired or not found.chromium.alive:
+                await self._close_tab(found)
+                return None
+            found.chromium.took_one(again=True)
+        return found
 
     async def _launch(self) -> Chromium:
         """With the driver that is there; when that one is broken, with a new one."""
@@ -122,6 +150,10 @@ class Host:
 
     async def _sweep(self) -> None:
         """End browsers that take no more episodes, and have none, or are gone."""
+        left = [tab for tab in self._parked if tab.chromium.retired or not tab.chromium.alive]
+        self._parked = [tab for tab in self._parked if tab not in left]
+        for tab in left:
+            await tab.close()
         over = [browser for browser in self.browsers if not browser.alive or (browser.retired and not browser.open)]
         self.browsers = [browser for browser in self.browsers if browser not in over]
         for browser in over:

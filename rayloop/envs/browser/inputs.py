@@ -43,6 +43,11 @@ class NotHere(ValueError):
     """An action that a browser's page does not know, such as a phone's buttons."""
 
 
+def pause(action: Action) -> float:
+    """Seconds that the action takes because it shall."""
+    return {Wait: WAIT, LongPress: LONG}.get(type(action), 0.0)
+
+
 class Inputs:
     """Mouse and keyboard of one page."""
 

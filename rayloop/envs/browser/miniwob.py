@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.host import Host
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
 from rayloop.envs.browser.tab import Screen, Size, Tab
 
@@ -71,8 +72,19 @@ class MiniWob(PageEnvironment):
 
     async def _begin(self, tab: Tab) -> str:
         await tab.rest_pointer()
-        await tab.load(address(self._page))
+        if not tab.address or self._miniwob.reload:
+            await tab.load(address(self._page))
         return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
+
+    def _open(self, host: Host) -> Tab:
+        found = None if self._miniwob.reload else host.parked(address(self._page))
+        return found or super()._open(host)
+
+    def _release(self, host: Host, tab: Tab) -> None:
+        if self._sound and not self._miniwob.reload:
+            host.park(tab)
+        else:
+            super()._release(host, tab)
 
     def _seen(self, screen: Screen) -> bool:
         value: Any = screen.value

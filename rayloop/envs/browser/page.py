@@ -13,7 +13,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host, host_of
-from rayloop.envs.browser.inputs import NotHere
+from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
@@ -53,6 +53,8 @@ class PageEnvironment:
     OVER = "false"
     """A JavaScript expression: after it is true no further action of a turn is carried out."""
 
+    SETTLE = 0.0
+    """Seconds between a turn's actions and the screenshot, beside the two frames that it takes anyway."""
     TREE = "body"
     """A CSS selector: of which element the accessibility tree is."""
 
@@ -60,6 +62,8 @@ class PageEnvironment:
         self._settings = settings
         self._tab: Tab | None = None
         self._host: Host | None = None
+        self._sound = False
+        """Whether the last call of the page succeeded."""
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes wrong."""
@@ -68,6 +72,7 @@ class PageEnvironment:
         tab = self._tab = self._open(host)
         instruction, screen, tree = host.run(self._start(tab), 2 * self._settings.browser.load_timeout)
         self._seen(screen)
+        self._sound = True
         *before, last = task.messages
         texts = tuple(part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts)
         return Observation((*before, Message(last.role, (*texts, *self._parts(screen, tree)))))
@@ -87,13 +92,16 @@ class PageEnvironment:
         ends = len(actions) < len(turn.actions)
         assert self._tab is not None
         assert self._host is not None
+        self._sound = False
         try:
-            screen, tree = self._host.run(self._act(self._tab, actions), self._settings.browser.action_timeout)
+            screen, tree = self._host.run(self._act(self._tab, actions), self._longest(actions))
         except NotHere as error:
+            self._sound = True
             return self._refused(str(error))
         except (PageHangs, PageTooLarge) as error:
             raise ToolDeadline(str(error)) from error
         over = self._seen(screen)
+        self._sound = True
         info = {"refused": dict(self._tab.refused)}
         if over or ends:
             return StepResult(done=True, info=info)
@@ -141,7 +149,11 @@ class PageEnvironment:
             raise EnvironmentFailed(f"the page could not be started: {error}") from error
 
     async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, str]:
-        return await tab.act(actions, self.STATE, self.OVER), await self._tree(tab)
+        return await tab.act(actions, self.STATE, self.OVER, self.SETTLE), await self._tree(tab)
+
+    def _longest(self, actions: Sequence[Action]) -> float:
+        """Seconds within which the page's own deadlines have passed."""
+        return 2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, actions))
 
     async def _tree(self, tab: Tab) -> str:
         return (await tab.tree(self.TREE))[:LONGEST_TREE] if "tree" in self._settings.observe else ""

@@ -31,6 +31,11 @@ def command_line(pid: int) -> list[str]:
     return []
 
 
+def renders(pid: int) -> bool:
+    """Whether it is the process of a page. Chromium writes its own command line anew, with blanks between."""
+    return "--type=renderer" in " ".join(command_line(pid))
+
+
 def filled(pid: int) -> int:
     """Bytes of memory that the process alone has written to: resident ones without what it shares; 0 when it is gone."""
     with suppress(OSError):

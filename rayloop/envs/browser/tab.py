@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urljoin
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSING, Chromium
 from rayloop.envs.browser.files import Files
-from rayloop.envs.browser.inputs import Inputs
+from rayloop.envs.browser.inputs import Inputs, pause
 from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.grammar.actions import Action
 
@@ -24,6 +26,19 @@ ALIVE = 2.0
 """Seconds in which a page or a browser that does not hang answers a question that costs nothing."""
 
 
+BETWEEN = (
+    "Unable to capture screenshot",
+    "Not attached to an active page",
+    "Inspected target navigated",
+    "Cannot find context",
+)
+"""Chromium's words when a page has drawn nothing yet, or is about to become another one."""
+BLINK = 0.05
+"""Seconds until it is asked again."""
+NO_FILE = "Not allowed to load local resource: file:"
+"""Chromium's words on the console."""
+REDIRECTIONS = 5
+"""From one address to the next, at most."""
 _REFERENCE = re.compile(r" \[(ref=\w+|cursor=pointer)\]")
 """What the tree says for programs only."""
 
@@ -57,28 +72,33 @@ class Size:
 class Tab:
     """Made by ``open_tab``; all its methods run on the host's event loop.
 
-    ``refused`` counts what the page tried and was not allowed: dialog, download, window, file (addresses of files), network.
+    ``address``: what was loaded last. ``refused`` counts what the page tried and was not allowed: dialog, download, window, file
+    (addresses of files), network.
     """
 
     def __init__(self, chromium: Chromium, context: Any, page: Any, cdp: Any, settings: BrowserSettings, size: Size):
-        self._chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
+        self.chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
         self._settings, self.size = settings, size
         self.refused: Counter[str] = Counter()
+        self.address = ""
         self._crashed = asyncio.Event()
         self._inputs = Inputs(page, cdp)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
 
     async def load(self, url: str) -> None:
         """Raises EnvironmentFailed when the page cannot be loaded in time."""
         await self._in_time(self._settings.load_timeout, self._page.goto(url, wait_until="load"), f"loading {url}")
+        self.address = url
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, a promise awaited. Raises as ``act``, and ValueError for what it throws."""
         return await self._in_time(self._settings.load_timeout, self._evaluate(expression), "an expression")
 
-    async def act(self, actions: Sequence[Action], expression: str, over: str) -> Screen:
+    async def act(self, actions: Sequence[Action], expression: str, over: str, settle: float = 0.0) -> Screen:
         """Carry out actions (points in pixels), until the expression ``over`` is true after one; then what is seen.
 
+        ``settle``: seconds that a page is given before, in which it may leave for another one, which is then waited for.
         Raises PageHangs and PageTooLarge, which are the doing of who acted, and EnvironmentFailed.
         """
 
@@ -87,9 +107,13 @@ class Tab:
                 await self._inputs.perform(action)
                 if index + 1 < len(actions) and await self._evaluate(over):
                     break
+            if settle:
+                await asyncio.sleep(settle)
+                await self._page.wait_for_load_state("load")
             return await self._look(expression)
 
-        return await self._in_time(self._settings.action_timeout, run(), "the actions")
+        pauses = settle + sum(map(pause, actions))
+        return await self._in_time(self._settings.action_timeout + pauses, run(), "the actions")
 
     async def look(self, expression: str) -> Screen:
         """What is seen. Raises as ``act`` does."""
@@ -108,12 +132,12 @@ class Tab:
 
     async def close(self) -> None:
         """Whatever the page does. A browser in which it cannot be closed takes no more pages."""
-        self._chromium.open -= 1
+        self.chromium.open -= 1
         try:
             async with asyncio.timeout(CLOSING):
                 await self._context.close()
         except Exception:
-            self._chromium.retired = True
+            self.chromium.retired = True
 
     def listen(self, files: Files) -> None:
         """Count and refuse what a page must not do; called once."""
@@ -129,16 +153,20 @@ class Tab:
             task.add_done_callback(self._tasks.discard)
 
         self._page.on("crash", lambda *_: self._crashed.set())
+        self._page.on("framenavigated", self._left)
         self._page.on("dialog", lambda dialog: soon("dialog", dialog.dismiss()))
         self._page.on("download", lambda download: soon("download", download.cancel()))
         self._context.on("page", lambda page: soon("window", page.close()))
+        self._page.on("console", lambda said: self.refused.update(["file"] if said.text.startswith(NO_FILE) else []))
         self._files = files
 
     async def route(self, route: Any) -> None:
         """Answer a request of the page from the files; refuse and count all others."""
         url = route.request.url
         with suppress(Exception):  # the page is gone, or on its way to another one
-            if not self._files.serves(url):
+            if self._files.passes(url):
+                await self._relay(route)
+            elif not self._files.serves(url):
                 self.refused["file" if url.startswith("file:") else "network"] += 1
                 await route.abort("blockedbyclient")
             elif found := self._files.find(url):
@@ -146,20 +174,65 @@ class Tab:
             else:
                 await route.fulfill(status=404, body="")
 
+    async def _relay(self, route: Any) -> None:
+        """Answer with what a site answers to Playwright's driver, which has a network. A redirection stays on the sites."""
+        url: str = route.request.url
+        options: dict[str, str] = {}
+        for _ in range(REDIRECTIONS):
+            answer = await route.fetch(max_redirects=0, timeout=self._settings.load_timeout * 1000, **options)
+            onward = answer.headers.get("location") if 300 <= answer.status < 400 else None
+            if onward is None:
+                return await route.fulfill(response=answer)
+            url = urljoin(url, onward)
+            if not self._files.passes(url):
+                break
+            if route.request.resource_type == "document":  # so that the page knows its own address
+                to = json.dumps(url).replace("<", "\\u003c")
+                return await route.fulfill(content_type="text/html", body=f"<script>location.replace({to})</script>")
+            options = {"url": url, "method": "GET"}
+        self.refused["network"] += 1
+        await route.abort("blockedbyclient")
+
     async def _look(self, expression: str) -> Screen:
         clip = {"x": 0, "y": 0, "width": self.size.width, "height": self.size.height, "scale": 1}
         shot = {"format": "png", "optimizeForSpeed": True, "clip": clip}
-        taken, value = await asyncio.gather(self._cdp.send("Page.captureScreenshot", shot), self._evaluate(expression))
+        taken, value = await asyncio.gather(self._ask("Page.captureScreenshot", shot), self._evaluate(expression))
         return Screen(base64.b64decode(taken["data"]), value)
 
     async def _evaluate(self, expression: str) -> Any:
         asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
-        answer = await self._cdp.send("Runtime.evaluate", asked)
+        answer = await self._ask("Runtime.evaluate", asked)
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
             thrown = details.get("exception", {}).get("description") or details.get("text", "")
             raise ValueError(f"{expression[:80]!r}: {thrown.splitlines()[0] if thrown else 'it throws'}")
         return answer["result"].get("value")
+
+    async def _ask(self, method: str, parameters: Mapping[str, Any]) -> Any:
+        """Again when the page became another one, or was about to: then it may give an error, or no answer at all."""
+        while True:
+            asked = asyncio.ensure_future(self._cdp.send(method, parameters))
+            self._asked.add(asked)
+            try:
+                return await asked
+            except asyncio.CancelledError:
+                if asked in self._asked:  # it is we who are cancelled
+                    asked.cancel()
+                    raise
+            except Exception as error:
+                if self._crashed.is_set() or not any(words in str(error) for words in BETWEEN):
+                    raise
+            finally:
+                self._asked.discard(asked)
+            await asyncio.sleep(BLINK)
+            await self._page.wait_for_load_state("load")
+
+    def _left(self, frame: Any) -> None:
+        """The page is another one: what it was asked before is asked again."""
+        if frame.parent_frame is None:
+            asked, self._asked = self._asked, set()
+            for one in asked:
+                one.cancel()
 
     async def _in_time(self, seconds: float, work: Awaitable[Result], what: str) -> Result:
         """What ``work`` gives within ``seconds``. Else whose fault it is that it gives nothing."""
@@ -179,17 +252,17 @@ class Tab:
             await asyncio.wait({task})
 
     def _broken(self, error: BaseException | None, what: str) -> Exception:
-        if self._crashed.is_set() and self._chromium.memory_spent:
+        if self._crashed.is_set() and self.chromium.memory_spent:
             return PageTooLarge(f"the page filled more than {self._settings.page_memory} MiB (browser.page_memory)")
         if self._crashed.is_set():
             return EnvironmentFailed("the page's process ended")
-        if not self._chromium.alive:
+        if not self.chromium.alive:
             return EnvironmentFailed("the browser ended")
         return EnvironmentFailed(f"{what} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 
     async def _hanging(self, seconds: float, what: str) -> Exception:
-        if not await self._chromium.answers(ALIVE):
-            self._chromium.kill()
+        if not await self.chromium.answers(ALIVE):
+            self.chromium.kill()
             return EnvironmentFailed(f"the browser did not answer within {seconds:g} s, and was ended")
         with suppress(Exception):
             async with asyncio.timeout(ALIVE):
@@ -199,8 +272,10 @@ class Tab:
 
 
 async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, files: Files) -> Tab:
-    """A context with an empty page. Raises EnvironmentFailed when it is not there within ``launch_timeout``."""
-    chromium.took_one()
+    """A context with an empty page, for which ``chromium`` was told ``took_one``.
+
+    Raises EnvironmentFailed when it is not there within ``launch_timeout``.
+    """
     context: Any = None
     try:
         async with asyncio.timeout(settings.launch_timeout):

@@ -1,0 +1,98 @@
+"""Pages of one's own: a row names an address and a JavaScript expression that says when its task is done."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from pydantic import Field
+
+from rayloop.config.settings import LocalPath
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Task
+from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.page import PageEnvironment, PageSettings
+from rayloop.envs.browser.tab import Screen, Size, Tab
+
+HOST = "pages"
+"""The host under which a folder's pages are addressed."""
+
+
+class WebPage(PageEnvironment):
+    """A row names an ``url``, a ``check`` and, for ``{instruction}``, an ``instruction``.
+
+    ``check`` is a JavaScript expression, evaluated in the page after each turn: true or a number of at least 1 ends the episode
+    (``stop``); ``evaluate`` is its last value as a number. It must be a value from the start (write ``?.`` for what comes later);
+    where it throws later, or the page is another one, it is 0.
+    """
+
+    class Settings(PageSettings):
+        folder: LocalPath | None = None
+        """Of the pages, addressed as ``http://pages/NAME`` or by their names alone; nothing outside of it can be loaded. None: rows
+        name pages of ``sites``."""
+        sites: tuple[str, ...] = ()
+        """Hosts, with their ports if any, whose pages may be loaded, over Playwright's driver: the browser itself has no
+        network. Name only what a policy may harm: it can send forms there."""
+        width: int = Field(800, ge=56)
+        """Pixels of the screen from left to right; a smaller one costs fewer image tokens."""
+        height: int = Field(600, ge=56)
+        """Pixels of the screen from top to bottom; a smaller one costs fewer image tokens."""
+        settle: float = Field(0.2, ge=0)
+        """Seconds between a turn's actions and the screenshot, for what pages do late; a page that is being loaded is waited for
+        in addition."""
+        stop: bool = True
+        """Whether a check that comes true ends the episode. False: only the policy's ``finished`` does, and it may undo it."""
+
+    def __init__(self, settings: WebPage.Settings) -> None:
+        super().__init__(settings)
+        self._web = settings
+        self.SETTLE = settings.settle
+        self.size = Size(settings.width, settings.height, settings.width, settings.height)
+        self._url, self._check, self._instruction = "", "", ""
+        self._value = 0.0
+
+    def evaluate(self) -> float:
+        return self._value
+
+    def _prepare(self, task: Task) -> None:
+        url, check, instruction = (task.extra.get(name, "") for name in ("url", "check", "instruction"))
+        if not all(isinstance(value, str) for value in (url, check, instruction)) or not (url and check):
+            raise DataFailure(task.id, f"the row needs an `url` and a `check`, texts; they are {url!r} and {check!r}")
+        self._url = urljoin(f"http://{HOST}/", url) if self._web.folder else url
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or parts.netloc not in (*self._files().hosts, *self._web.sites):
+            known = ", ".join((*self._files().hosts, *self._web.sites)) or "no host"
+            raise DataFailure(task.id, f"{self._url} cannot be loaded: `folder` and `sites` allow {known}")
+        if self._files().serves(self._url) and self._files().find(self._url) is None:
+            raise DataFailure(task.id, f"{self._url} is no file of {self._web.folder}")
+        self._check, self._instruction = check, instruction
+        self.STATE = f"(() => {{ try {{ return ({check}) }} catch {{ return 0 }} }})()"
+        self.OVER = f"Number({self.STATE}) >= 1" if self._web.stop else "false"
+
+    def _files(self) -> Files:
+        return Files({HOST: self._web.folder} if self._web.folder else {}, frozenset(self._web.sites))
+
+    async def _begin(self, tab: Tab) -> str:
+        await tab.load(self._url)
+        try:
+            _number(await tab.evaluate(self._check))
+        except ValueError as error:
+            raise DataFailure(
+                self._url, f"its check must be true, false or a number from the start: {error}"
+            ) from error
+        return self._instruction
+
+    def _seen(self, screen: Screen) -> bool:
+        try:
+            self._value = _number(screen.value)
+        except ValueError:
+            self._value = 0.0
+        return self._web.stop and self._value >= 1
+
+
+def _number(value: Any) -> float:
+    """Raises ValueError for what is neither truth nor a finite number."""
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise ValueError(f"it is {value!r}")
+    return float(value)

@@ -1,0 +1,177 @@
+"""Pages of one's own: every action as the page receives it, several sizes and spellings, checks, sites, the tree."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.envs.pages import CLICK, FORM, LISTENING, button, host, visiting, write
+from tests.envs.programs import needs
+
+pytest.importorskip("playwright", reason="make test-env installs playwright")
+
+from rayloop.envs.browser.web import WebPage
+
+pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(
+        tmp_path_factory.mktemp("pages"),
+        form=FORM,
+        listening=LISTENING,
+        good=button("window.done = true"),
+        link=button("location = 'good.html'"),
+        late=button("setTimeout(() => window.done = true, 100)"),
+    )
+
+
+def happened(environment: WebPage) -> list[list[Any]]:
+    """What the listening page wrote down since it was last asked; moves of the pointer left out."""
+    assert environment._tab is not None
+    asked = host(environment).run(environment._tab.evaluate("window.log.splice(0)"), 10)
+    return [entry for entry in asked if entry[0] != "mousemove"]
+
+
+def test_each_action_arrives(folder: Path) -> None:
+    with visiting(folder, "listening.html", "0", width=224, height=224) as (environment, _):
+
+        def does(action: str) -> list[list[Any]]:
+            result = environment.step(f"Thought: now\nAction: {action}")
+            assert result.error is None
+            return happened(environment)
+
+        at = [50, 60]
+        down, up = ["mousedown", "", *at, 0], ["mouseup", "", *at, 0]
+        click = [down, up, ["click", "", *at, 0]]
+        assert does("click(start_box='(50,60)')") == click
+        assert does("left_single(point='<point>50 60</point>')") == click
+        assert does("left_double(start_box='<|box_start|>(50,60)<|box_end|>')") == [
+            *click,
+            *click,
+            ["dblclick", "", *at, 0],
+        ]
+        assert [kind for kind, *_ in does("right_single(start_box='(50,60)')")] == [
+            "mousedown",
+            "contextmenu",
+            "mouseup",
+        ]
+        assert does("drag(start_box='(50,60)', end_box='(100,110)')")[:2] == [down, ["mouseup", "", 100, 110, 0]]
+        assert does("long_press(start_box='(50,60)')") == click
+        assert does("hover(start_box='(50,60)')") == []
+        assert does("hotkey(key='ctrl c')") == [
+            ["keydown", "Control", 0, 0, 0],
+            ["keydown", "c", 0, 0, 0],
+            ["keyup", "c", 0, 0, 0],
+            ["keyup", "Control", 0, 0, 0],
+        ]
+        assert does("press(key='enter')") == [["keydown", "Enter", 0, 0, 0], ["keyup", "Enter", 0, 0, 0]]
+        assert does("keydown(key='shift')") == [["keydown", "Shift", 0, 0, 0]]
+        assert does("keyup(key='shift')") == [["keyup", "Shift", 0, 0, 0]]
+        assert environment.step("Action: scroll(start_box='(50,60)', direction='down')").error is None
+        assert environment._tab is not None
+        assert host(environment).run(environment._tab.evaluate("scrollY"), 10) == 100
+        assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == [
+            "a",
+            "B",
+            " ",
+            "Enter",
+        ]
+        assert does("wait()") == []
+
+
+@pytest.mark.parametrize(
+    ("pointing", "said", "expected"),
+    [
+        ({}, "(50,60)", [50, 60]),
+        ({"min_pixels": 4 * 224 * 224}, "(100,120)", [50, 60]),
+        ({"max_pixels": 112 * 112}, "(25,30)", [50, 60]),
+        ({"coordinates": "relative"}, "(500,250)", [112, 56]),
+        ({}, "(3000,-5)", [223, 0]),
+    ],
+)
+def test_coordinates_are_those_of_the_models_picture(
+    folder: Path, pointing: dict[str, Any], said: str, expected: list[int]
+) -> None:
+    with visiting(folder, "listening.html", "0", pointing=pointing) as (environment, _):
+        environment.step(f"Action: click(start_box='{said}')")
+        assert happened(environment)[0][2:4] == expected
+
+
+def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
+    with visiting(folder, "form.html", "document.title === 'Ann true'") as (environment, first):
+        assert first.messages[-1].parts[0] == "Go."
+        turn = r"click(start_box='(60,12)')" + "\n\ntype(content='Ann')\n\nhotkey(key='tab')\n\nhotkey(key='space')"
+        assert not environment.step(f"Thought: I fill it in.\nAction: {turn}").done
+        assert environment.evaluate() == 0
+        assert environment.step("Action: press(key='enter')").done
+        assert environment.evaluate() == 1
+
+
+def test_the_tree_is_given_on_request(folder: Path) -> None:
+    for observe, images, texts in ((["tree"], 0, 1), (["screenshot", "tree"], 1, 1), (["screenshot"], 1, 0)):
+        with visiting(folder, "form.html", "0", observe=observe) as (environment, first):
+            for parts in (
+                first.messages[-1].parts[1:],
+                environment.step("Action: wait()").observation.messages[-1].parts,
+            ):
+                found = [part for part in parts if isinstance(part, str)]
+                assert (len(parts) - len(found), len(found)) == (images, texts)
+                assert all('button "Send"' in tree and "[box=" in tree and "[ref=" not in tree for tree in found)
+
+
+def test_a_page_that_leads_to_another_is_followed(folder: Path) -> None:
+    with visiting(folder, "link.html") as (environment, _):
+        assert not environment.step(CLICK).done
+        assert environment.step(CLICK).done
+        assert environment.evaluate() == 1
+
+
+def test_what_a_page_does_late_is_waited_for(folder: Path) -> None:
+    with visiting(folder, "late.html", settle=0.5) as (environment, _):
+        assert environment.step(CLICK).done
+
+
+def test_a_check_that_comes_true_ends_the_episode_unless_told_otherwise(folder: Path) -> None:
+    with visiting(folder, "good.html", stop=False) as (environment, _):
+        assert not environment.step(CLICK).done
+        assert environment.step("Action: finished(content='x')").done
+        assert environment.evaluate() == 1
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(302 if self.path == "/away" else 200)
+        self.send_header("Location", "/second") if self.path == "/away" else None
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(button("location = 'http://localhost:1/other'").encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_site_that_is_named_is_reached_and_no_other(folder: Path, site: str) -> None:
+    with visiting(folder, f"http://{site}/away", "location.pathname === '/never'", sites=[site]) as (environment, _):
+        assert environment._tab is not None
+        assert host(environment).run(environment._tab.evaluate("location.pathname"), 10) == "/second"
+        assert Site.asked[-2:] == ["/away", "/second"]
+        result = environment.step(CLICK)
+        assert not result.done
+        assert environment._tab.refused == {"network": 1}
