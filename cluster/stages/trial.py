@@ -43,7 +43,7 @@ from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.kinds import Environments
 from rayloop.production.playing import requests
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import jsonable
+from rayloop.run.folder import FORGETS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.words import visible
 
@@ -235,7 +235,7 @@ class _Trial:
         self.tell(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
-            self.tell(_indented(role + self.renderer.shown(turn.token_ids)))
+            self.tell(_indented(role + (FORGETS if turn.restart else self.renderer.shown(turn.token_ids))))
         outcome = outcomes[played.id]
         self.tell(_worded(outcome))
         if outcome.trace:

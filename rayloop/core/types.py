@@ -7,8 +7,9 @@ and carry behaviour log-probs, all other tokens are context. Token ids are the e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens)."""
+    """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens).
+
+    ``restart``: nothing before it is seen from here on; it has itself what is left of that, the policy's own turns as context.
+    """
 
     role: str
     token_ids: TokenIds
@@ -180,6 +184,7 @@ class Turn:
     logprobs: tuple[float, ...] | None = None
     version: Version | None = None
     finish: FinishReason | None = None
+    restart: bool = False
 
     @property
     def sampled(self) -> bool:
@@ -245,8 +250,20 @@ class Trajectory:
     def sampled_turns(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self.turns if turn.sampled)
 
+    @property
+    def segments(self) -> tuple[Trajectory, ...]:
+        """Its parts between restarts, in order: what the engine saw as one sequence each, and what is trained as one. A token that
+        was sampled is a sampled one in exactly one of them. Itself alone when there is no restart."""
+        starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
+        if len(starts) == 2:
+            return (self,)
+        return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
+
     def flatten(self) -> FlatTrajectory:
-        """Concatenate the turns. Raises ValueError when a sampled turn's log-probs and tokens differ in number."""
+        """Concatenate the turns, of one segment as the engine saw them.
+
+        Raises ValueError when a sampled turn's log-probs and tokens differ in number.
+        """
         total = sum(len(turn.token_ids) for turn in self.turns)
         flat = FlatTrajectory(
             np.empty(total, np.int64),

@@ -3,7 +3,7 @@
 After a sampled turn the reasons to end are looked at in this order: over_length (the episode's token limit cut the
 turn), tool_deadline, action_error, done, max_turns, over_length (the observation leaves no room for another turn),
 max_images. What was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next
-observation.
+observation. With ``when_full: forget`` the context begins anew without its oldest images (``Turn.restart``) instead of max_images.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from rayloop.core.types import (
     Turn,
 )
 from rayloop.envs.first_prompts import FirstPrompts
+from rayloop.envs.forgetting import Exchange, begun_anew
 from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings
 
@@ -81,7 +82,7 @@ async def play(
 
 
 class _Episode:
-    """The state of one episode: its turns and images so far."""
+    """The state of one episode: its turns so far, and the tokens and images that the policy sees now."""
 
     def __init__(
         self,
@@ -98,6 +99,9 @@ class _Episode:
         self.turns: list[Turn] = []
         self.token_ids: list[int] = []
         self.images: list[PromptImage] = []
+        self.image_bytes: dict[str, bytes] = {}
+        self.prompt = Rendered(())
+        self.exchanges: list[Exchange] = []
 
     async def run(self) -> Trajectory:
         await self._begin()
@@ -114,7 +118,7 @@ class _Episode:
             self.sampling,
             reason,
             result,
-            {image.ref.sha256: image.data for image in self.images if image.data is not None},
+            self.image_bytes,
         )
 
     async def _evaluate(self) -> float | None:
@@ -136,6 +140,7 @@ class _Episode:
         if len(rendered.images) > settings.max_images:
             reason = f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
             raise DataFailure(self.request.task.id, reason)
+        self.prompt = rendered
         self._append("prompt", rendered)
 
     async def _turn(self, index: int) -> EndReason | None:
@@ -194,17 +199,35 @@ class _Episode:
         except DataFailure as error:
             task = self.request.task.id
             raise EnvironmentFailed(f"the environment of task {task} returned a broken image: {error}") from error
-        if len(self.token_ids) + len(rendered.token_ids) >= self.settings.max_tokens:
+        full = len(self.images) + len(rendered.images) > self.settings.max_images
+        anew = await self._anew(completion, rendered) if full and self.settings.when_full == "forget" else None
+        before = self.token_ids if anew is None else anew.token_ids
+        if len(before) + len(rendered.token_ids) >= self.settings.max_tokens:
             return EndReason.OVER_LENGTH
-        if len(self.images) + len(rendered.images) > self.settings.max_images:
+        if full and anew is None:
             return EndReason.MAX_IMAGES
+        if anew is not None:
+            self.token_ids, self.images = [], []
+            self._append("context", anew, restart=True)
         self._append(messages[-1].role if messages else "user", rendered)
+        self.exchanges.append(Exchange(completion.token_ids, messages, rendered))
         return None
 
-    def _append(self, role: str, rendered: Rendered) -> None:
-        self.turns.append(Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images)))
+    async def _anew(self, completion: Completion, observation: Rendered) -> Rendered | None:
+        """The context up to ``completion`` with room for the images of ``observation``."""
+        room = self.settings.max_images - len(observation.images)
+        return await in_thread(
+            begun_anew,
+            self.renderer, self.prompt, self.exchanges, completion.token_ids, room,
+            timeout=self.settings.step_timeout,
+        )  # fmt: skip
+
+    def _append(self, role: str, rendered: Rendered, *, restart: bool = False) -> None:
+        refs = tuple(image.ref for image in rendered.images)
+        self.turns.append(Turn(role, rendered.token_ids, refs, restart=restart))
         self.token_ids += rendered.token_ids
         self.images += rendered.images
+        self.image_bytes |= {image.ref.sha256: image.data for image in rendered.images if image.data is not None}
 
     def _text(self, completion: Completion) -> str:
         """The turn's text for the environment: cut behind the first stop string. The tokens are not."""
@@ -252,7 +275,7 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
 
     ``images_consistent``: the sequence has exactly as many image tokens as its images stand for.
     """
-    sampled = trajectory.sampled_turns
+    sampled, shown = trajectory.sampled_turns, [turn for turn in trajectory.turns if not turn.restart]
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
     first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)
     image_tokens = sum(turn.token_ids.count(image_token) for turn in trajectory.turns) if image_token is not None else 0
@@ -266,8 +289,8 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         length=sum(lengths),
         sampled_tokens=sum(len(turn.token_ids) for turn in sampled),
         turns=len(sampled),
-        images=len(trajectory.images),
-        observation_images=sum(len(turn.images) for turn in trajectory.turns[first:]),
+        images=sum(len(turn.images) for turn in shown),
+        observation_images=sum(len(turn.images) for turn in shown[first:]),
         images_consistent=image_tokens == sum(image.tokens for image in trajectory.images),
         first_version=versions[0],
         last_version=versions[-1],

@@ -50,7 +50,11 @@ class EpisodeSettings(SettingsModel):
     max_tokens: int = Field(8192, gt=0)
     """Tokens per episode, prompt and observations included; beyond it the episode ends as over_length."""
     max_images: int = Field(32, ge=0)
-    """Images per episode; an observation beyond it ends the episode as max_images."""
+    """Images in the policy's context; with an observation beyond it the episode does what ``when_full`` says."""
+    when_full: Literal["end", "forget"] = "end"
+    """What an image beyond ``max_images`` does: ``end`` the episode as max_images, or ``forget`` the oldest images of observations,
+    which become a few words in a context that begins anew. Choose that for long episodes on screens; the trainer takes each such
+    context as a sequence."""
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
     reset_timeout: float = Field(60.0, gt=0)

@@ -192,6 +192,7 @@ def _turn(turn: Turn) -> Plain:
         "logprobs": None if turn.logprobs is None else np.array(turn.logprobs, np.float64),
         "version": None if turn.version is None else _version(turn.version),
         "finish": None if turn.finish is None else str(turn.finish),
+        "restart": turn.restart,
     }
 
 
@@ -203,6 +204,7 @@ def _turn_from(plain: Plain) -> Turn:
         logprobs=None if plain["logprobs"] is None else tuple(plain["logprobs"].tolist()),
         version=None if plain["version"] is None else Version(*plain["version"]),
         finish=None if plain["finish"] is None else FinishReason(plain["finish"]),
+        restart=plain.get("restart", False),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.files import write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
-from rayloop.core.types import ImageRef, TokenIds, Trajectory
+from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.run.events import EventLog
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.run.lock import RunLock
@@ -111,6 +111,10 @@ def make_folder(path: Path, choice: str) -> None:
         raise ConfigError(
             f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}"
         ) from error
+
+
+FORGETS = "(the oldest images leave the context)"
+"""Stands for a context that begins anew, whose turns were shown before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +213,7 @@ def rollout_record(
         source=summary.source,
         prompt=shown(prompt.token_ids),
         images=_entries(prompt.images, trajectory),
-        turns=tuple(
-            RolloutTurn(t.role, (plain if t.sampled else shown)(t.token_ids), t.sampled, _entries(t.images, trajectory))
-            for t in turns
-        ),
+        turns=tuple(_turn(turn, trajectory, plain if turn.sampled else shown) for turn in turns),
         end_reason=str(trajectory.end_reason),
         reward=scored.value if scored else None,
         components=scored.components if scored else {},
@@ -226,6 +227,12 @@ def rollout_record(
         length=summary.length,
         sampled_tokens=summary.sampled_tokens,
     )
+
+
+def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
+    if turn.restart:
+        return RolloutTurn(turn.role, FORGETS, False)
+    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, _entries(turn.images, trajectory))
 
 
 def jsonable(value: Any) -> Any:

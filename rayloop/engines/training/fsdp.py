@@ -38,6 +38,7 @@ from rayloop.engines.training.sharding import add_noise, gather, join, local, on
 from rayloop.grpo.batch import Batch, Sample
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.metrics import LossMetrics
+from rayloop.grpo.segments import by_segment, segmented
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.manifest import DTYPES
 
@@ -142,6 +143,7 @@ class FsdpEngine:
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
             raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
+        mini_batches = on_all_ranks(lambda: segmented(mini_batches))
         samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
         if len(mini_batches) > 1:
             samples = self._with_old_logprobs(mini_batches, samples)
@@ -251,11 +253,15 @@ class FsdpEngine:
             raise ConfigError(
                 "reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning"
             )
-        samples = on_all_ranks(
-            lambda: [self._collator.sample(TrainItem(t, 0.0), swap_images=swap_images) for t in trajectories]
-        )
-        with adapters_off(self._model) if reference else contextlib.nullcontext():
+
+        def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+            samples = on_all_ranks(
+                lambda: [self._collator.sample(TrainItem(s, 0.0), swap_images=swap_images) for s in segments]
+            )
             return [logprobs.numpy() for logprobs in self._score(samples)]
+
+        with adapters_off(self._model) if reference else contextlib.nullcontext():
+            return by_segment(trajectories, scored)
 
     def _score(self, samples: Sequence[Sample]) -> list[Tensor]:
         self._scorer.eval()

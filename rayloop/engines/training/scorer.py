@@ -23,6 +23,7 @@ from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
 from rayloop.grpo.batch import Batch, Sample
+from rayloop.grpo.segments import by_segment
 from rayloop.transports.manifest import DTYPES
 
 
@@ -146,7 +147,11 @@ class FrozenScorer:
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
-        samples = [self._collator.sample(TrainItem(trajectory, 0.0)) for trajectory in trajectories]
-        plan = self._collator.plan(samples)
-        scores = score(self._scorer, samples, plan, self._collator.ahead(plan))
-        return [logprobs.numpy() for logprobs in scores]
+
+        def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+            samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]
+            plan = self._collator.plan(samples)
+            scores = score(self._scorer, samples, plan, self._collator.ahead(plan))
+            return [logprobs.numpy() for logprobs in scores]
+
+        return by_segment(trajectories, scored)

@@ -16,7 +16,7 @@ from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
-from rayloop.run.folder import RunFolder, rollout_record
+from rayloop.run.folder import FORGETS, RunFolder, rollout_record
 from rayloop.run.jsonl import JsonLines
 from rayloop.run.lock import Holder
 
@@ -171,8 +171,17 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     image = ImageRef("ab" * 32, 8, 9, (1, 2, 2), 1)
     prompt = Turn("user", (1, 2), (image,))
     answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4))
+    anew = Turn("context", (1, 2, 3, 4), (image,), restart=True)
     trajectory = Trajectory(
-        TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
+        TrajectoryId(7, 0),
+        0,
+        "task-a",
+        11,
+        (prompt, answer, anew, answer),
+        Sampling(),
+        EndReason.DONE,
+        None,
+        {image.sha256: png},
     )
     members = (
         _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(TrajectoryState.FILTERED, "too_long")),
@@ -187,7 +196,8 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
 
     scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text().splitlines())
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
-    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4"])
+    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", FORGETS, "3 4"])
+    assert scored["turns"][1]["images"] == []
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["fate"], scored["unscored"]) == ("filtered: too_long", None)
