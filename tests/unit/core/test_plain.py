@@ -50,7 +50,9 @@ SUMMARY = Summary(
     env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
-SAMPLED = Turn("assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING)
+SAMPLED = Turn(
+    "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True
+)
 TRAJECTORY = Trajectory(
     ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
     Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5)), EndReason.TOOL_DEADLINE, 0.1, {"3fa2": b"\x00png", "77": b""},
@@ -270,7 +272,8 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     made.restore(state["production"], lambda payload: payload)
     (group,) = made.ready.groups
     payload = group.members[0].payload
-    assert payload == TRAJECTORY
+    before_restarts = tuple(dataclasses.replace(turn, restart=False) for turn in TRAJECTORY.turns)
+    assert payload == dataclasses.replace(TRAJECTORY, turns=before_restarts)
     assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
     assert [issue.number for issue in made.issuer.reissue] == [1, 2, 3]
     assert made.issuer.quarantined == {"train-8"}
