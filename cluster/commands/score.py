@@ -1,0 +1,224 @@
+"""``score``: what a recipe's reward says about completions that were saved, without a run, a model or Ray."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import recipes
+from rayloop.config.settings import Component
+from rayloop.config.yaml_source import parse_value
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId
+from rayloop.data.rows import rows
+from rayloop.measure.intervals import interval
+from rayloop.rewards.functions import around
+from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.saved import Saved, Scoring
+
+TOGETHER = 512
+"""Rows that are scored at the same time, so that an embedder or a judge gets batches."""
+PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
+"""Of a saved completion nobody knows the tokens."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = recipes.having("score")
+    parser.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts"
+    )
+    parser.add_argument("--variant", metavar="V", help="definition of the rewards (default: the recipe's first)")
+    parser.add_argument("--reward", metavar="NAME", help="one component instead of the whole reward")
+    parser.add_argument(
+        "--with",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the reward, for example tolerance=0.1; may be repeated",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One JSON line per row on stdout, a summary on stderr. Exit code 0; raises ConfigError."""
+    scoring: Scoring = import_module(f"recipes.{arguments.recipe}.score").SCORING
+    variant = arguments.variant or scoring.variants[0]
+    reward = scoring.aliases.get(arguments.reward, arguments.reward)
+    for option, value, known in (("--variant", variant, scoring.variants), ("--reward", reward, scoring.rewards)):
+        if value is not None and value not in known:
+            raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(known)}")
+    source = built(scoring, variant, reward, arguments.options)
+    summary = asyncio.run(score(arguments.file, scoring, source, variant, reward))
+    for line in summary.lines(scoring, variant):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def built(scoring: Scoring, variant: str, reward: str | None, options: Sequence[str]) -> Any:
+    """The reward with its settings. Raises ConfigError that names the setting."""
+    chosen = scoring.settings(variant, reward)
+    for option in options:
+        name, equals, text = option.partition("=")
+        *path, last = name.split(".")
+        if not equals or not all((*path, last)):
+            raise ConfigError(f"--with {option}: expected KEY=VALUE, for example --with tolerance=0.1")
+        place = chosen
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"--with {option}: {part} has no keys of its own")
+        place[last] = parse_value(text, f"--with {name}")
+    try:
+        return Component.model_validate({"use": scoring.use, "with": chosen}).build()
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc'])) or scoring.use}: {one['msg']}" for one in error.errors())
+        raise ConfigError("the reward's settings:\n  " + "\n  ".join(problems)) from error
+
+
+@dataclass
+class Summary:
+    """What all rows of a file come to."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    flags: Counter[str] = field(default_factory=Counter)
+    unscored: Counter[str] = field(default_factory=Counter)
+    saved: list[Saved] = field(default_factory=list)
+    seconds: float = 0.0
+    """CPU seconds of scoring alone, without reading and writing."""
+    components: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Unscored):
+            self.unscored[outcome.kind] += 1
+            return
+        self.flags.update(outcome.flags)
+        self.components += len(outcome.components)
+        for name, value in {"reward": outcome.value, **outcome.components}.items():
+            self.values[name].append(value)
+
+    def lines(self, scoring: Scoring, variant: str) -> Iterator[str]:
+        scored, missing = len(self.values["reward"]), sum(self.unscored.values())
+        yield f"{scored} scored ({variant}), {missing} unscored{_counts(self.unscored)}"
+        width = max(map(len, self.values))
+        for name, values in self.values.items():
+            if values:
+                mean, low, high = interval(values)
+                bounds = "too few for an interval" if low is None else f"[{low:.4f}, {high:.4f}]"
+                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + (
+                    "" if len(values) == scored else f"  of {len(values)}"
+                )
+        if self.flags:
+            yield f"flags{_counts(self.flags)}"
+        if self.seconds:
+            yield (
+                f"{self.seconds:.3f} s of CPU for scoring: {scored / self.seconds:,.0f} completions/s, "
+                f"{self.components / self.seconds:,.0f} components/s"
+            )
+        yield from scoring.notes(self.saved, variant)
+
+
+def _counts(counted: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{name} {count}" for name, count in sorted(counted.items())) if counted else ""
+
+
+async def score(path: Path, scoring: Scoring, source: Any, variant: str, reward: str | None) -> Summary:
+    """Scores and prints each row in the file's order. Raises ConfigError for a file that is none."""
+    summary = Summary()
+    for block in _blocks(_read(path, scoring), TOGETHER):
+        began = time.process_time()
+        outcomes = await _outcomes(source, [saved for _, saved in block], reward)
+        summary.seconds += time.process_time() - began
+        for (where, saved), outcome in zip(block, outcomes, strict=True):
+            summary.add(outcome)
+            if isinstance(saved, Saved):
+                summary.saved.append(saved)
+            sys.stdout.write(json.dumps(_line(where, saved, outcome, scoring, variant)) + "\n")
+    return summary
+
+
+def _read(path: Path, scoring: Scoring) -> Iterator[tuple[str, Saved | DataFailure]]:
+    """Each row with its place; one that cannot be read is the failure that says why."""
+    for where, row in rows(path):
+        if isinstance(row, DataFailure):
+            yield where, row
+        elif not isinstance(row, Mapping):
+            yield where, DataFailure(where, f"expected an object, found {type(row).__name__}")
+        else:
+            try:
+                yield where, scoring.read(row, where)
+            except DataFailure as failure:
+                yield where, failure
+
+
+def _blocks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    left = iter(items)
+    while block := list(islice(left, size)):
+        yield block
+
+
+async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: str | None) -> list[Outcome]:
+    """What the reward says of each, of one component alone if ``reward`` names it. What it raises is no reward, and says why."""
+    found: list[Any] = [saved if isinstance(saved, DataFailure) else _asked(source, saved) for saved in block]
+    later = [i for i, one in enumerate(found) if inspect.isawaitable(one)]
+    answers = await asyncio.gather(*(found[i] for i in later), return_exceptions=True)
+    for i, answer in zip(later, answers, strict=True):
+        found[i] = answer
+    return [_one(_understood(one, source), reward) for one in found]
+
+
+def _asked(source: Any, saved: Saved) -> Any:
+    """What the reward returns, which may be awaitable, or raises."""
+    try:
+        return source.score(PLAYED, saved.task, ScoreContext(0, saved.texts))
+    except Exception as error:
+        return error
+
+
+def _understood(found: Any, source: Any) -> Outcome:
+    """Raises ConfigError, and what is no Exception."""
+    if not isinstance(found, BaseException):
+        return as_outcome(found)
+    if isinstance(found, DataFailure):
+        return Unscored(UnscoredKind.BAD_DATA, str(found))
+    if isinstance(found, ConfigError) or not isinstance(found, Exception):
+        raise found
+    passing = isinstance(found, around(source))
+    kind = UnscoredKind.REWARD_UNAVAILABLE if passing else UnscoredKind.GRADER_ERROR
+    return Unscored(kind, f"{type(found).__name__}: {found}")
+
+
+def _one(outcome: Outcome, reward: str | None) -> Outcome:
+    if reward is None or isinstance(outcome, Unscored):
+        return outcome
+    if reward not in outcome.components:
+        return Unscored(UnscoredKind.NOT_APPLICABLE, f"this variant has no component {reward}")
+    value = outcome.components[reward]
+    return Scored(value, {reward: value}, outcome.flags)
+
+
+def _line(
+    where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: Scoring, variant: str
+) -> Mapping[str, Any]:
+    line: dict[str, Any] = {"row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where}
+    if isinstance(saved, Saved):
+        line |= {"id": saved.task.id, "answer": scoring.answer(saved, variant)}
+    if isinstance(outcome, Unscored):
+        return line | {"unscored": str(outcome.kind), "reason": outcome.reason}
+    return line | {"value": outcome.value, "components": dict(outcome.components), "flags": list(outcome.flags)}
