@@ -8,7 +8,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import judge, memory, multi_turn, publish, recipe, rollout, scale, shares, start, step, structure, train
+from benchmarks import (
+    judge,
+    latency,
+    memory,
+    multi_turn,
+    publish,
+    recipe,
+    rollout,
+    scale,
+    shares,
+    start,
+    step,
+    structure,
+    train,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
     multi_turn.add_arguments(
         actions.add_parser("multi_turn", help="long episodes with large screenshots on simulated engines")
+    )
+    latency.add_arguments(
+        actions.add_parser("latency", help="how busy engines are with slow environments, beside a turn barrier")
     )
     shares.add_arguments(actions.add_parser("shares", help="tokens per rank of a simulated trainer, beside the fewest"))
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))

@@ -173,6 +173,9 @@ class ScreensServices(TrainingServices):
         self.looking = LookingPolicy(0.0)
         self.policy = self.looking  # type: ignore[assignment]
 
+    async def _measure(self) -> dict[str, Any]:
+        return {}
+
     def _pool(self, role: str, size: int, placement: Any, make: Any, admit: Any = None) -> Pool[Any]:
         c = self.config
         if role != "rollout":

@@ -1,0 +1,120 @@
+"""Environments of gymnasium: screens as images, the policy's text as an action. The package is the extra ``gymnasium``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.adapters.packages import function, needs, picture
+
+
+class GymSettings(SettingsModel):
+    """Which environment, and how it is seen and acted in."""
+
+    id: str
+    """Its name for ``gymnasium.make``, such as CartPole-v1."""
+    imports: tuple[str, ...] = ()
+    """Modules that register it when they are imported, such as ale_py or miniwob."""
+    options: dict[str, Any] = {}
+    """Further arguments of ``gymnasium.make``."""
+    image: Literal["observation", "render", "none"] = "observation"
+    """What is shown: the observation itself, when it is a picture [H, W, 3]; what ``render`` draws; or nothing, for
+    ``describe``."""
+    image_key: str = ""
+    """Where the picture is, when observations are dictionaries."""
+    describe: str = ""
+    """``module:function`` from an observation and its ``info`` to a text that is shown with it. Empty: no text."""
+    act: str = "rayloop.envs.adapters.gymnasium:number"
+    """``module:function`` from the policy's text and the action space to an action. It raises ValueError for a text that is none:
+    the policy sees the reason."""
+    result: Literal["sum", "last"] = "sum"
+    """What ``evaluate`` returns: the sum of the rewards, or the last one where that says whether the goal was reached."""
+
+    @model_validator(mode="after")
+    def _there(self) -> GymSettings:
+        needs("gymnasium", "gymnasium")
+        for use in filter(None, (self.act, self.describe)):
+            function(use)
+        return self
+
+
+class Gymnasium:
+    """One episode of a gymnasium environment. A row's columns ``seed`` and ``options`` are given to ``reset``.
+
+    What ``reset`` shows is the task's messages and then the first screen. ``terminated`` and ``truncated`` both end the episode;
+    which it was is in the step's ``info``.
+    """
+
+    Settings = GymSettings
+
+    def __init__(self, settings: GymSettings) -> None:
+        import gymnasium
+
+        self._settings = settings
+        self._act = function(settings.act)
+        self._describe = function(settings.describe) if settings.describe else None
+        for module in settings.imports:
+            importlib.import_module(module)
+        drawn = {"render_mode": "rgb_array"} if settings.image == "render" else {}
+        self._environment = gymnasium.make(settings.id, **{**drawn, **settings.options})
+        self._shown: tuple[str | ImageSource, ...] = ()
+        self._sum = self._last = 0.0
+
+    def reset(self, task: Task) -> Observation:
+        """Raises DataFailure for a seed or options that are none."""
+        seed, options = task.extra.get("seed"), task.extra.get("options")
+        if not (seed is None or isinstance(seed, int)) or not (options is None or isinstance(options, Mapping)):
+            raise DataFailure(
+                task.id, f"seed {seed!r} and options {options!r}: a whole number and a mapping are expected"
+            )
+        observed, info = self._environment.reset(seed=seed, options=None if options is None else dict(options))
+        return Observation((*task.messages, self._seen(observed, info)))
+
+    def step(self, text: str) -> StepResult:
+        try:
+            action = self._act(text, self._environment.action_space)
+        except ValueError as error:
+            shown = Message("user", (f"Error: {error}\n", *self._shown))
+            return StepResult(Observation((shown,)), error=str(error))
+        observed, reward, terminated, truncated, info = self._environment.step(action)
+        self._last = float(reward)
+        self._sum += self._last
+        done = bool(terminated or truncated)
+        return StepResult(Observation((self._seen(observed, info),)), done=done, info={"truncated": bool(truncated)})
+
+    def evaluate(self) -> float:
+        return self._sum if self._settings.result == "sum" else self._last
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _seen(self, observed: Any, info: Mapping[str, Any]) -> Message:
+        parts: list[str | ImageSource] = []
+        if self._settings.image == "render":
+            parts.append(picture(self._environment.render()))
+        elif self._settings.image == "observation":
+            parts.append(picture(observed[self._settings.image_key] if self._settings.image_key else observed))
+        if self._describe is not None:
+            parts.append(str(self._describe(observed, info)))
+        self._shown = tuple(parts)
+        return Message("user", self._shown)
+
+
+def number(text: str, space: Any) -> int:
+    """The last whole number in the text, for a ``Discrete`` space. Raises ValueError for another number, or none."""
+    found = re.findall(r"-?\d+", text)
+    first = int(getattr(space, "start", 0))
+    allowed = f"a whole number from {first} to {first + int(space.n) - 1}" if hasattr(space, "n") else ""
+    if not allowed:
+        raise TypeError(f"{space} is not Discrete: name a function of your own under `act`")
+    if not found or len(found[-1]) > 18 or not space.contains(int(found[-1])):
+        raise ValueError(f"the action is {allowed}")
+    return int(found[-1])

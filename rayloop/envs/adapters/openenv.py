@@ -1,0 +1,167 @@
+"""Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``.
+
+Of the protocol (OpenEnv 0.10) it uses ``{"type": "reset" | "step" | "close", "data": {...}}`` and the answers ``observation`` and
+``error``; a connection is a session. There is no evaluation: the result is made of the rewards.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import EnvironmentFailed
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.adapters.packages import function, needs, picture
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class OpenEnvSettings(SettingsModel):
+    """Where the server is, and how its observations are shown."""
+
+    url: str = Field(pattern=r"^(ws|http)s?://")
+    """The server's address, such as http://host:8000; ``/ws`` is appended."""
+    text: str = "text"
+    """Key of the observation whose text is shown. Without it, the observation is shown as JSON, pictures left out."""
+    image: str = ""
+    """Key of the observation that holds a picture: base64 of a PNG or JPEG, nested lists [H, W, 3], or a flat list whose shape is
+    in ``<key>_shape``. Empty: none. Base64 is 300 times smaller than lists."""
+    act: str = "rayloop.envs.adapters.openenv:json_action"
+    """``module:function`` from the policy's text to the action, a dictionary. It raises ValueError for a text that is none."""
+    result: Literal["sum", "last"] = "sum"
+    """What ``evaluate`` returns: the sum of the rewards, or the last one."""
+    message_timeout: float = Field(45.0, gt=0)
+    """Seconds for an answer of the server. Keep it below ``episode.step_timeout``."""
+    message_bytes: int = Field(100 * 2**20, gt=0)
+    """Bytes of the largest answer. Raise it for large pictures that come as lists."""
+
+    @model_validator(mode="after")
+    def _there(self) -> OpenEnvSettings:
+        needs("websockets", "openenv")
+        function(self.act)
+        return self
+
+
+class OpenEnv:
+    """One session. A row's columns ``seed`` and ``episode_id`` are given to ``reset``. Whatever the server reports as an error,
+    but for an action that it does not accept, is the environment's failure: never a reward."""
+
+    Settings = OpenEnvSettings
+
+    def __init__(self, settings: OpenEnvSettings) -> None:
+        self._settings = settings
+        self._act = function(settings.act)
+        self._session: Any = None
+        self._sum = self._last = 0.0
+        self._shown: tuple[str | ImageSource, ...] = ()
+
+    def reset(self, task: Task) -> Observation:
+        """Raises EnvironmentFailed."""
+        from websockets.sync.client import connect
+
+        parts = urlsplit(self._settings.url)
+        scheme = "wss" if parts.scheme in ("wss", "https") else "ws"
+        proxy: Any = None if parts.hostname in LOCAL else True
+        try:
+            self._session = connect(
+                f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws", open_timeout=self._settings.message_timeout,
+                max_size=self._settings.message_bytes, proxy=proxy,
+            )  # fmt: skip
+        except Exception as error:
+            raise EnvironmentFailed(f"OpenEnv at {self._settings.url}: {type(error).__name__}: {error}") from error
+        asked = {key: task.extra[key] for key in ("seed", "episode_id") if task.extra.get(key) is not None}
+        said, _ = self._asked("reset", asked)
+        return Observation((*task.messages, self._seen(said)))
+
+    def step(self, text: str) -> StepResult:
+        """Raises EnvironmentFailed."""
+        try:
+            action = self._act(text)
+        except ValueError as error:
+            return self._refused(str(error))
+        said, refusal = self._asked("step", action)
+        if refusal:
+            return self._refused(refusal)
+        self._last = float(said.get("reward") or 0.0)
+        self._sum += self._last
+        return StepResult(Observation((self._seen(said),)), done=bool(said.get("done")))
+
+    def evaluate(self) -> float:
+        return self._sum if self._settings.result == "sum" else self._last
+
+    def close(self) -> None:
+        if self._session is not None:
+            with suppress(Exception):  # the server may be gone
+                self._session.send(json.dumps({"type": "close"}))
+            self._session.close()
+
+    def _asked(self, type: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """What the server observed, and why it does not accept the action. Raises EnvironmentFailed."""
+        try:
+            self._session.send(json.dumps({"type": type, "data": data}))
+            answer = json.loads(self._session.recv(timeout=self._settings.message_timeout))
+            kind, said = answer["type"], answer["data"]
+        except Exception as error:
+            raise EnvironmentFailed(f"OpenEnv, {type}: {type_of(error)}: {error}") from error
+        if kind == "error":
+            code, message = said.get("code", "UNKNOWN"), said.get("message", "")
+            if type == "step" and code == "VALIDATION_ERROR":
+                return {}, str(message)
+            raise EnvironmentFailed(f"OpenEnv, {type}: {code}: {message}")
+        if kind != "observation" or not isinstance(said, dict):
+            raise EnvironmentFailed(f"OpenEnv answered {type} with {kind!r}, which is no observation", bug=True)
+        return said, ""
+
+    def _seen(self, said: Mapping[str, Any]) -> Message:
+        observed = said.get("observation", said)
+        key, parts = self._settings.image, list[str | ImageSource]()
+        if key and observed.get(key) is not None:
+            parts.append(_picture(observed[key], observed.get(f"{key}_shape")))
+        if (text := observed.get(self._settings.text)) is not None:
+            parts.append(str(text))
+        else:
+            rest = {name: value for name, value in observed.items() if name not in (key, f"{key}_shape", "metadata")}
+            parts.append(json.dumps(rest))
+        self._shown = tuple(parts)
+        return Message("user", self._shown)
+
+    def _refused(self, why: str) -> StepResult:
+        return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._shown)),)), error=why)
+
+
+def json_action(text: str) -> dict[str, Any]:
+    """The JSON object that the text is, or that stands between its first and last brace. Raises ValueError."""
+    begin, end = text.find("{"), text.rfind("}")
+    try:
+        found = json.loads(text[begin : end + 1]) if 0 <= begin < end else None
+    except RecursionError as error:
+        raise ValueError("the action is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("the action is a JSON object")
+    return found
+
+
+def type_of(error: BaseException) -> str:
+    """The name of its class."""
+    return type(error).__name__
+
+
+def _picture(value: Any, shape: Any) -> ImageSource:
+    """Raises EnvironmentFailed for what is none."""
+    try:
+        if isinstance(value, str):
+            return ImageSource(data=base64.b64decode(value.partition("base64,")[2] or value, validate=True))
+        array = np.asarray(value)
+        return picture(array.reshape(shape) if shape else array)
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise EnvironmentFailed(f"the observation's picture: {error}", bug=True) from error
