@@ -55,6 +55,9 @@ COMPONENTS = {
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",
+        "rayloop.envs.adapters.gymnasium:Gymnasium",
+        "rayloop.envs.adapters.mcp:McpTools",
+        "rayloop.envs.adapters.openenv:OpenEnv",
         "rayloop.envs.image_tools:ImageTools",
         "rayloop.envs.browser.miniwob:MiniWob",
         "rayloop.envs.browser.web:WebPage",

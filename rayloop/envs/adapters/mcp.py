@@ -33,7 +33,7 @@ class McpServer(SettingsModel):
     command: str = ""
     """The program of a server that speaks over its standard input and output; it has no more rights than the run, and no fewer."""
     args: tuple[str, ...] = ()
-    """Arguments of ``command``."""
+    """What ``command`` is called with; a path in it is one of the machine that plays the episode."""
     env: dict[str, str] = {}
     """Environment variables of ``command``; it inherits only a few harmless ones."""
     url: str = ""

@@ -1,0 +1,211 @@
+"""Gymnasium, MCP and OpenEnv behind our seam: real environments, a real MCP server, and a server that speaks OpenEnv's protocol."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from rayloop.core.failures import DataFailure, EnvironmentFailed, InfrastructureFailure
+from rayloop.core.protocols import StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import decode
+from rayloop.envs.adapters.gymnasium import Gymnasium, GymSettings
+from rayloop.envs.adapters.mcp import McpTools
+from rayloop.envs.adapters.openenv import OpenEnv, OpenEnvSettings
+from rayloop.envs.adapters.packages import picture
+from rayloop.envs.toolkit import schemas
+from tests.support.openenv_server import counting
+from tests.support.runs import eventually
+
+pytestmark = [pytest.mark.env, pytest.mark.timeout(60)]
+TASK = Task("one", (Message("user", ("Play.",)),), extra={"seed": 3})
+SERVER = {"command": sys.executable, "args": [str(Path(__file__).parents[1] / "support/mcp_server.py")]}
+
+
+def shown(result: StepResult) -> tuple[str, list[tuple[int, int]]]:
+    """The text of what is observed, and the sizes of its pictures."""
+    assert result.observation is not None
+    (message,) = result.observation.messages
+    texts = [part for part in message.parts if isinstance(part, str)]
+    return "".join(texts), [decode(image.data or b"").size for image in message.images]
+
+
+# Gymnasium ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rendered_environment_is_played_with_pictures_and_numbers() -> None:
+    pytest.importorskip("pygame", reason="CartPole draws with pygame")
+    made = Gymnasium(GymSettings(id="CartPole-v1", image="render"))
+    first = made.reset(TASK)
+    assert first.messages[0] == TASK.messages[0]
+    assert decode(first.messages[1].images[0].data or b"").size == (600, 400)
+    made.close()
+
+
+def describe(observed: Any, info: Any) -> str:
+    return f"at {int(observed)}"
+
+
+def toy(**changes: Any) -> Gymnasium:
+    return Gymnasium(GymSettings(id="FrozenLake-v1", image="none", describe=f"{__name__}:describe", **changes))
+
+
+def test_texts_are_actions_and_a_text_that_is_none_is_told_why() -> None:
+    made = toy(options={"is_slippery": False})
+    first = made.reset(TASK)
+    assert first.messages[-1].parts == ("at 0",)
+    for wrong in ("go left", "move 7", "-1", "9" * 5000):
+        refused = made.step(wrong)
+        assert (refused.error, refused.done) == ("the action is a whole number from 0 to 3", False)
+        assert shown(refused)[0].endswith("at 0")
+    steps = [made.step(f"I take {action}") for action in (2, 2, 1, 1, 1, 2)]
+    assert [step.done for step in steps] == [False] * 5 + [True]
+    assert steps[-1].info == {"truncated": False}
+    assert made.evaluate() == 1.0, "the goal was reached"
+    made.close()
+
+
+def test_a_seed_repeats_an_episode_and_truncation_ends_it() -> None:
+    places = []
+    for _ in range(2):
+        made = toy(options={"max_episode_steps": 3})
+        made.reset(TASK)
+        steps = [made.step("1") for _ in range(3)]
+        places.append([shown(step)[0] for step in steps])
+        assert steps[-1].done
+        made.close()
+    assert places[0] == places[1]
+    with pytest.raises(DataFailure, match="seed 'x'"):
+        toy().reset(Task("two", TASK.messages, extra={"seed": "x"}))
+
+
+def test_what_is_missing_or_wrong_is_said_before_anything_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match="a function is named module:name"):
+        GymSettings(id="CartPole-v1", act="nowhere:at_all")
+    for settings, extra, given in (
+        (GymSettings, "gymnasium", {"id": "CartPole-v1"}),
+        (McpTools.Settings, "mcp", {"servers": [{"url": "http://h/mcp"}]}),
+        (OpenEnvSettings, "openenv", {"url": "http://h"}),
+    ):
+        monkeypatch.setattr("rayloop.envs.adapters.packages.find_spec", lambda name: None)
+        with pytest.raises(ValidationError, match=rf"is not installed: pip install -e \"\.\[{extra}\]\""):
+            settings.model_validate(given)
+    for wrong in (np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3)), np.full((2, 2), 300), np.zeros((0, 2), np.uint8)):
+        with pytest.raises(ValueError, match="no picture"):
+            picture(wrong)
+
+
+# MCP ---------------------------------------------------------------------------------------------------------------
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def servers() -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(child.cmdline())
+    ]
+
+
+def mcp(**changes: Any) -> McpTools:
+    return McpTools(McpTools.Settings.model_validate({"servers": [SERVER], **changes}))
+
+
+def test_tools_of_a_server_are_offered_called_and_end_with_the_episode() -> None:
+    made = mcp()
+    made.reset(TASK)
+    offered = {schema["function"]["name"]: schema["function"] for schema in schemas(made)}
+    assert list(offered) == ["zoom", "fail", "leave"]
+    assert offered["zoom"]["parameters"]["required"] == ["box"]
+    assert shown(made.step(call("zoom", box=[0, 0, 1, 1], factor=3))) == ("zoomed [0.0, 0.0, 1.0, 1.0]", [(90, 20)])
+    refused = made.step(call("zoom"))
+    assert refused.error == "zoom needs the argument 'box'"
+    failed = made.step(call("fail"))
+    assert failed.error is not None
+    assert "boom" in failed.error
+    assert made.step("that is all").done
+    (process,) = servers()
+    made.close()
+    assert not process.is_running()
+
+
+def test_a_server_that_is_gone_is_the_environments_failure() -> None:
+    made = mcp(servers=[{**SERVER, "only": ["leave", "zoom"]}])
+    made.reset(TASK)
+    with pytest.raises(InfrastructureFailure, match="MCP tool leave"):
+        made.step(call("leave"))
+    with pytest.raises(InfrastructureFailure, match="MCP tool zoom"):
+        made.step(call("zoom", box=[1]))
+    made.close()
+    for wrong, why in (
+        ({**SERVER, "only": ["cut"]}, "has no tool cut, but fail, leave, zoom"),
+        ({"command": "/nowhere/server"}, "MCP: FileNotFoundError"),
+        ({"command": sys.executable, "args": ["-c", "pass"]}, "MCP: "),
+    ):
+        broken = mcp(servers=[wrong], start_timeout=20)
+        with pytest.raises(InfrastructureFailure, match=why):
+            broken.reset(TASK)
+        broken.close()
+    assert not servers()
+
+
+# OpenEnv -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_an_episode() -> None:
+    with counting() as (counter, url):
+        made = OpenEnv(OpenEnvSettings(url=url, image="screen"))
+        first = made.reset(TASK)
+        assert (counter.resets, first.messages[0]) == ([{"seed": 3}], TASK.messages[0])
+        assert decode(first.messages[1].images[0].data or b"").size == (28, 56)
+        for wrong in ("no json", '{"by": "two"}', "[1]", "{" * 9):
+            refused = made.step(wrong)
+            assert (refused.done, bool(refused.error)) == (False, True)
+            assert "the count is 0" in shown(refused)[0]
+        steps = [made.step(f'I say {{"by": {by}}}') for by in (1, 2)]
+        assert [shown(step)[0] for step in steps] == ["the count is 1", "the count is 3"]
+        assert [step.done for step in steps] == [False, True]
+        assert made.evaluate() == 1.0
+        made.close()
+        eventually(lambda: counter.closed == 1, "the session is closed", 5)
+
+
+def test_a_picture_may_be_a_flat_list() -> None:
+    with counting() as (_, url):
+        made = OpenEnv(OpenEnvSettings(url=url, image="grid"))
+        assert decode(made.reset(TASK).messages[1].images[0].data or b"").size == (2, 2)
+        made.close()
+        broken = OpenEnv(OpenEnvSettings(url=url, image="text"))
+        with pytest.raises(EnvironmentFailed, match="the observation's picture"):
+            broken.reset(TASK)
+        broken.close()
+
+
+@pytest.mark.parametrize("fault", ["EXECUTION_ERROR", "CAPACITY_REACHED", "SESSION_ERROR", "gone", "hang"])
+def test_failures_of_the_server_are_never_the_policys(fault: str) -> None:
+    with counting() as (counter, url):
+        made = OpenEnv(OpenEnvSettings(url=url, message_timeout=1.0))
+        made.reset(TASK)
+        counter.fault = fault
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFailed, match="OpenEnv, step"):
+            made.step('{"by": 1}')
+        assert time.monotonic() - began < 2.5
+        made.close()
+    gone = OpenEnv(OpenEnvSettings(url=url, message_timeout=1.0))
+    with pytest.raises(EnvironmentFailed, match="ConnectionRefusedError"):
+        gone.reset(TASK)
+    gone.close()
+
+
+def test_an_image_source_is_what_the_seam_knows() -> None:
+    assert picture(np.zeros((4, 6, 1), np.int64)) == ImageSource(data=picture(np.zeros((4, 6), np.uint8)).data)
