@@ -29,6 +29,7 @@ from tests.support.pages import write_snippets
 
 BOX = (0.1, 0.1, 0.5, 0.5)
 RIGHT_BOX, WRONG_BOX = "<bbox>[0.1,0.1,0.5,0.5]</bbox>", "<bbox>[0.6,0.6,0.9,0.9]</bbox>"
+THOUGHT, UNEMBEDDED = "<think>It is said.</think><answer>", {"weights": {"process": 0}}
 ODD = [
     "",
     " ",
@@ -123,6 +124,7 @@ HERE = __name__
 CASES = [
     Case("recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
+    Case("recipes.chart_rvr.rewards.reward:ChartReward", f"{THOUGHT}3</answer>", f"{THOUGHT}4</answer>", options=UNEMBEDDED),
     Case("recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     Case("judge.reward:JudgeReward", "<answer>red</answer>", "<answer>blue</answer>", "red", options={"rules_first": False}),
