@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -302,3 +303,27 @@ def test_failures_weigh_as_leases_until_a_success_and_stay_with_the_slot(world: 
         assert (await used.lease()).slot == 0
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(("attempts", "scored"), [(9, True), (8, False)])
+def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(world: Make, attempts: int, scored: bool) -> None:
+    """With an attempt more the episode is played and scored like any other; without, it is left out and counted."""
+    failures: Counter[int] = Counter()
+
+    def flaky(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            sample = request.id.sample
+            if request.task.id == BAD and sample == 0 and failures[sample] < 8:
+                failures[sample] += 1
+                return failed(request, f"reset raised OSError: machine {failures[sample]} is not there")
+            return made.well(request)
+
+        return behave
+
+    made = world(flaky, environment={"actors": 4, "attempts": attempts})
+    made.run(steps=4)
+    assert failures[0] == 8
+    excluded = made.ledger.counts().get("excluded[environment_failure]", 0)
+    assert excluded == (0 if scored else 1)
+    assert made.production.issuer.quarantined == set(), "one group alone does not condemn a task"
