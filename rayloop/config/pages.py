@@ -42,6 +42,7 @@ COMPONENTS = {
     ("Readers", "data.reader"): (
         "rayloop.data.dataset:ChatRows",
         "recipes.arc_vision.data:GroundingRows",
+        "recipes.chart_rvr.data:ChartRows",
         "recipes.digits.data:DigitRows",
     ),
     ("Rewards", "reward.source"): (
@@ -67,6 +68,7 @@ COMPONENTS = {
     ("Boxes to draw", "report.boxes"): ("recipes.arc_vision.boxes:GroundingBoxes",),
     ("Answers of the supervised stage", "answers"): (
         "recipes.arc_vision.data:BoxAnswers",
+        "recipes.chart_rvr.data:ChartAnswers",
         "recipes.digits.data:SortedAnswers",
     ),
     ("Embedders", "reward.source.with.embedder"): (

@@ -1,0 +1,97 @@
+"""Chart questions as tasks: the prompt that asks for type, table, steps and answer, and the supervised answer in that form."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Message, Task
+from rayloop.data.dataset import field, image_entry
+from rayloop.rewards.saved import parsed
+
+TYPES = (
+    "line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap",
+)  # fmt: skip
+_ANSWER = "<answer>\nthe final answer on one line\n</answer>"
+_STEPS = "<step-1>: what the question asks for\n<step-2>: the data it needs\n...\n<step-n>: the last step to the answer"
+_TYPE = f"<type>the kind of chart, one of: {', '.join(TYPES)}</type>"
+_TABLE = '<table>the data as one JSON object {"columns": [...], "rows": [[...], ...]}, nothing else</table>'
+_FORM = "Look at the chart, answer the question, and write exactly these two blocks and nothing else:\n"
+TEMPLATES = {
+    "direct": "Look at the chart and answer the question with a word, a number or a short phrase.",
+    "steps": f"{_FORM}<think>\n{_STEPS}\n</think>\n{_ANSWER}",
+    "type": f"{_FORM}<think>\n{_TYPE}\n{_STEPS}\n</think>\n{_ANSWER}",
+    "table": f"{_FORM}<think>\n{_TYPE}\n{_TABLE}\n{_STEPS}\n</think>\n{_ANSWER}",
+}
+"""Chart-RVR's four prompts in our words: the answer alone; with steps; with the type; with type and table, which are paid."""
+
+
+class ChartRows:
+    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, the columns of ``sanchit97/chart-rvr-grpo-train``.
+
+    ``table`` and ``reasoning`` may be missing or null. Tables may be JSON in a text. The chart's type splits the metrics.
+    """
+
+    class Settings(SettingsModel):
+        template: Literal["direct", "steps", "type", "table"] = "table"
+        """What the policy is asked to write; rewards for type and table need ``table``, evaluations without thought ``direct``."""
+        system: str = ""
+        """Another text in place of the template's, for a prompt of your own."""
+        suffix: str = ""
+        """Added to every question, as ChartFC's " Answer yes or no." does."""
+        image: str = "image"
+        """Column of the chart's image. Set it when yours is called otherwise."""
+        query: str = "query"
+        """Column of the question; ``question`` in many data sets."""
+        label: str = "label"
+        """Column of the true answer; of a list of answers the first counts."""
+        chart_type: str = "chart_type"
+        """Column of the chart's type; rows without it earn nothing for the type."""
+        table: str = "table"
+        """Column of the chart's data as ``{columns, rows}``, when yours is called otherwise."""
+        reasoning: str = "reasoning"
+        """Column of the true steps, when yours is called otherwise."""
+
+    def __init__(self, settings: ChartRows.Settings) -> None:
+        self._settings = settings
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        names = self._settings
+        label = field(row, names.label, where)
+        label = label[0] if isinstance(label, list) else label
+        if not isinstance(label, str | int | float) or not str(label).strip():
+            raise DataFailure(where, f"{names.label} must be a text or a number, not {label!r:.100}")
+        question = str(field(row, names.query, where)) + names.suffix
+        kind = row.get(names.chart_type)
+        extra = {
+            "query": question,
+            "chart_type": kind,
+            "table": parsed(row.get(names.table)),
+            "reasoning": row.get(names.reasoning),
+        }
+        messages = (
+            Message("system", (names.system or TEMPLATES[names.template],)),
+            Message("user", (image_entry(field(row, names.image, where), where, root), question)),
+        )
+        source = str(row.get("data_source") or kind or "")
+        return Task(str(row.get("id") or where), messages, str(label), source, extra)
+
+
+class ChartAnswers:
+    """The supervised answer: the row's type, table, steps and label in the form that the prompt asks for."""
+
+    tokens = ()
+
+    def answer(self, task: Task, rng: random.Random) -> str:
+        """Raises DataFailure for a row without one of them."""
+        missing = [name for name in ("chart_type", "table", "reasoning") if not task.extra.get(name)]
+        if missing:
+            raise DataFailure(f"task {task.id}", f"no {' and no '.join(missing)}: there is no rationale to learn from")
+        kind, table, reasoning = (task.extra[name] for name in ("chart_type", "table", "reasoning"))
+        thought = f"<type>{kind}</type>\n<table>{json.dumps(table)}</table>\n{reasoning}"
+        return f"<think>\n{thought}\n</think>\n<answer>\n{task.ground_truth}\n</answer>"
