@@ -14,7 +14,8 @@ from typing import Literal
 MIB = 1 << 20
 SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
 """What programs of /usr look at elsewhere; none of it is about this machine's users."""
-Proc = Literal["fresh", "none"]
+Proc = Literal["fresh", "host", "none"]
+"""host: this machine's, where a container lets no fresh one be mounted. Whoever asks for it covers it before code can look."""
 
 
 def command(
@@ -58,7 +59,7 @@ def command(
     else:
         line += ["--unshare-user"]
     line += ["--ro-bind", "/usr", "/usr", *_system_links()]
-    line += ["--proc", "/proc"] if proc == "fresh" else []
+    line += {"fresh": ["--proc", "/proc"], "host": ["--bind", "/proc", "/proc"], "none": []}[proc]
     line += ["--dev", "/dev"]
     for path, size in {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB, **(folders or {})}.items():
         line += [*_parents(path), "--size", str(size), "--perms", "1777", "--tmpfs", path]

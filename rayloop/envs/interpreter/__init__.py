@@ -1,0 +1,1 @@
+"""A Python interpreter that the policy writes code for, in the sandbox."""

@@ -1,0 +1,211 @@
+"""PyVision's environment: the policy looks at images by writing Python, and answers when it has seen enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure, EnvironmentFailed, ToolDeadline
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import probe
+from rayloop.envs.interpreter import sandboxes, text
+from rayloop.sandbox.cells import MOST_PIXELS
+from rayloop.sandbox.host import Answer, Interpreter
+from rayloop.sandbox.options import CodeDeadline, CodeFailed, Options, SandboxFailed
+
+MIB = 1 << 20
+_LOADING = 30.0
+"""Seconds to hand an episode's images over; beyond it the sandbox failed."""
+
+
+class SandboxSettings(SettingsModel):
+    """What holds the policy's code in, and what it may use."""
+
+    minimum: sandboxes.Minimum = "filtered"
+    """The weakest level that may be used; the strongest that works is taken, and a run that gets less is refused. Lower it only for
+    code that you trust (docs/security.md)."""
+    memory: int = Field(2048, ge=256)
+    """MiB of address space of an interpreter. Raise it for large images or when your ``preload`` needs more."""
+    scratch: int = Field(64, ge=1)
+    """MiB of files an interpreter may keep, where it may write any. Raise it when code is expected to write files."""
+    spares: int = Field(2, ge=0)
+    """Interpreters that wait, ready, in each process that plays episodes. Raise it when many episodes begin in the same moment."""
+    preload: tuple[str, ...] = ("numpy", "PIL.Image", "matplotlib.pyplot")
+    """Modules loaded once for all interpreters; code can import others that are installed, at a cost each time."""
+
+    @property
+    def options(self) -> Options:
+        return Options(
+            memory=self.memory * MIB, scratch=self.scratch * MIB, spares=self.spares, preload=tuple(self.preload)
+        )
+
+
+class PythonInterpreter:
+    """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode.
+
+    The task's images are there at full resolution, as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, the path of
+    an animated image or a list of paths, one a frame) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``.
+    ``evaluate`` gives how many turns ran code, which a reward may count.
+    """
+
+    class Settings(SettingsModel):
+        on_error: Literal["feed_back", "stop"] = "feed_back"
+        """Code that fails: the policy sees the error and goes on, or the episode ends as ``action_error``, as PyVision's did. With
+        feed_back keep ``episode.on_error`` at continue."""
+        code_timeout: float = Field(30.0, gt=0)
+        """Seconds for the code of a turn; then its interpreter is ended. Raise it for heavy code, and keep it below
+        ``episode.step_timeout``."""
+        show_images: bool = True
+        """Whether the prompt shows the images. Without, code alone can look at them, under the names ``image_hint_0`` and on."""
+        instruct: bool = True
+        """Whether the first message ends with how to write code and answers, and with the images' names and sizes. Turn it off when
+        the task's own prompt says so."""
+        role: str = "user"
+        """The role under which results are shown: user as PyVision has it, or tool when the chat template has one."""
+        fps: float = Field(1.0, gt=0)
+        """Frames per second that a video's reader tells. Set it to what your frames were taken at."""
+        sandbox: SandboxSettings = SandboxSettings()
+        """How strongly code is held in, and its limits."""
+
+    def __init__(self, settings: PythonInterpreter.Settings) -> None:
+        """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
+        self._settings = settings
+        self._sandbox = sandboxes.sandbox(settings.sandbox.minimum, settings.sandbox.options)
+        self._interpreter: Interpreter | None = None
+        self._images: dict[str, bytes] = {}
+        self._videos: dict[str, list[bytes]] = {}
+        self._shown = self._ran = 0
+
+    @staticmethod
+    def preflight(settings: PythonInterpreter.Settings) -> None:
+        """Before a run begins: raises ConfigError when this machine does not reach ``sandbox.minimum``."""
+        sandboxes.require(settings.sandbox.minimum)
+
+    def reset(self, task: Task) -> Observation:
+        """Raises DataFailure for an image that cannot be read, EnvironmentFailed when the sandbox fails."""
+        probed = [probe(image) for image in task.images]
+        name = "image_clue" if self._settings.show_images else "image_hint"
+        self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
+        self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
+        self._begin()
+        messages = self._prompt(task, [(width, height) for _, width, height in probed])
+        return Observation(messages)
+
+    def step(self, turn: str) -> StepResult:
+        """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
+        code = text.code(turn)
+        if text.answer(turn) is not None:
+            return StepResult(done=True)
+        if code is None:
+            return self._refused("there is neither code nor an answer in this turn")
+        if self._interpreter is None:
+            self._begin()
+        assert self._interpreter is not None
+        self._ran += 1
+        try:
+            given = self._interpreter.run(code, self._settings.code_timeout)
+        except CodeDeadline as error:
+            self._interpreter = None
+            if self._settings.on_error == "stop":
+                raise ToolDeadline(f"the code of a turn: {error}") from error
+            return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
+        except CodeFailed as error:
+            self._interpreter = None
+            return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
+        except SandboxFailed as error:
+            raise EnvironmentFailed(f"the sandbox failed: {error}") from error
+        return self._answered(given)
+
+    def evaluate(self) -> float:
+        return float(self._ran)
+
+    def close(self) -> None:
+        if self._interpreter is not None:
+            self._interpreter.close()
+            self._interpreter = None
+
+    def _begin(self) -> None:
+        """A new interpreter with the episode's images. Raises DataFailure for one that it cannot read, EnvironmentFailed."""
+        try:
+            self._interpreter = self._sandbox.interpreter()
+            failed = self._interpreter.images(self._images, _LOADING) if self._images else None
+            for name, encoded in self._videos.items():
+                failed = failed or self._interpreter.video(name, encoded, self._settings.fps, _LOADING)
+        except (SandboxFailed, CodeFailed) as error:
+            self.close()
+            raise EnvironmentFailed(f"the sandbox failed: {error}") from error
+        if failed:
+            self.close()
+            raise DataFailure("the task's images", f"the interpreter cannot read them: {failed}")
+
+    def _prompt(self, task: Task, sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
+        """The task's messages; each image stands between its name's tags, or is left out."""
+        messages = []
+        for message in task.messages:
+            parts: list[str | ImageSource] = []
+            for part in message.parts:
+                if isinstance(part, str):
+                    parts.append(part)
+                elif self._settings.show_images:
+                    before, after = text.clue(self._shown)
+                    parts += [before, part, after]
+                    self._shown += 1
+            messages.append(Message(message.role, tuple(parts)))
+        if self._settings.instruct:
+            inputs = [
+                f"{name}: a PIL image of {width}x{height} pixels."
+                for name, (width, height) in zip(self._images, sizes, strict=True)
+            ]
+            inputs += [
+                f"{name}: a video; len({name}), {name}[i] and {name}.get_batch(indices)." for name in self._videos
+            ]
+            said = text.INSTRUCTIONS.format(inputs="\n".join(inputs) or "There is no image.")
+            last = messages[-1]
+            messages[-1] = Message(last.role, (*last.parts, f"\n{said}"))
+        return tuple(messages)
+
+    def _answered(self, given: Answer) -> StepResult:
+        """What the policy is shown of an answer."""
+        pictures, lost = _intact(given.images)
+        lost += given.dropped
+        said = given.text + (f"\n[{lost} pictures are not shown]" if lost else "")
+        if given.error is not None:
+            said = f"{said.rstrip()}\n{given.error}".lstrip()
+        parts: list[str | ImageSource] = [text.opened(said)]
+        for picture in pictures:
+            before, after = text.clue(self._shown)
+            parts += [before, ImageSource(data=picture), f"{after}\n"]
+            self._shown += 1
+        observation = Observation((Message(self._settings.role, (*parts, text.CLOSED)),))
+        stops = given.error is not None and self._settings.on_error == "stop"
+        return StepResult(observation, done=stops, error=given.error, info={"seconds": given.seconds})
+
+    def _refused(self, why: str) -> StepResult:
+        observation = Observation((Message(self._settings.role, (text.opened(f"Error: {why}"), text.CLOSED)),))
+        return StepResult(observation, done=self._settings.on_error == "stop", error=why)
+
+
+def _intact(images: Sequence[bytes]) -> tuple[list[bytes], int]:
+    """Those that are images, and how many are not: code can make its interpreter answer anything."""
+    kept = []
+    for image in images:
+        try:
+            kept.append(probe(ImageSource(data=image), MOST_PIXELS)[0])
+        except DataFailure:
+            continue
+    return kept, len(images) - len(kept)
+
+
+def _videos(task: Task) -> list[list[bytes]]:
+    """The files of each video: one animated image, or one a frame. Raises DataFailure."""
+    given: Any = task.extra.get("videos", ())
+    try:
+        paths = [[video] if isinstance(video, str) else list(video) for video in given]
+        return [[Path(path).read_bytes() for path in video] for video in paths]
+    except (OSError, TypeError) as error:
+        raise DataFailure(task.id, f"videos: {error}") from error

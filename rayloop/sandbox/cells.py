@@ -1,0 +1,191 @@
+"""Inside: a Python that keeps its names between calls, and answers each with what was printed and drawn.
+
+It runs in the same process as the code, so the code can change whatever it answers: its word is the code's word.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import io
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from rayloop.sandbox import frames
+
+MOST_TEXT, MOST_ERROR, MOST_IMAGES = 20_000, 4_000, 32
+MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
+"""A larger or longer figure is refused before it is drawn: drawing it is what costs."""
+CELL = "<cell>"
+_NAMES = {
+    "plt": "matplotlib.pyplot",
+    "np": "numpy",
+    "Image": "PIL.Image",
+    "math": "math",
+    "io": "io",
+    "base64": "base64",
+}
+"""What code finds without importing it, where it is installed."""
+
+
+class Printed(io.TextIOBase):
+    """stdout and stderr of one call: the first ``MOST_TEXT`` characters, none of threads that an earlier call left behind."""
+
+    def __init__(self) -> None:
+        self._own_ident = threading.get_ident
+        self.begin()
+
+    def begin(self) -> None:
+        self._stale = set(sys._current_frames()) - {self._own_ident()}
+        self._parts: list[str] = []
+        self._size = self._lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._own_ident() not in self._stale:
+            kept = text[: max(0, MOST_TEXT - self._size)]
+            self._parts.append(kept)
+            self._size += len(kept)
+            self._lost += len(text) - len(kept)
+        return len(text)
+
+    def text(self) -> str:
+        return "".join(self._parts) + (f"\n[{self._lost} more characters]" if self._lost else "")
+
+
+class Video:
+    """Frames that are decoded when they are looked at. Has what decord's VideoReader has: len, [i], get_batch, get_avg_fps."""
+
+    def __init__(self, encoded: Sequence[bytes], fps: float) -> None:
+        self._encoded, self._fps = encoded, fps
+        self._animated = self._open(0) if len(encoded) == 1 else None
+        self._length = getattr(self._animated, "n_frames", 1) if self._animated else len(encoded)
+
+    def _open(self, index: int) -> Any:
+        return importlib.import_module("PIL.Image").open(io.BytesIO(self._encoded[index]))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """One frame, an array [height, width, 3] of bytes. Raises IndexError."""
+        if not -self._length <= index < self._length:
+            raise IndexError(f"frame {index} of {self._length}")
+        index %= self._length
+        if self._animated:
+            self._animated.seek(index)
+        shown = self._animated or self._open(index)
+        array = importlib.import_module("numpy").asarray(shown.convert("RGB"))
+        return array.view(_frame_type())
+
+    def get_batch(self, indices: Sequence[int]) -> Any:
+        """Several frames, [n, height, width, 3]."""
+        return importlib.import_module("numpy").stack([self[index] for index in indices]).view(_frame_type())
+
+    def get_avg_fps(self) -> float:
+        return self._fps
+
+
+def _frame_type() -> type:
+    """An array that also answers ``asnumpy()``, as decord's do."""
+    numpy = importlib.import_module("numpy")
+    return type("Frame", (numpy.ndarray,), {"asnumpy": lambda array: numpy.asarray(array)})
+
+
+class Cells:
+    """One interpreter: the names that code has made, and the figures of the present call."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._printed = connection, Printed()
+        self._space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+        self._figures: list[bytes] = []
+        self._dropped = 0
+
+    def serve(self) -> None:
+        """Answer until the host closes the connection."""
+        for name, module in _NAMES.items():
+            if module in sys.modules:
+                self._space[name] = sys.modules[module]
+        if "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].show = self._show  # type: ignore[attr-defined]
+        sys.stdin = io.StringIO("")
+        answers = {"run": self._run, "images": self._images, "video": self._video}
+        while True:
+            try:
+                asked, blobs = frames.receive(self._connection)
+            except EOFError:
+                os._exit(0)
+            try:
+                answer = answers[asked["op"]](asked, blobs)
+            except Exception as error:
+                answer = {"ok": False, "error": f"{type(error).__name__}: {error}"[:MOST_ERROR]}
+            frames.send(self._connection, {"id": asked["id"], **answer}, self._figures)
+            self._figures = []
+
+    def _images(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+        """Each blob is an encoded image: a name in the code's space."""
+        for name, blob in zip(asked["names"], blobs, strict=True):
+            image = importlib.import_module("PIL.Image").open(io.BytesIO(blob))
+            self._space[name] = importlib.import_module("PIL.ImageOps").exif_transpose(image)  # loads it too
+        return {"ok": True}
+
+    def _video(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+        self._space[asked["name"]] = Video(blobs, asked["fps"])
+        return {"ok": True}
+
+    def _run(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+        self._printed.begin()
+        self._figures, self._dropped = [], 0
+        sys.stdout = sys.stderr = self._printed
+        code, started, error = asked["code"], time.perf_counter(), None
+        linecache.cache[CELL] = (len(code), None, code.splitlines(keepends=True), CELL)
+        try:
+            exec(compile(code, CELL, "exec"), self._space)
+            self._show()
+        except BaseException as raised:
+            error = _described(raised)
+            self._close_figures()
+        sys.stdout = sys.stderr = self._printed
+        took = time.perf_counter() - started
+        said = {"ok": error is None, "text": self._printed.text(), "error": error, "seconds": took}
+        return {**said, "dropped": self._dropped}
+
+    def _show(self, *arguments: Any, **options: Any) -> None:
+        """``plt.show``: the open figures become images of the answer. The end of a cell shows what is left."""
+        if (plt := sys.modules.get("matplotlib.pyplot")) is None:
+            return
+        for number in plt.get_fignums():
+            figure = plt.figure(number)
+            width, height = figure.get_size_inches() * figure.dpi
+            if len(self._figures) >= MOST_IMAGES:
+                self._dropped += 1
+            elif max(width, height) >= MOST_ASPECT * max(1, min(width, height)) or width * height > MOST_PIXELS:
+                self._printed.write(f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n")
+            else:
+                encoded = io.BytesIO()
+                figure.savefig(encoded, format="png")
+                self._figures.append(encoded.getvalue())
+            plt.close(figure)
+
+    def _close_figures(self) -> None:
+        if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+            plt.close("all")
+
+
+def _described(raised: BaseException) -> str:
+    """The traceback as far as it is the cell's, the last ``MOST_ERROR`` characters."""
+    try:
+        places = [place for place in traceback.extract_tb(raised.__traceback__) if place.filename == CELL]
+        lines = ["Traceback (most recent call last):\n", *traceback.format_list(places)] if places else []
+        return "".join([*lines, *traceback.format_exception_only(raised)])[-MOST_ERROR:].rstrip()
+    except BaseException:
+        return type(raised).__name__

@@ -1,0 +1,108 @@
+"""Inside: what a new interpreter does to itself, in this order, before it sees any code."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import tempfile
+from typing import Any
+
+from rayloop.sandbox import kernel, landlock, seccomp
+from rayloop.sandbox.options import Level
+
+CONNECTION = 3
+"""The only descriptor that is left beside 0 to 2, which are /dev/null."""
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_EMPTY = "size=4k,nr_inodes=2,mode=555"
+_FILES, _INSIDE_USER = 64, 1000
+
+
+def confine(settings: dict[str, Any], connection: socket.socket, folder: str, user: int | None) -> socket.socket:
+    """Hold this process in at ``settings["level"]``, as ``user`` when it is root's. ``folder``: to be made, for its files.
+
+    Returns the connection under its new number. Raises OSError with what the kernel refused; the process must end then.
+    """
+    level, server = Level(settings["level"]), os.getppid()
+    kernel.die_with_parent(None)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    connection = _only(connection)
+    if level == Level.NAMESPACES:
+        folder = _nothing_of_this_machine(settings["scratch"])
+    elif level == Level.PROCESS:
+        os.mkdir(folder, 0o700)
+        if user is not None:
+            os.chown(folder, user, user)
+    kernel.first_to_go()
+    if user is not None:
+        hidden = level == Level.FILTERED and not _open_to_all(settings["read"])
+        kernel.become(user, keep_read=hidden)  # a Python below /root: Landlock still leaves it that alone
+    kernel.die_with_parent(None if level == Level.NAMESPACES else server)  # which a change of user forgets
+    writing = level != Level.FILTERED
+    os.chdir(folder if writing else "/")
+    os.umask(0o077)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    tempfile.tempdir = folder
+    _limit(settings, alone=level == Level.NAMESPACES or user is not None)
+    if level != Level.PROCESS:
+        if landlock.version() or level == Level.FILTERED:
+            landlock.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
+        seccomp.refuse_all_but(threads=level == Level.NAMESPACES and settings["threads"] > 0, writing=writing)
+    return connection
+
+
+def _only(connection: socket.socket) -> socket.socket:
+    """Close every descriptor but ``connection``."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    if connection.fileno() != CONNECTION:
+        os.dup2(connection.fileno(), CONNECTION)
+        connection.detach()
+        connection = socket.socket(fileno=CONNECTION)
+    os.closerange(CONNECTION + 1, 1 << 16)
+    return connection
+
+
+def _nothing_of_this_machine(scratch: int) -> str:
+    """Namespaces of its own, an empty /tmp of ``scratch`` bytes, no /proc, no /dev/shm, no capabilities. Returns the folder."""
+    kernel.enter_user_namespace(_INSIDE_USER)  # so that the limit of threads counts this interpreter alone
+    kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_IPC)
+    kernel.first_to_go()  # while there is a /proc
+    kernel.mount("none", "/", kernel.RECURSIVE | kernel.PRIVATE)
+    plain = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
+    kernel.mount("tmpfs", "/tmp", plain, f"size={scratch},nr_inodes=512,mode=700")
+    for place in ("/dev/shm", "/proc"):
+        kernel.mount("tmpfs", place, plain | kernel.READ_ONLY, _EMPTY)
+    kernel.drop_capabilities()
+    return "/tmp"
+
+
+def _limit(settings: dict[str, Any], alone: bool) -> None:
+    """``alone``: no other process has this user number, so that its threads can be counted."""
+    limits = {
+        resource.RLIMIT_AS: settings["memory"],
+        resource.RLIMIT_FSIZE: settings["scratch"],
+        resource.RLIMIT_NOFILE: _FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: settings["cpu_seconds"],
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    if alone:
+        limits[resource.RLIMIT_NPROC] = max(settings["threads"], 1)
+    kernel.limit(limits)
+
+
+def _open_to_all(paths: list[str]) -> bool:
+    """Whether another user can come to ``paths`` at all."""
+    folders = {parent for path in paths for parent in _above(path)}
+    return all(os.stat(folder).st_mode & 0o001 for folder in folders)
+
+
+def _above(path: str) -> list[str]:
+    parts = os.path.dirname(path).split("/")
+    return ["/".join(parts[:end]) or "/" for end in range(1, len(parts) + 1)]

@@ -1,0 +1,66 @@
+"""What host and interpreter say to each other: 4 bytes of length, a JSON header, and the blobs whose sizes the header names."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+MOST_HEADER, MOST_BLOB, MOST_BLOBS = 1 << 20, 64 << 20, 256
+"""Bytes, bytes, blobs: more than that is not read, since what is inside may be anybody's."""
+_CHUNK = 1 << 20
+
+Frame = tuple[dict[str, Any], list[bytes]]
+
+
+class Malformed(ValueError):
+    """What came is no frame."""
+
+
+def send(
+    connection: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (), until: float | None = None
+) -> None:
+    """``until``: on the monotonic clock. Raises OSError (TimeoutError among them)."""
+    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+    _wait(connection, until)
+    connection.sendall(struct.pack(">I", len(text)) + text + b"".join(blobs))
+
+
+def receive(connection: socket.socket, until: float | None = None) -> Frame:
+    """The next frame. Raises EOFError at the connection's end, Malformed, OSError (TimeoutError when ``until`` has passed)."""
+    (length,) = struct.unpack(">I", _exactly(connection, 4, until))
+    if length > MOST_HEADER:
+        raise Malformed(f"a header of {length} bytes")
+    try:
+        header = json.loads(_exactly(connection, length, until))
+        sizes = header["blobs"]
+        fine = len(sizes) <= MOST_BLOBS and all(type(size) is int and 0 <= size <= MOST_BLOB for size in sizes)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Malformed(f"no header: {type(error).__name__}") from None
+    if not fine:
+        raise Malformed("blobs of impossible sizes")
+    return header, [_exactly(connection, size, until) for size in sizes]
+
+
+def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
+    parts = []
+    while size:
+        _wait(connection, until)
+        part = connection.recv(min(size, _CHUNK))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _wait(connection: socket.socket, until: float | None) -> None:
+    """Give the next call on ``connection`` the time that is left. Raises TimeoutError when there is none."""
+    if until is None:
+        return
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError
+    connection.settimeout(left)

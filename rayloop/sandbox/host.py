@@ -1,0 +1,335 @@
+"""Outside: a fork server of interpreters, and those that it hands out. Plain blocking calls with deadlines, from any thread.
+
+One ``Sandbox`` serves a whole process; its interpreters are independent of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayloop.sandbox import bubblewrap, fonts, frames, uids
+from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
+
+_ROOT = Path(__file__).parents[2]
+_OWN = (str(_ROOT / "rayloop" / "__init__.py"), str(Path(__file__).parent))
+_BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from rayloop.sandbox.server import main; main(sys.argv[2])"
+_START, _HELLO, _END = 60.0, 20.0, 5.0
+"""Seconds: for the fork server to load its modules, for an interpreter to hold itself in, for a killed one to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call of an interpreter gave. ``error``: the traceback of what it raised; ``images``: figures as PNG, ``dropped``: how
+    many more there were; ``seconds``: as the interpreter measured. All of it is the word of code that nobody trusts."""
+
+    text: str
+    error: str | None
+    images: tuple[bytes, ...]
+    seconds: float
+    dropped: int
+
+
+class Interpreter:
+    """A Python that keeps its names between calls. Not for several threads at once. Ended by ``close``, or when a call failed."""
+
+    def __init__(self, connection: socket.socket, pidfd: int, user: uids.User | None, server: _Server) -> None:
+        self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
+        self._calls, self._lock, self.closed = 0, threading.Lock(), False
+
+    def run(self, code: str, seconds: float) -> Answer:
+        """Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or spoiled its answer (either ends
+        it), SandboxFailed when the fork server is gone."""
+        header, blobs = self._ask({"op": "run", "code": code}, (), seconds)
+        text, error, took, dropped = (header.get(name) for name in ("text", "error", "seconds", "dropped"))
+        if not (isinstance(text, str) and isinstance(error, str | None) and isinstance(dropped, int)):
+            raise self._spoiled("an answer without its parts")
+        return Answer(
+            _clean(text),
+            _clean(error) if error else None,
+            tuple(blobs),
+            took if isinstance(took, float) else seconds,
+            dropped,
+        )
+
+    def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
+        """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
+        return self._given({"op": "images", "names": list(named)}, list(named.values()), seconds)
+
+    def video(self, name: str, encoded: Sequence[bytes], fps: float, seconds: float) -> str | None:
+        """Give code a reader of frames: one animated image, or one image a frame. Returns and raises as ``images``."""
+        return self._given({"op": "video", "name": name, "fps": fps}, encoded, seconds)
+
+    def alive(self) -> bool:
+        """Whether its process is there, and the fork server, which takes it along."""
+        return self._server.alive() and not _ready(self._pidfd, 0)
+
+    def close(self) -> None:
+        """End it, and wait until it is gone (some milliseconds). May be called again, and from another thread."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        gone = bool(_ready(self._pidfd, _END))
+        os.close(self._pidfd)
+        self._connection.close()
+        if self._user is not None and gone:
+            self._user.close()
+
+    def _given(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> str | None:
+        answer, _ = self._ask(header, blobs, seconds)
+        return None if answer.get("ok") is True else str(answer.get("error"))
+
+    def _ask(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> frames.Frame:
+        if self.closed:
+            raise CodeFailed("the interpreter was ended by an earlier call")
+        self._calls += 1
+        until = time.monotonic() + seconds
+        try:
+            frames.send(self._connection, {**header, "id": self._calls}, blobs, until)
+            answer, images = frames.receive(self._connection, until)
+        except TimeoutError:
+            self.close()
+            raise CodeDeadline(f"it did not end within {seconds:g} seconds") from None
+        except (EOFError, OSError):
+            raise self._spoiled("it ended the interpreter") from None
+        except frames.Malformed as error:
+            raise self._spoiled(str(error)) from None
+        if answer.get("id") != self._calls:
+            raise self._spoiled(f"answer {answer.get('id')!r} to call {self._calls}")
+        return answer, images
+
+    def hello(self) -> None:
+        """Wait until it is held in. Raises SandboxFailed."""
+        try:
+            header, _ = frames.receive(self._connection, time.monotonic() + _HELLO)
+        except (EOFError, OSError, frames.Malformed) as error:
+            self.close()
+            raise SandboxFailed(f"a new interpreter ended at once ({type(error).__name__})") from error
+        if header.get("ready") is not True:
+            self.close()
+            raise SandboxFailed(str(header.get("error")))
+
+    def _spoiled(self, why: str) -> Exception:
+        """The interpreter is ended. Whose doing it was: the sandbox's when the fork server is gone too."""
+        self.close()
+        return (
+            CodeFailed(why) if self._server.alive() else SandboxFailed("the fork server is gone, with its interpreters")
+        )
+
+
+class Sandbox:
+    """Interpreters at ``level``. The fork server starts in the background, again after it was lost, and ends with ``close``, or
+    when this process ends, however that ends."""
+
+    def __init__(self, level: Level, options: Options | None = None) -> None:
+        self.level, self.options = level, options or Options()
+        self._changed = threading.Condition()
+        self._spares: deque[Interpreter] = deque()
+        self._waiting, self._closed = 0, False
+        self._failure: SandboxFailed | None = None
+        self._server: _Server | None = None
+        # The kernel ends a child with the THREAD that started it, so one thread that stays starts them all.
+        self._keeper = threading.Thread(target=self._keep, daemon=True, name="sandbox")
+        self._keeper.start()
+
+    def interpreter(self, seconds: float = _START) -> Interpreter:
+        """A new one, at once when a spare is ready. Raises SandboxFailed."""
+        until = time.monotonic() + seconds
+        while True:
+            found = self._next(until)
+            if found.alive():
+                found.hello()
+                return found
+            found.close()  # it ended while it waited
+
+    def close(self) -> None:
+        """End all interpreters and the fork server."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._keeper.join(_END * 2)
+
+    @property
+    def pid(self) -> int | None:
+        """Of what runs the fork server."""
+        return self._server.process.pid if self._server else None
+
+    def _next(self, until: float) -> Interpreter:
+        with self._changed:
+            self._waiting += 1
+            self._failure = None
+            self._changed.notify_all()
+            try:
+                while not self._spares:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._closed:
+                        raise SandboxFailed("the sandbox is closed")
+                    if not self._changed.wait(until - time.monotonic()):
+                        raise SandboxFailed("no interpreter in time")
+                return self._spares.popleft()
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def _keep(self) -> None:
+        """Start the server, and keep spares ready."""
+        while True:
+            with self._changed:
+                while not self._closed and not self._wanted():
+                    self._changed.wait()
+                if self._closed:
+                    break
+            try:
+                if self._server is None or not self._server.alive():
+                    self._drop()
+                    self._server = _Server(self.level, self.options)
+                new = self._server.spawn()
+            except (SandboxFailed, OSError) as error:
+                self._drop()
+                with self._changed:
+                    self._failure = error if isinstance(error, SandboxFailed) else SandboxFailed(str(error))
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                self._spares.append(new)
+                self._changed.notify_all()
+        self._drop()
+
+    def _wanted(self) -> bool:
+        if self._failure is not None:
+            return False  # until somebody asks again
+        return len(self._spares) < self._waiting + self.options.spares
+
+    def _drop(self) -> None:
+        """Be without a server."""
+        with self._changed:
+            spares = list(self._spares)
+            self._spares.clear()
+        for spare in spares:
+            spare.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class _Server:
+    """The process of the fork server, and the socket on which it is asked for interpreters."""
+
+    def __init__(self, level: Level, options: Options) -> None:
+        """Raises SandboxFailed with what the kernel, or an import, refused."""
+        self._level, self._folder = level, ""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._user = uids.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
+        python = bubblewrap.python_folders()
+        letters = fonts.folder() if "matplotlib.pyplot" in options.preload else None
+        settings: dict[str, Any] = dataclasses.asdict(options) | {
+            "level": level,
+            "control": theirs.fileno(),
+            "fonts": letters,
+        }
+        system = ("/usr", "/lib", "/lib64", *bubblewrap.SYSTEM)
+        settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
+        if level != Level.NAMESPACES:
+            settings["folder"] = self._folder = tempfile.mkdtemp(prefix="sandbox-")
+            os.chmod(self._folder, 0o711)
+        line = [sys.executable, "-I", "-B", "-c", _BEGIN, str(_ROOT), json.dumps(settings)]
+        variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+        with tempfile.TemporaryFile() as errors:
+            try:
+                if level == Level.NAMESPACES:
+                    read = [*python, *_OWN, *([letters] if letters else [])]
+                    number = self._user.number if self._user else None
+                    fresh = not bubblewrap.refused(number)
+                    line = bubblewrap.command(line, read=read, uid=number, proc="fresh" if fresh else "host")
+                self.process = subprocess.Popen(
+                    line, env=variables, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                self._forget()
+                raise SandboxFailed(f"{level}: {error}") from error
+            finally:
+                theirs.close()
+            self._control = ours
+            self._first_word(errors)
+
+    def _first_word(self, errors: Any) -> None:
+        """Wait until it is ready. Raises SandboxFailed."""
+        self._control.settimeout(_START)
+        try:
+            word = json.loads(self._control.recv(1 << 16) or b"{}")
+        except OSError as error:
+            word = {"error": f"not ready within {_START:g} seconds ({error})"}
+        if not word.get("ready"):
+            self.close()
+            errors.seek(0)
+            said = errors.read(4096).decode(errors="replace").strip()
+            raise SandboxFailed(word.get("error") or said or f"the fork server ended with {self.process.returncode}")
+
+    def spawn(self) -> Interpreter:
+        """Raises SandboxFailed."""
+        own = os.geteuid() == 0 and self._level != Level.NAMESPACES
+        user = uids.free_user() if own else None
+        try:
+            self._control.send(json.dumps({"user": user.number if user else None}).encode())
+            text, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+            if len(descriptors) == 2:
+                return Interpreter(socket.socket(fileno=descriptors[0]), descriptors[1], user, self)
+            reason = json.loads(text or b'{"error": "the fork server is gone"}')["error"]
+        except OSError as error:
+            reason = f"the fork server does not answer: {error}"
+        if user:
+            user.close()
+        raise SandboxFailed(reason)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """It ends itself when its socket closes; else it is killed."""
+        self._control.close()
+        try:
+            self.process.wait(_END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._user:
+            self._user.close()
+
+
+def _clean(text: str) -> str:
+    """Without halves of characters, which JSON may carry and nothing else takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _ready(descriptor: int, seconds: float) -> bool:
+    """Whether the process of this pidfd ends within ``seconds``."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

@@ -1,0 +1,134 @@
+"""What Python 3.11 has no function for: namespaces, mounts, capabilities and limits of this process, by ctypes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+from collections.abc import Mapping
+
+libc = ctypes.CDLL(None, use_errno=True)
+MACHINE = platform.machine()
+NEW_USER, NEW_PID, NEW_NET, NEW_MOUNTS, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x00020000, 0x08000000
+_NAMES = {NEW_USER: "user", NEW_PID: "pid", NEW_NET: "net", NEW_MOUNTS: "mnt", NEW_IPC: "ipc"}
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS, RECURSIVE, PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
+_PIDFD_OPEN = 434
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 4, 8, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+CAP_DAC_READ_SEARCH = 2
+
+
+def check(result: int, what: str) -> int:
+    """``result``, or OSError with ``what`` and the name of the error: "userns refused: EPERM"."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what} refused: {errno.errorcode.get(number, number)}")
+    return result
+
+
+def system_call(number: int, *arguments: object) -> int:
+    return libc.syscall(number, *arguments)
+
+
+def prctl(option: int, value: int, what: str) -> None:
+    check(libc.prctl(option, value, 0, 0, 0), what)
+
+
+def no_new_privileges() -> None:
+    prctl(_PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+
+
+def adopt_orphans() -> None:
+    """What a child leaves behind becomes a child of this process, so that it can be ended."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")
+
+
+def die_with_parent(parent: int | None) -> None:
+    """SIGKILL when the thread that forked this process ends. A change of user forgets it: call again after one.
+
+    ``parent``: its pid, None where it has none in this namespace. Ends at once when it is gone already.
+    """
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def unshare(*kinds: int) -> None:
+    """Raises OSError, with all names: "unshare(mnt, ipc) refused: EPERM"."""
+    check(libc.unshare(sum(kinds)), f"unshare({', '.join(_NAMES[kind] for kind in kinds)})")
+
+
+def set_namespace(descriptor: int, kind: int) -> None:
+    check(libc.setns(descriptor, kind), f"setns({_NAMES[kind]})")
+
+
+def enter_user_namespace(inside: int) -> None:
+    """A user namespace of its own in which this process is user ``inside``. Raises OSError."""
+    user, group = os.geteuid(), os.getegid()
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # after a change of user /proc/self would belong to root
+    check(libc.unshare(NEW_USER), "userns")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
+        try:
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{name} of the userns refused: {errno.errorcode.get(error.errno or 0)}"
+            ) from error
+
+
+def mount(kind: str, target: str, flags: int, options: str = "") -> None:
+    """``kind`` "none" changes the mount that is there."""
+    filesystem = None if kind == "none" else kind.encode()
+    check(
+        libc.mount(kind.encode(), target.encode(), filesystem, flags, options.encode()), f"mount of {kind} on {target}"
+    )
+
+
+def become(user: int, keep_read: bool = False) -> None:
+    """Be ``user`` for good. ``keep_read``: with the one privilege of reading what its owner alone may (CAP_DAC_READ_SEARCH)."""
+    if keep_read:
+        prctl(_PR_SET_KEEPCAPS, 1, "keepcaps")
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if keep_read:
+        set_capabilities(1 << CAP_DAC_READ_SEARCH)
+
+
+def drop_capabilities() -> None:
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    set_capabilities(0)
+
+
+def set_capabilities(mask: int) -> None:
+    header = struct.pack("Ii", 0x20080522, 0)
+    data = struct.pack("6I", mask, mask, 0, 0, 0, 0)
+    check(libc.capset(ctypes.create_string_buffer(header), ctypes.create_string_buffer(data)), "capset")
+
+
+def limit(limits: Mapping[int, int]) -> None:
+    """Resource -> hard and soft limit; a write beyond the file size is an error, not the end; first to go when memory is short."""
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def first_to_go() -> None:
+    """When the machine runs out of memory, this process is ended first."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def pidfd(pid: int) -> int:
+    """A descriptor of the process, which no other can take the place of."""
+    return check(system_call(_PIDFD_OPEN, pid, 0), "pidfd_open")

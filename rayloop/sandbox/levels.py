@@ -1,0 +1,97 @@
+"""Which level this machine gives, proven by attacks and not by version numbers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rayloop.sandbox.host import Sandbox
+from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
+
+ATTACKS: Mapping[str, str] = {
+    "run a program": "import subprocess; subprocess.run(['/usr/bin/true'], check=True)",
+    "fork": "import os; os.fork() or os._exit(0)",
+    "open a socket": "import socket; socket.socket()",
+    "read a file of this machine": "open({file!r}).read()",
+    "write a file of this machine": "open({file!r}, 'w')",
+    "change a file's mode": "import os; os.chmod({file!r}, 0o777)",
+    "signal the run": "import os; os.kill({pid}, 0)",
+    "read the run's variables": "open('/proc/{pid}/environ').read()",
+    "take 3 GB": "bytearray(3 << 30)",
+    "take memory beside the limits": "import os; os.memfd_create('x')",
+    "make a user namespace": "import ctypes; 1 / (ctypes.CDLL(None).unshare(0x10000000) == 0)",
+}
+"""Name -> code that raises when it is held. ``file``: one that everybody may read and write; ``pid``: this process."""
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """``level``: the strongest that works here, None without any. ``reasons``: of each stronger one, why not. ``held``: of the
+    attacks above, those that were."""
+
+    level: Level | None
+    reasons: Mapping[Level, str] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        why = "".join(f"; {level}: {reason}" for level, reason in self.reasons.items())
+        through = [name for name in ATTACKS if name not in self.held]
+        tried = f"{len(self.held)} of {len(ATTACKS)} attacks held" + (f", not: {', '.join(through)}" if through else "")
+        return (f"{self.level} ({tried})" if self.level else "none") + why
+
+    def short_of(self, minimum: Level) -> bool:
+        """Whether it is less than ``minimum``."""
+        return self.level is None or self.level.rank < minimum.rank
+
+
+@functools.cache
+def reached() -> Reached:
+    """Try the levels, strongest first, each from its start to its attacks. Half a second, once per process."""
+    reasons: dict[Level, str] = {}
+    for level in reversed(Level):
+        try:
+            held = attack(level)
+        except (SandboxFailed, CodeFailed) as error:
+            reasons[level] = str(error)
+            continue
+        if level == Level.PROCESS or len(held) == len(ATTACKS):
+            return Reached(level, reasons, held)
+        reasons[level] = f"not held: {', '.join(name for name in ATTACKS if name not in held)}"
+    return Reached(None, reasons)
+
+
+def attack(level: Level) -> tuple[str, ...]:
+    """The names of the attacks that ``level`` holds. Raises SandboxFailed when it cannot be started, and when an interpreter that
+    hangs is not ended."""
+    folder = tempfile.mkdtemp(prefix="sandbox-test-")
+    os.chmod(folder, 0o755)
+    bait = Path(folder) / "file"
+    bait.write_text("bait")
+    bait.chmod(0o666)
+    sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
+    try:
+        return tuple(
+            name for name, code in ATTACKS.items() if _held(sandbox, code.format(file=str(bait), pid=os.getpid()))
+        )
+    finally:
+        sandbox.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _held(sandbox: Sandbox, code: str) -> bool:
+    """Whether the code raises, or is ended."""
+    interpreter = sandbox.interpreter(_SECONDS)
+    try:
+        return interpreter.run(code, _SECONDS).error is not None
+    except CodeDeadline:
+        return False
+    except CodeFailed:
+        return True
+    finally:
+        interpreter.close()

@@ -1,0 +1,124 @@
+"""A filter of system calls: those of rayloop/sandbox/calls.py, and no others. Needs no privilege and no library.
+
+A refused call fails with EPERM, as where a kernel forbids it; one whose number is newer than the list with ENOSYS, so that
+libraries fall back to older ones. Numbers of other machines (32 bit, x32) end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable
+
+from rayloop.sandbox import calls, kernel
+
+Row = tuple[int, int, int, int]
+"""code, rows to skip when true, when false, operand"""
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_X32, _NEWEST = 0x40000000, 462
+_PR_SET_SECCOMP, _FILTER = 22, 2
+
+_CLONE_THREAD = 0x10000
+_NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what C libraries call
+_DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 5, 1030)  # F_DUPFD to F_GETLK; not F_SETOWN, which sends signals to any process
+_LOCK_COMMANDS = (6, 7, 36, 37, 38)
+_TERMINAL_QUESTIONS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+
+
+def refuse_all_but(threads: bool, writing: bool) -> None:
+    """From now on this process has only the listed system calls. ``threads``: it may start some; ``writing``: it has a folder.
+
+    Must be called in the process itself, as its pid is in the filter. Raises OSError, and KeyError on another machine.
+    """
+    rows = program(os.getpid(), threads, writing, kernel.MACHINE)
+    array = (_Row * len(rows))(*(_Row(*row) for row in rows))
+    filtered = _Program(len(rows), array)
+    kernel.no_new_privileges()
+    kernel.check(kernel.libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(filtered), 0, 0), "seccomp")
+
+
+def program(pid: int, threads: bool, writing: bool, machine: str) -> list[Row]:
+    """The filter's rows, for process ``pid`` of ``machine``."""
+    column = _COLUMN[machine]
+    rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        rows += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    for names in (calls.ALWAYS, calls.WRITING if writing else {}):
+        for number in sorted(found for numbers in names.values() if (found := numbers[column]) is not None):
+            rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    for name, tests, otherwise in _conditions(pid, threads, writing):
+        which = calls.CONDITIONAL[name][column]
+        assert which is not None
+        rows += [(_EQUAL, 0, len(tests) + 1, which), *tests, (_RETURN, 0, 0, _ERROR | otherwise)]
+    return [
+        *rows,
+        (_AT_LEAST, 0, 1, _NEWEST),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+        (_RETURN, 0, 0, _ERROR | errno.EPERM),
+    ]
+
+
+def _conditions(pid: int, threads: bool, writing: bool) -> Iterable[tuple[str, list[Row], int]]:
+    """Name of a call, rows that allow what it may be used for, the error otherwise."""
+    yield (
+        "clone",
+        [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)] if threads else [],
+        errno.EAGAIN,
+    )
+    yield "clone3", [], errno.ENOSYS  # its flags cannot be looked at; C libraries fall back to clone
+    yield "tgkill", _one_of(0, (pid,)), errno.EPERM  # abort() of this process
+    yield "kill", _one_of(0, (pid,)), errno.EPERM
+    yield "prctl", _one_of(0, _NAME_CALLS), errno.EPERM
+    yield "prlimit64", _null(2), errno.EPERM  # asking only
+    yield "ioctl", _one_of(1, _TERMINAL_QUESTIONS), errno.EPERM
+    yield "fcntl", _one_of(1, _DESCRIPTOR_COMMANDS + (_LOCK_COMMANDS if writing else ())), errno.EPERM
+    stream = [(_LOAD, 0, 0, _low(1)), (_AND, 0, 0, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW)]
+    yield (
+        "socketpair",
+        [(_LOAD, 0, 0, _low(0)), (_EQUAL, 0, len(stream), 1), *stream],
+        errno.EPERM,
+    )  # unix streams: no named peer
+    yield "sendto", _null(4), errno.EPERM  # what send() is; to no address
+
+
+def _one_of(argument: int, values: Iterable[int]) -> list[Row]:
+    """Allow the call when the lower half of ``argument``, which is an int in C, is one of ``values``."""
+    rows = [(_LOAD, 0, 0, _low(argument))]
+    for value in values:
+        rows += [(_EQUAL, 0, 1, value & 0xFFFFFFFF), (_RETURN, 0, 0, _ALLOW)]
+    return rows
+
+
+def _null(argument: int) -> list[Row]:
+    """Allow the call when the pointer ``argument`` is NULL."""
+    low, high = _low(argument), _low(argument) + 4
+    return [(_LOAD, 0, 0, low), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, high), (_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _low(argument: int) -> int:
+    """Where the lower half of a call's argument lies in what a filter sees (struct seccomp_data, little endian)."""
+    return 16 + 8 * argument
+
+
+class _Row(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_ushort),
+        ("true", ctypes.c_ubyte),
+        ("false", ctypes.c_ubyte),
+        ("operand", ctypes.c_uint),
+    ]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("rows", ctypes.POINTER(_Row))]

@@ -1,0 +1,151 @@
+"""The Python interpreter as an environment: state, images, pictures, errors, and whose fault an end is."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
+from rayloop.core.protocols import StepResult
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.interpreter import sandboxes
+from rayloop.envs.interpreter.environment import PythonInterpreter
+from rayloop.sandbox.levels import Reached
+from rayloop.sandbox.options import Level
+from tests.support.pictures import picture
+
+pytestmark = [pytest.mark.env, pytest.mark.timeout(60)]
+TASK = Task("t", (Message("user", (ImageSource(data=picture(70, 50)), "What is it?")),))
+
+Make = Callable[..., PythonInterpreter]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[PythonInterpreter] = []
+
+    def one(task: Task = TASK, **settings: Any) -> PythonInterpreter:
+        made.append(PythonInterpreter(PythonInterpreter.Settings.model_validate(settings)))
+        made[-1].reset(task)
+        return made[-1]
+
+    yield one
+    for environment in made:
+        environment.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_sandbox_stays() -> Iterator[None]:
+    yield
+    sandboxes.close()
+
+
+def run(environment: PythonInterpreter, code: str) -> StepResult:
+    return environment.step(f"I look.\n<code>\n```python\n{code}\n```\n</code>")
+
+
+def shown(result: StepResult) -> str:
+    assert result.observation is not None
+    return "".join(part if isinstance(part, str) else "[picture]" for part in result.observation.messages[0].parts)
+
+
+def test_names_and_images_are_kept_from_turn_to_turn(make: Make) -> None:
+    environment = make()
+    first = run(environment, "import math\nw, h = image_clue_0.size\nprint(w, h)")
+    assert shown(first) == "<tool_response>\n<interpreter>\nText Result:\n70 50\n</interpreter>\n</tool_response>"
+    assert first.error is None
+    assert "54" in shown(run(environment, "print(w - 16, np.linalg.svd(np.eye(2))[1].sum())"))
+    assert environment.evaluate() == 2.0
+    assert environment.step("<answer>\n\\boxed{a cat}\n</answer>").done
+
+
+def test_pictures_come_back_numbered_after_those_of_the_prompt(make: Make) -> None:
+    environment = make()
+    result = run(
+        environment,
+        "plt.imshow(image_clue_0.crop((0, 0, 40, 40)).rotate(5)); plt.show(); plt.figure(); plt.plot([1, 2])",
+    )
+    assert "<image_clue_1>[picture]</image_clue_1>\n<image_clue_2>[picture]</image_clue_2>\n" in shown(result)
+    assert result.observation is not None
+    data = result.observation.messages[0].images[0].data
+    assert data is not None
+    assert Image.open(io.BytesIO(data)).format == "PNG"
+
+
+def test_the_prompt_names_images_or_hides_them(make: Make) -> None:
+    environment = PythonInterpreter(PythonInterpreter.Settings())
+    message = environment.reset(TASK).messages[0]
+    assert [part if isinstance(part, str) else "[picture]" for part in message.parts][:4] == [
+        "<image_clue_0>", "[picture]", "</image_clue_0>", "What is it?",
+    ]  # fmt: skip
+    assert "image_clue_0: a PIL image of 70x50 pixels." in str(message.parts[-1])
+    environment.close()
+    hidden = make(show_images=False)
+    assert "70" in shown(run(hidden, "print(image_hint_0.width)"))
+
+
+def test_errors_are_fed_back_or_end_the_episode(make: Make) -> None:
+    environment = make()
+    result = run(environment, "x = 1\n1 / 0")
+    assert not result.done
+    assert "line 2, in <module>" in shown(result)
+    assert "ZeroDivisionError" in (result.error or "")
+    assert "neither code nor an answer" in shown(environment.step("I wonder."))
+    assert "1" in shown(run(environment, "print(x)"))
+    assert run(make(on_error="stop"), "1 / 0").done
+
+
+def test_what_the_code_does_to_its_interpreter_is_the_codes_doing(make: Make) -> None:
+    environment = make(code_timeout=1)
+    for code in ("while True: pass", "import os; os._exit(0)", "import ctypes; ctypes.string_at(0)"):
+        result = run(environment, f"y = 5\n{code}")
+        assert result.error is not None, code
+        assert not result.done
+        assert "a new interpreter begins" in shown(result)
+        assert "70" in shown(run(environment, "print(image_clue_0.width, 'y' in dir())"))
+    assert "MemoryError" in (run(environment, "b = bytearray(20 << 30)").error or "")
+    with pytest.raises(ToolDeadline):
+        run(make(code_timeout=1, on_error="stop"), "while True: pass")
+
+
+def test_a_picture_that_code_forged_is_left_out(make: Make) -> None:
+    forged = "import sys\nf = sys._getframe(1)\nf.f_locals['self']._figures.append(b'not a picture')"
+    result = run(make(), forged)
+    assert "[1 pictures are not shown]" in shown(result)
+    assert result.error is None
+
+
+def test_a_lost_fork_server_is_the_environments_failure_and_the_next_episode_works(make: Make) -> None:
+    environment = make()
+    settings = PythonInterpreter.Settings()
+    pid = sandboxes.sandbox("process", settings.sandbox.options).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentFailed, match="sandbox failed"):
+        run(environment, "import time; time.sleep(20)")
+    assert "70" in shown(run(make(), "print(image_clue_0.width)"))
+
+
+def test_a_machine_that_does_not_reach_the_minimum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    less = Reached(Level.PROCESS, {Level.FILTERED: "Landlock is not in this kernel"}, ())
+    monkeypatch.setattr("rayloop.sandbox.levels.reached", lambda: less)
+    with pytest.raises(ConfigError, match=r"sandbox.minimum: filtered is not reached here.*Landlock is not"):
+        PythonInterpreter(PythonInterpreter.Settings())
+
+
+def test_videos_are_readers_of_frames(make: Make, tmp_path: Any) -> None:
+    frames = []
+    for index in range(3):
+        frames.append(str(tmp_path / f"{index}.png"))
+        Image.new("RGB", (8, 4), (index, 0, 0)).save(frames[-1])
+    task = Task("v", (Message("user", ("Which?",)),), extra={"videos": [frames]})
+    code = "print(len(video_clue_0), video_clue_0[2].asnumpy().shape, video_clue_0.get_batch([0, 2])[1, 0, 0, 0])"
+    assert "3 (4, 8, 3) 2" in shown(run(make(task), code))
+    with pytest.raises(DataFailure, match="videos"):
+        make(Task("v", TASK.messages, extra={"videos": [["nowhere.png"]]}))

@@ -1,0 +1,19 @@
+"""Which part of a turn is code, and which an answer."""
+
+from rayloop.envs.interpreter import text
+
+
+def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None:
+    block = "<code>\n```python\n{}\n```\n</code>"
+    assert text.code("a " + block.format("x = 1") + " b " + block.format("x = 2")) == "x = 2\n"
+    assert text.code("<code>\n```python\nx = 3\n```") == "x = 3\n"  # the stop string was not sampled
+    assert text.code("```python\nx = 4\n```\nand\n```python\nx = 5\n```") == "x = 5\n"
+    assert text.code(block.format("x = 6") + "\n```python\nx = 7\n```") == "x = 6\n"
+    assert text.code("```\nx = 8\n```") is None
+    assert text.code("x = 9") is None
+
+
+def test_an_answer_is_the_last_one_and_not_empty() -> None:
+    assert text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>") == "\\boxed{B}"
+    assert text.answer("<answer> \n</answer>") is None
+    assert text.answer("\\boxed{A}") is None
