@@ -32,6 +32,7 @@ from rayloop.engines.computing import Computing, measured
 from rayloop.engines.settings import FsdpSettings
 from rayloop.run.config import Placement, RunConfig
 from rayloop.run.demand import bundles, demand, total
+from rayloop.run.preflight import held_in
 
 A = TypeVar("A", bound=Pooled)
 
@@ -128,7 +129,8 @@ class Services:
         await asyncio.gather(*self._starts())
         found = await self._measure()
         kernels = "; ".join(f"{role}: {one.kernels}" for role, one in found.items() if one and one.kernels)
-        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels))
+        sandbox = await asyncio.to_thread(held_in, c)
+        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels, sandbox=sandbox))
 
     async def _measure(self) -> dict[str, Computing | None]:
         """Let those that compute find out what with, while none of them computes: one role after the other. By role."""

@@ -62,6 +62,7 @@ COMPONENTS = {
         "rayloop.envs.image_tools:ImageTools",
         "rayloop.envs.browser.miniwob:MiniWob",
         "rayloop.envs.browser.web:WebPage",
+        "rayloop.envs.interpreter.environment:PythonInterpreter",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),

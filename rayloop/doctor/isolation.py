@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from rayloop.doctor.finding import Finding
-
-ISOLATIONS: Mapping[str, Sequence[str]] = {
-    "bubblewrap": ("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"),
-    "namespaces": ("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "true"),
-}
-"""Name -> a command that runs ``true`` without network, strongest first."""
-LANDLOCK_CREATE_RULESET, LANDLOCK_VERSION = 444, 1
-"""The system call, and the flag with which it only returns its version (linux/landlock.h)."""
+from rayloop.sandbox.levels import Reached, reached
+from rayloop.sandbox.options import Level
 
 
-def sandbox(isolations: Mapping[str, Sequence[str]] = ISOLATIONS) -> list[Finding]:
-    """The strongest isolation that works here for code of tools: warning when it is less than namespaces."""
-    working = next((name for name, command in isolations.items() if _works(command)), None)
-    landlock = ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION)
-    found = f"level: {working or ('landlock' if landlock > 0 else 'process limits')}"
-    found += f" (Landlock {landlock if landlock > 0 else 'absent'})"
-    if working is None:
-        remedy = (
-            "install bubblewrap and allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
-            "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that permits unshare"
-        )
-        return [Finding("warning", found, remedy)]
-    return [Finding("ok", found)]
-
-
-def _works(command: Sequence[str]) -> bool:
-    if shutil.which(command[0]) is None:
-        return False
-    return subprocess.run(command, capture_output=True, timeout=2, check=False).returncode == 0
+def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
+    """How strongly code that the policy writes can be held in, proven by attacks: warning when it is less than namespaces."""
+    here = found()
+    said = f"level: {here}"
+    if here.level == Level.NAMESPACES:
+        return [Finding("ok", said)]
+    remedy = (
+        "install bubblewrap and allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
+        "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that permits unshare"
+    )
+    return [Finding("warning", said, remedy)]
 
 
 def scheduler(environment: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:

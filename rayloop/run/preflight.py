@@ -32,6 +32,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
                 f"README says how to get one. Set it with {key}=FILE"
             )
     installed(config.loggers)
+    held_in(config)
     if trains:
         trainable(config)
     resume = config.checkpoint.resume
@@ -42,6 +43,19 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
         )
     if Path(model).is_dir():
         Renderer(config.model)  # raises for tokenizer and chat template
+
+
+def held_in(config: RunConfig) -> str:
+    """How the run's environments hold in what the policy wrote, on this machine; empty when none executes any.
+
+    An environment's class says it itself: ``preflight(settings)`` returns words, or raises ConfigError.
+    """
+    said = []
+    for kind in (config.environment.episode.environment, *config.environment.kinds.values()):
+        check, settings = getattr(kind.resolve(), "preflight", None), kind.settings_class()
+        if check is not None and settings is not None:
+            said.append(check(settings.model_validate(kind.with_)))
+    return "; ".join(dict.fromkeys(filter(None, said)))
 
 
 def trainable(config: RunConfig) -> None:

@@ -200,10 +200,7 @@ class Sandbox:
                 if self._closed:
                     break
             try:
-                if self._server is None or not self._server.alive():
-                    self._drop()
-                    self._server = _Server(self.level, self.options)
-                new = self._server.spawn()
+                new = self._spawn()
             except (SandboxFailed, OSError) as error:
                 self._drop()
                 with self._changed:
@@ -214,6 +211,15 @@ class Sandbox:
                 self._spares.append(new)
                 self._changed.notify_all()
         self._drop()
+
+    def _spawn(self) -> Interpreter:
+        """From the server that is there, or from a new one when it does not answer. Raises SandboxFailed."""
+        if self._server is not None:
+            with contextlib.suppress(SandboxFailed):
+                return self._server.spawn()
+        self._drop()
+        self._server = _Server(self.level, self.options)
+        return self._server.spawn()
 
     def _wanted(self) -> bool:
         if self._failure is not None:

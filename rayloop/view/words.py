@@ -158,6 +158,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "started": lambda record: (
         f"all actors are ready after {span(record['seconds'])}"
         + (f"; {record['kernels']}" if record.get("kernels") else "")
+        + (f"; code of the policy is held in by {record['sandbox']}" if record.get("sandbox") else "")
     ),
     "begin": _begin,
     "changed": _changed,

@@ -28,6 +28,8 @@ from rayloop.doctor.finding import Finding, size
 from rayloop.launch.addresses import this_node
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
+from rayloop.sandbox.levels import ATTACKS, Reached
+from rayloop.sandbox.options import Level
 from tests.support.heads import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -396,11 +398,14 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert "broken driver" in only(machine.gpus(0, None, {}, ("sh", "-c", "echo broken driver; exit 9"))).found
 
 
-def test_the_sandbox_is_the_strongest_that_works() -> None:
-    assert only(isolation.sandbox({"strong": ("false",), "weak": ("true",)})).found.startswith("level: weak")
-    nothing = only(isolation.sandbox({"strong": ("false",), "missing": ("no-such-command",)}))
-    assert nothing.level == "warning"
-    assert "bubblewrap" in nothing.remedy
+def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
+    full = Reached(Level.NAMESPACES, {}, tuple(ATTACKS))
+    assert only(isolation.sandbox(lambda: full)) == Finding("ok", "level: namespaces (11 of 11 attacks held)")
+    less = Reached(Level.FILTERED, {Level.NAMESPACES: "userns refused: EPERM"}, tuple(ATTACKS))
+    found = only(isolation.sandbox(lambda: less))
+    assert found.level == "warning"
+    assert found.found == "level: filtered (11 of 11 attacks held); namespaces: userns refused: EPERM"
+    assert "bubblewrap" in found.remedy
 
 
 def test_schedulers_are_recognised() -> None:

@@ -82,9 +82,9 @@ class PythonInterpreter:
         self._shown = self._ran = 0
 
     @staticmethod
-    def preflight(settings: PythonInterpreter.Settings) -> None:
-        """Before a run begins: raises ConfigError when this machine does not reach ``sandbox.minimum``."""
-        sandboxes.require(settings.sandbox.minimum)
+    def preflight(settings: PythonInterpreter.Settings) -> str:
+        """Before a run begins: what holds code in here, for its header. Raises ConfigError for less than ``sandbox.minimum``."""
+        return sandboxes.require(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for an image that cannot be read, EnvironmentFailed when the sandbox fails."""

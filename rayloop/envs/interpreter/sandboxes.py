@@ -29,14 +29,15 @@ def sandbox(minimum: Minimum, options: Options) -> Sandbox:
         return _sandboxes[options]
 
 
-def require(minimum: Minimum) -> None:
-    """Raises ConfigError when this machine gives less."""
+def require(minimum: Minimum) -> str:
+    """What this machine gives, in words. Raises ConfigError when it is less."""
     found = levels.reached()
     if found.short_of(Level(minimum)):
         raise ConfigError(
             f"sandbox.minimum: {minimum} is not reached here, only {found}. Code of the policy is not run. Use a newer kernel or "
             "another container profile (docs/security.md, The sandbox), or, where you trust what the policy writes, lower it"
         )
+    return str(found)
 
 
 def close() -> None:
