@@ -1,17 +1,20 @@
 """Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images.
 
-How tools are described, called and read is defined here alone, in the form that Qwen's and Hermes' chat templates teach.
+How tools are described and called is defined here alone, and how a call is written in ``rayloop/chat/calls.py``.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rayloop.chat.calls import CALL as CALL
+from rayloop.chat.calls import CALLED as CALLED
+from rayloop.chat.calls import bodies
+from rayloop.chat.calls import written as written
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
@@ -19,9 +22,6 @@ from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.toolkit import Schema, schema
 
-CALL, CALLED = "<tool_call>", "</tool_call>"
-"""What stands before and behind a call. ``CALLED`` belongs into ``rollout.sampling.stop``, or the policy invents the result."""
-_CALL = re.compile(f"{CALL}(.*?){CALLED}", re.DOTALL)
 _INSTRUCTIONS = """\
 # Tools
 
@@ -45,14 +45,9 @@ def instructions(tools: Sequence[Schema]) -> str:
     return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, tools)), call=CALL, called=CALLED)
 
 
-def written(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as the policy has to write it."""
-    return f"{CALL}\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n{CALLED}"
-
-
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of the last tool call in ``text``, None when there is none. Raises ToolError if malformed."""
-    found = _CALL.findall(text)
+    found = bodies(text)
     if not found:
         return None
     try:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from rayloop.chat.calls import bodies, without_calls, written
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
 from serve_apps.policy.api import ChatMessage, Function, ToolCall
 from serve_apps.web import ImagePart, TextPart
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:
@@ -32,15 +30,15 @@ def answer_of(text: str, tools: bool) -> ChatMessage:
     calls = _calls(text) if tools else []
     if not calls:
         return ChatMessage(role="assistant", content=text)
-    return ChatMessage(role="assistant", content=_CALL.sub("", text).strip() or None, tool_calls=calls)
+    return ChatMessage(role="assistant", content=without_calls(text) or None, tool_calls=calls)
 
 
 def _calls(text: str) -> list[ToolCall]:
     found: list[ToolCall] = []
-    for written in _CALL.findall(text):
+    for body in bodies(text):
         call: Any = None
         try:
-            call = json.loads(written)
+            call = json.loads(body)
         except (ValueError, RecursionError):
             return []
         if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
@@ -56,8 +54,9 @@ def _written(function: Function) -> str:
         arguments = json.loads(function.arguments)
     except (ValueError, RecursionError) as error:
         raise DataFailure("tool_calls", f"the arguments of {function.name} are no JSON: {error}") from error
-    call = json.dumps({"name": function.name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    if not isinstance(arguments, dict):
+        raise DataFailure("tool_calls", f"the arguments of {function.name} are no JSON object")
+    return written(function.name, arguments)
 
 
 def _part(part: TextPart | ImagePart) -> str | ImageSource:
