@@ -219,6 +219,25 @@ def test_a_run_that_is_not_live_is_refused_in_one_line(live: Run, tmp_path: Path
     assert "limits.hold" in refused("--run", live.folder, "limits.hold=3")
 
 
+def test_a_run_is_found_by_its_name_and_an_endpoint_is_not_served_twice(live: Run, served: Endpoint) -> None:
+    place = json.loads((live.folder / "cluster.json").read_text())
+    where = [
+        "--address",
+        place["address"],
+        "--token-file",
+        place["token_file"],
+        "--announce",
+        live.folder / "other.json",
+    ]
+    for name, why in (
+        ("run", "Ray Serve has an application named policy-run"),
+        ("nobody", "it is not live. Live runs of this cluster: run"),
+    ):
+        done = subprocess.run(command("--name", name, *where), cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr[-2000:]
+    served.ready()
+
+
 def test_the_endpoint_ends_with_the_run_and_leaves_nothing(live: Run, served: Endpoint) -> None:
     """The last one of this module: it ends the run."""
     assert stat.S_IMODE((live.folder / "cluster.json").stat().st_mode) == 0o600
