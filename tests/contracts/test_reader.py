@@ -52,6 +52,20 @@ ROWS: dict[str, list[list[Row]]] = {
             for i in range(2)
         ],
     ],
+    "recipes.chart_rvr.data:ChartRows": [
+        [
+            {
+                "id": f"r{i}",
+                "image": "a.png",
+                "query": "How many?",
+                "label": str(i),
+                "chart_type": "bar",
+                "reasoning": "",
+                "table": {"columns": ["Year"], "rows": [["2019"]]},
+            }
+            for i in range(2)
+        ]
+    ],
     "recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""
