@@ -49,6 +49,7 @@ COMPONENTS = {
         "judge.reward:JudgeReward",
         "recipes.arc_vision.reward:ArcVisionReward",
         "recipes.arc_vision.reward:IoUReward",
+        "recipes.arpo.reward:ArpoReward",
         "recipes.chart_rvr.rewards.reward:ChartReward",
         "recipes.digits.reward:SortReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
@@ -70,6 +71,7 @@ COMPONENTS = {
     ("Answers of the supervised stage", "answers"): (
         "recipes.arc_vision.data:BoxAnswers",
         "recipes.chart_rvr.data:ChartAnswers",
+        "recipes.arpo.demonstrations:Demonstrated",
         "recipes.digits.data:SortedAnswers",
     ),
     ("Embedders", "reward.source.with.embedder"): (

@@ -1,0 +1,104 @@
+"""Demonstrations for the warm start, from the live pages: a script that knows the right element, and clicks hastily.
+
+Its clicks are spread over ``haste`` times the element's width and height, so some of them miss, and it tries again as long as the
+page lets it: what it teaches is the grammar, roughly where to click, and that a miss is followed by another try. How to hit is left
+to GRPO.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.protocols import Observation
+from rayloop.core.types import Message, Task
+from rayloop.envs.browser.miniwob import MiniWob
+from rayloop.envs.browser.tab import Screen
+from rayloop.envs.grammar.actions import Actions, Click, Point
+from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.writer import write
+
+HASTE, TURNS, PAGES_AT_ONCE = 1.6, 4, 8
+STEP = 10
+"""Thousandths of the screen between two coordinates that the tiny model can write: each is one token."""
+POINTING = Pointing(coordinates="relative")
+SETTINGS = MiniWob.Settings(pointing=POINTING, success_at=1.0, reload=False)
+Box = tuple[float, float, float, float]
+
+
+class Pointed(MiniWob):
+    """A page that also tells the box, in pixels, of the element to click next: ``box``, None when there is none."""
+
+    STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {(Path(__file__).parent / 'targets.js').read_text()}]"
+    box: Box | None = None
+
+    def _seen(self, screen: Screen) -> bool:
+        *state, box = screen.value
+        self.box = tuple(box) if box else None
+        return super()._seen(replace(screen, value=state))
+
+
+def record(file: Path, rows: Sequence[Mapping[str, Any]], haste: float) -> tuple[float, int]:
+    """Play each row once, and write a row for each turn: what was seen until then, and what was done. Returns the share of solved
+    episodes and the number of turns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with ThreadPoolExecutor(PAGES_AT_ONCE) as pool:
+        played = list(pool.map(lambda row: demonstrated(row, haste), rows))
+    turns = [turn for found, _ in played for turn in found]
+    random.Random(0).shuffle(turns)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(turns), file, compression="zstd")
+    return sum(result for _, result in played) / len(played), len(turns)
+
+
+def demonstrated(row: Mapping[str, Any], haste: float) -> tuple[list[dict[str, Any]], float]:
+    """The turns of an episode as rows for ``sft``, and its result."""
+    rng = random.Random(row["seed"])
+    page = Pointed(SETTINGS)
+    turns: list[dict[str, Any]] = []
+    said: list[dict[str, str]] = []
+    images: list[dict[str, bytes | None]] = []
+    try:
+        seen: Observation | None = page.reset(Task(row["id"], (Message("user", (row["prompt"],)),), extra=row))
+        while seen is not None and page.box is not None and len(turns) < TURNS:
+            last = seen.messages[-1]
+            texts = "".join(part for part in last.parts if isinstance(part, str))
+            said.append({"role": "user", "content": f"{texts}<image>"})
+            images.append({"bytes": last.images[0].data})
+            answer = write(Actions("", (hasty(page.box, (page.size.width, page.size.height), haste, rng),)))
+            turn = {"id": f"{row['id']}-{len(turns)}", "data_source": row["page"], "answer": answer}
+            turns.append({**turn, "prompt": list(said), "images": list(images)})
+            said.append({"role": "assistant", "content": answer})
+            seen = page.step(answer).observation
+        return turns, page.evaluate()
+    finally:
+        page.close()
+
+
+def hasty(box: Box, size: tuple[int, int], haste: float, rng: random.Random) -> Click:
+    """A click somewhere in the box, widened to ``haste`` times its sides, as the model writes it."""
+    (left, top, right, bottom), (width, height) = box, size
+    x = (left + right) / 2 + (rng.random() - 0.5) * haste * (right - left)
+    y = (top + bottom) / 2 + (rng.random() - 0.5) * haste * (bottom - top)
+    return Click(Point(_rounded(x / width), _rounded(y / height)))
+
+
+def _rounded(fraction: float) -> int:
+    return STEP * round(min(max(fraction, 0.0), 1.0) * 1000 / STEP)
+
+
+class Demonstrated:
+    """The supervised answer: what the demonstrator wrote in that turn. ``tokens``: an action is four of them."""
+
+    tokens = (
+        "Action: click(start_box='", "')",
+        *(f"({x}," for x in range(0, 1001, STEP)), *(f"{y})" for y in range(0, 1001, STEP)),
+    )  # fmt: skip
+
+    def answer(self, task: Task, rng: random.Random) -> str:
+        return str(task.ground_truth)
