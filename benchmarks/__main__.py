@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from benchmarks import (
+    browser,
     judge,
     latency,
     memory,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add_parser("latency", help="how busy engines are with slow environments, beside a turn barrier")
     )
     shares.add_arguments(actions.add_parser("shares", help="tokens per rank of a simulated trainer, beside the fewest"))
+    browser.add_arguments(actions.add_parser("browser", help="steps of MiniWoB++ pages in the real Chromium"))
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
     structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))

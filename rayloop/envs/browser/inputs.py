@@ -34,8 +34,6 @@ KEYS = {
     "pagedown": "PageDown", **{f"f{n}": f"F{n}" for n in range(1, 13)},
 }  # fmt: skip
 """The grammar's names of keys (``rayloop/envs/grammar/keys.py``) -> Playwright's; a character is its own name."""
-MASKS = {"alt": 1, "ctrl": 2, "meta": 4, "shift": 8}
-"""Bits of held keys in a mouse event (Chrome DevTools Protocol, ``Input.dispatchMouseEvent``)."""
 _SCROLLED = {"up": (0, -NOTCH), "down": (0, NOTCH), "left": (-NOTCH, 0), "right": (NOTCH, 0)}
 
 
@@ -49,73 +47,53 @@ def pause(action: Action) -> float:
 
 
 class Inputs:
-    """Mouse and keyboard of one page."""
+    """Mouse and keyboard of one page: Playwright's, one message for each call, which know the keys that are held."""
 
-    def __init__(self, page: Any, cdp: Any) -> None:
-        self._page, self._cdp = page, cdp
+    def __init__(self, page: Any) -> None:
+        self._mouse, self._keyboard = page.mouse, page.keyboard
         self._at = Point(0, 0)
-        self._held: set[str] = set()
 
     async def perform(self, action: Action) -> None:
         """Returns when the page has dealt with it. Raises NotHere."""
         match action:
             case Click(at, button, times):
                 self._at = at
-                await self._click(at, button, times)
+                await self._mouse.click(at.x, at.y, button=button, click_count=times)
             case Hover(at):
-                await self.move(at.x, at.y)
+                await self.move(at)
             case LongPress(at):
-                await self.move(at.x, at.y)
-                await self._mouse("mousePressed", at, button="left", clickCount=1)
-                await asyncio.sleep(LONG)
-                await self._mouse("mouseReleased", at, button="left", clickCount=1)
+                self._at = at
+                await self._mouse.click(at.x, at.y, delay=1000 * LONG)
             case Drag(start, end):
                 await self._drag(start, end)
             case Scroll(direction, at):
-                self._at = at or self._at
-                right, down = _SCROLLED[direction]
-                await self._mouse("mouseWheel", self._at, deltaX=right, deltaY=down)
+                if at is not None and at != self._at:
+                    await self.move(at)
+                await self._mouse.wheel(*_SCROLLED[direction])
             case Hotkey(keys):
                 for key in keys:
-                    await self._page.keyboard.down(_name(key))
+                    await self._keyboard.down(_name(key))
                 for key in reversed(keys):
-                    await self._page.keyboard.up(_name(key))
+                    await self._keyboard.up(_name(key))
             case HoldKey(key, down):
-                await (self._page.keyboard.down if down else self._page.keyboard.up)(_name(key))
-                (self._held.add if down else self._held.discard)(key)
+                await (self._keyboard.down if down else self._keyboard.up)(_name(key))
             case Type(text):
-                await self._page.keyboard.type(text)
+                await self._keyboard.type(text)
             case Wait():
                 await asyncio.sleep(WAIT)
             case _:
                 raise NotHere(f"there is no {type(action).__name__} in a browser")
 
-    async def move(self, x: float, y: float) -> None:
-        self._at = Point(x, y)
-        await self._mouse("mouseMoved", self._at)
-
-    async def _click(self, at: Point, button: str, times: int) -> None:
-        """All events are sent at once: the browser keeps their order."""
-        sent = [self._mouse("mouseMoved", at)]
-        for count in range(1, times + 1):
-            sent.append(self._mouse("mousePressed", at, button=button, clickCount=count))
-            sent.append(self._mouse("mouseReleased", at, button=button, clickCount=count))
-        await asyncio.gather(*sent)
+    async def move(self, at: Point) -> None:
+        self._at = at
+        await self._mouse.move(at.x, at.y)
 
     async def _drag(self, start: Point, end: Point) -> None:
-        """By Playwright's mouse, which also carries what a page drags as data."""
-        mouse = self._page.mouse
-        await mouse.move(start.x, start.y)
-        await mouse.down()
-        await mouse.move(end.x, end.y, steps=STEPS)
-        await mouse.up()
+        await self.move(start)
+        await self._mouse.down()
+        await self._mouse.move(end.x, end.y, steps=STEPS)
+        await self._mouse.up()
         self._at = end
-
-    async def _mouse(self, kind: str, at: Point, **more: Any) -> None:
-        held = sum(MASKS.get(key, 0) for key in self._held)
-        await self._cdp.send(
-            "Input.dispatchMouseEvent", {"type": kind, "x": at.x, "y": at.y, "modifiers": held, **more}
-        )
 
 
 def _name(key: str) -> str:

@@ -18,7 +18,7 @@ from rayloop.envs.browser.chromium import CLOSING, Chromium
 from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.inputs import Inputs, pause
 from rayloop.envs.browser.settings import BrowserSettings
-from rayloop.envs.grammar.actions import Action
+from rayloop.envs.grammar.actions import Action, Point
 
 Result = TypeVar("Result")
 
@@ -82,7 +82,7 @@ class Tab:
         self.refused: Counter[str] = Counter()
         self.address = ""
         self._crashed = asyncio.Event()
-        self._inputs = Inputs(page, cdp)
+        self._inputs = Inputs(page)
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked: set[asyncio.Future[Any]] = set()
 
@@ -127,7 +127,7 @@ class Tab:
 
     async def rest_pointer(self) -> None:
         """Away from the screen, so that nothing is drawn as hovered."""
-        moving = self._inputs.move(self.size.view_width - 5, self.size.view_height - 5)
+        moving = self._inputs.move(Point(self.size.view_width - 5, self.size.view_height - 5))
         await self._in_time(self._settings.action_timeout, moving, "the pointer")
 
     async def close(self) -> None:
