@@ -83,6 +83,7 @@ def checks(
         "token": partial(network.token, environment, token_file, Path.home()),
         "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
         "sandbox": partial(isolation.sandbox),
+        "browser": partial(isolation.browser),
         "scheduler": partial(isolation.scheduler, environment),
     }
 

@@ -6,8 +6,12 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from rayloop.doctor.finding import Finding
+from rayloop.envs.browser.containment import Held, available
+from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.sandbox.levels import Reached, reached
 from rayloop.sandbox.options import Level
+
+PROGRAM = BrowserSettings().program
 
 
 def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
@@ -21,6 +25,23 @@ def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
         "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that permits unshare"
     )
     return [Finding("warning", said, remedy)]
+
+
+def browser(program: str = PROGRAM, available: Callable[[], Held] = available) -> list[Finding]:
+    """What holds in the Chromium of browser environments, where there is one: warning when it is less than namespaces and
+    Chromium's own sandbox, since a page could then reach more."""
+    if shutil.which(program) is None:
+        return [Finding("ok", f"{program} is not installed; only browser environments need it")]
+    held = available()
+    if not held.lacks:
+        return [Finding("ok", f"{program} is held in by {held}")]
+    remedy = (
+        "install bubblewrap and allow user namespaces (see sandbox above); browser.containment says what must be there"
+        if held.level != "namespaces"
+        else "allow user namespaces to be nested: sysctl user.max_user_namespaces, on Ubuntu "
+        "kernel.apparmor_restrict_unprivileged_userns=0"
+    )
+    return [Finding("warning", f"{program} is held in by {held}", remedy)]
 
 
 def scheduler(environment: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from rayloop.doctor import checks, isolation, machine, network, software
 from rayloop.doctor.finding import Finding, size
+from rayloop.envs.browser.containment import Held
 from rayloop.launch.addresses import this_node
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
@@ -406,6 +407,21 @@ def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
     assert found.level == "warning"
     assert found.found == "level: filtered (11 of 11 attacks held); namespaces: userns refused: EPERM"
     assert "bubblewrap" in found.remedy
+
+
+def test_a_browser_is_held_in_or_it_is_said_why_not() -> None:
+    everything = Held("namespaces", True, "")
+    assert levels(isolation.browser("sh", lambda: everything)) == ["ok"]
+    assert "no-such-browser is not installed" in only(isolation.browser("no-such-browser")).found
+    for held, remedy in (
+        (Held("namespaces", False, "Chromium's own sandbox: EPERM"), "nested"),
+        (Held("chromium", True, "bubblewrap: not installed"), "install bubblewrap"),
+        (Held("none", False, "bubblewrap: not installed"), "install bubblewrap"),
+    ):
+        found = only(isolation.browser("sh", lambda held=held: held))
+        assert found.level == "warning"
+        assert held.lacks in found.found
+        assert remedy in found.remedy
 
 
 def test_schedulers_are_recognised() -> None:

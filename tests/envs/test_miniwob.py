@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,3 +122,36 @@ def centre(environment: MiniWob, selector: str) -> tuple[int, int]:
     x, y = host.run(tab.evaluate(asked), 10)
     columns, rows = environment._settings.pointing.size(environment.size.width, environment.size.height)
     return round(x * columns / environment.size.width), round(y * rows / environment.size.height)
+
+
+@pytest.mark.timeout(500)
+def test_every_page_starts_and_takes_a_click() -> None:
+    """All at once, as many as there is room for: this is also how a full browser is worked with."""
+
+    def play(page: str) -> tuple[str, str]:
+        try:
+            with playing(page, 3) as (environment, first):
+                text, image = shown(first)
+                size = (environment.size.width, environment.size.height)
+                result = environment.step("Action: click(start_box='(90,120)')")
+                sound = image.size == size and len(image.getcolors(1 << 20) or []) > 1 and len(text) > len("Do this: ")
+                return page, "" if sound and result.error is None and -1 <= environment.evaluate() <= 1 else "is odd"
+        except Exception as error:
+            return page, repr(error)
+
+    with ThreadPoolExecutor(12) as threads:
+        found = dict(threads.map(play, pages()))
+    assert {page: why for page, why in found.items() if why} == {}
+
+
+def test_without_reload_the_next_episode_is_played_in_the_same_tab() -> None:
+    tabs = []
+    for seed in (1, 2, 1):
+        with playing("click-button", seed, reload=False) as (environment, first):
+            tabs.append((environment._tab, pixels(first)))
+    (a, first_look), (b, other_look), (c, again) = tabs
+    assert a is b is c
+    assert first_look == again != other_look
+    with playing("click-button", 1, reload=False) as (one, _), playing("click-button", 1, reload=False) as (two, _):
+        assert one._tab is a
+        assert two._tab is not a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +12,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.browser.containment import available
 from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
@@ -64,6 +66,14 @@ class PageEnvironment:
         self._host: Host | None = None
         self._sound = False
         """Whether the last call of the page succeeded."""
+
+    @classmethod
+    def preflight(cls, settings: PageSettings) -> str:
+        """How Chromium is held in on this machine, for the run's header."""
+        program = settings.browser.program
+        return (
+            f"{available()} (Chromium)" if shutil.which(program) else f"nothing yet: {program} is not on this machine"
+        )
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes wrong."""

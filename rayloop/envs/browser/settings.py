@@ -15,14 +15,14 @@ class BrowserSettings(SettingsModel):
     """The Chromium of an environment actor: how it is locked in, and when it is given up."""
 
     program: str = "chromium-headless-shell"
-    """The browser to start, a path or a name of PATH. Debian's headless shell needs a fifth of the memory of a full Chromium; name
-    another when yours is called otherwise."""
+    """The browser to start, a path or a name of PATH. Debian's headless shell needs far less memory than a full Chromium; name another
+    when yours is called otherwise."""
     containment: Containment = "namespaces"
     """What must hold it in, or it is not started: bubblewrap's namespaces without a network, Chromium's own sandbox, or nothing.
     Lower it only for pages that you trust, where bubblewrap is refused."""
     pages: int = Field(16, ge=1)
     """Episodes in one browser at once; for more of them another browser is started beside it. Lower it when a browser that dies
-    costs too many episodes, raise it to save 200 MB per browser."""
+    costs too many episodes, raise it to save the memory of a second browser."""
     recycle_episodes: int = Field(500, ge=1)
     """After this many episodes a browser takes no more and ends with its last; lower it when browsers grow over time."""
     browser_memory: int = Field(4096, ge=256)
