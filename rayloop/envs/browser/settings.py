@@ -15,8 +15,8 @@ class BrowserSettings(SettingsModel):
     """The Chromium of an environment actor: how it is locked in, and when it is given up."""
 
     program: str = "chromium-headless-shell"
-    """The browser to start, a path or a name of PATH. Debian's headless shell needs far less memory than a full Chromium; name another
-    when yours is called otherwise."""
+    """The browser to start, a path or a name of PATH. Debian's headless shell needs far less memory than a full Chromium; name
+    another when yours is called otherwise."""
     containment: Containment = "namespaces"
     """What must hold it in, or it is not started: bubblewrap's namespaces without a network, Chromium's own sandbox, or nothing.
     Lower it only for pages that you trust, where bubblewrap is refused."""
