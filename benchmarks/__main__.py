@@ -9,7 +9,6 @@ import argparse
 import sys
 
 from benchmarks import (
-    browser,
     judge,
     latency,
     memory,
@@ -24,6 +23,7 @@ from benchmarks import (
     structure,
     train,
 )
+from benchmarks.envs import browser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

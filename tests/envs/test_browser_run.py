@@ -20,7 +20,7 @@ from tests.support.runs import eventually, run, settings
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
-pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap"), pytest.mark.timeout(600)]
 
 PAGES = ("click-test-2", "click-button", "click-dialog", "focus-text")
 
@@ -72,7 +72,7 @@ def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_
         },
     )
     with run(config) as made:
-        made.until(lambda: made.metrics, "a step")
+        made.until(lambda: made.metrics, "a step", 330)
         actor = made.actor("EnvironmentActor").pid
         before = browsers(actor)
         pids = set(processes.tree(actor)) - {actor}
