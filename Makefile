@@ -81,7 +81,7 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,gymnasium,mcp,openenv]" -c constraints.txt
+	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

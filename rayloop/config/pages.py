@@ -64,6 +64,7 @@ COMPONENTS = {
         "rayloop.envs.browser.miniwob:MiniWob",
         "rayloop.envs.browser.web:WebPage",
         "rayloop.envs.interpreter.environment:PythonInterpreter",
+        "rayloop.envs.desktop.environment:DesktopTasks",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),

@@ -11,6 +11,7 @@ from rayloop.core.types import Task
 from rayloop.envs.settings import EnvironmentKind
 
 FAMILIES: Mapping[str, str] = {
+    "desktop": "rayloop.envs.desktop.catalog:DESKTOPS",
     "miniwob": "rayloop.envs.browser.catalog:MINIWOB",
     "scripted": "rayloop.envs.scripted:SCRIPTED",
 }

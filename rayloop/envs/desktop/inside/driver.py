@@ -1,0 +1,238 @@
+"""The first process inside a desktop's sandbox: starts X, a window manager and programs, acts through XTEST, grabs the screen.
+
+``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers frames (rayloop/envs/frames.py) until the host is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from Xlib import X
+from Xlib.display import Display
+from Xlib.ext import xtest
+
+from rayloop.envs.desktop.inside import home
+from rayloop.envs.frames import Channel, Header
+
+START = 10.0
+"""Seconds for the X server, and again for the window manager."""
+BUTTONS = {"left": 1, "middle": 2, "right": 3}
+WHEEL = {"up": 4, "down": 5, "left": 6, "right": 7}
+GAP = 0.05
+"""Seconds between two looks at the screen."""
+
+
+class Desk:
+    """The display, and the programs on it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from rayloop.envs.desktop.inside.keyboard import Keyboard
+
+        self._home = os.environ["HOME"]
+        self.running: dict[int, str] = {}
+        self._told = b""
+        self._width, self._height = settings["size"]
+        self._start_server()
+        self._spawn(["openbox"])
+        self._display = Display(os.environ["DISPLAY"])
+        self._root = self._display.screen().root
+        # openbox announces itself before it takes windows: one that is mapped in between is lost (5 of 40 starts)
+        self._until(lambda: bool(self._property("_NET_WORKAREA")), START, "the window manager")
+        self._keyboard = Keyboard(self._display)
+
+    def answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
+        """Carry out a call: the method of that name."""
+        self._reap()
+        arguments = {key: value for key, value in header.items() if key not in ("op", "call", "blob")}
+        if blob:
+            arguments["content"] = blob
+        found = getattr(self, f"do_{header['op']}")(**arguments)
+        return found if isinstance(found, tuple) else (found or {}, b"")
+
+    # What the host asks for ---------------------------------------------------------------------------------------------
+
+    def do_put(self, path: str, mode: int, content: bytes = b"") -> None:
+        home.put(self._home, path, content, mode)
+
+    def do_tell(self) -> tuple[Header, bytes]:
+        entries, contents = home.tell(self._home)
+        return {"entries": entries}, contents
+
+    def do_launch(self, command: list[str], within: float) -> None:
+        """Start a program and wait until it has a window, and the focus."""
+        before = set(self._property("_NET_CLIENT_LIST"))
+        self._spawn(command)
+
+        def shown() -> bool:
+            new = set(self._property("_NET_CLIENT_LIST")) - before
+            return bool(new & set(self._property("_NET_ACTIVE_WINDOW")))
+
+        self._until(shown, within, f"a window of {command[0]}")
+
+    def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
+        """Rows of 4 bytes a pixel (BGRX).
+
+        Waits at most ``react`` seconds until the screen differs from the last one that was told, and then at most ``settle``
+        seconds until two looks are equal.
+        """
+        end = time.monotonic() + react
+        pixels = self._grab()
+        while pixels == self._told and time.monotonic() < end:
+            time.sleep(GAP)
+            pixels = self._grab()
+        end, settled = time.monotonic() + settle, False
+        while not settled and time.monotonic() < end:
+            time.sleep(GAP)
+            before, pixels = pixels, self._grab()
+            settled = before == pixels
+        self._told = pixels
+        return {"size": [self._width, self._height]}, pixels
+
+    def do_move(self, x: int, y: int) -> None:
+        xtest.fake_input(self._display, X.MotionNotify, x=x, y=y)
+        self._display.sync()
+
+    def do_click(self, x: int, y: int, button: str = "left", count: int = 1) -> None:
+        self.do_move(x, y)
+        for _ in range(count):
+            self._button(BUTTONS[button], True)
+            self._button(BUTTONS[button], False)
+        self._display.sync()
+
+    def do_drag(self, x: int, y: int, to_x: int, to_y: int) -> None:
+        """In ten steps, since programs begin a drag only when the pointer moves."""
+        self.do_move(x, y)
+        self._button(BUTTONS["left"], True)
+        self._display.sync()
+        for step in range(1, 11):
+            time.sleep(0.01)
+            self.do_move(x + (to_x - x) * step // 10, y + (to_y - y) * step // 10)
+        time.sleep(0.01)
+        self._button(BUTTONS["left"], False)
+        self._display.sync()
+
+    def do_scroll(self, direction: str, ticks: int) -> None:
+        for _ in range(ticks):
+            self._button(WHEEL[direction], True)
+            self._button(WHEEL[direction], False)
+        self._display.sync()
+
+    def do_press(self, keys: list[str]) -> None:
+        self._keyboard.press(keys)
+
+    def do_hold(self, key: str, down: bool) -> None:
+        self._keyboard.hold(key, down)
+
+    def do_type(self, text: str, delay: float) -> None:
+        self._keyboard.type(text, delay)
+
+    def do_running(self) -> Header:
+        """Programs that were started in here and live."""
+        return {"running": sorted(self.running.values())}
+
+    # The display --------------------------------------------------------------------------------------------------------
+
+    def _start_server(self) -> None:
+        reading, writing = os.pipe()
+        os.set_inheritable(writing, True)
+        size = f"{self._width}x{self._height}x24"
+        self._spawn(["Xvfb", "-displayfd", str(writing), "-screen", "0", size, "-nolisten", "tcp", "-noreset"])
+        os.close(writing)
+        said = b""
+        while not said.endswith(
+            b"\n"
+        ):  # it writes the number and the line's end apart, and dies when nobody reads the second
+            if not select.select([reading], [], [], START)[0]:
+                raise TimeoutError(f"the X server did not start within {START:g} seconds")
+            if not (part := os.read(reading, 16)):
+                raise ChildProcessError("the X server ended at its start")
+            said += part
+        os.close(reading)
+        os.environ["DISPLAY"] = f":{said.decode().strip()}"
+
+    def _grab(self) -> bytes:
+        return bytes(self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF).data)
+
+    def _button(self, number: int, down: bool) -> None:
+        xtest.fake_input(self._display, X.ButtonPress if down else X.ButtonRelease, number)
+
+    def _property(self, name: str) -> list[int]:
+        found = self._root.get_full_property(self._display.intern_atom(name), X.AnyPropertyType)
+        return list(found.value) if found else []
+
+    def _until(self, test: Callable[[], bool], seconds: float, what: str) -> None:
+        end = time.monotonic() + seconds
+        while not test():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{what} did not come within {seconds:g} seconds")
+            time.sleep(0.005)
+
+    # Processes ----------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, command: list[str]) -> None:
+        nothing = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)]
+        pid = os.posix_spawnp(command[0], command, dict(os.environ), file_actions=nothing, setsid=True)
+        self.running[pid] = command[0]
+
+    def _reap(self) -> None:
+        """As the first process of its namespace it inherits every orphan."""
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            self.running.pop(pid, None)
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Set limits, which programs inherit."""
+    limits = {
+        resource.RLIMIT_NPROC: settings["processes"],
+        resource.RLIMIT_AS: settings["memory_mb"] << 20,
+        resource.RLIMIT_CORE: 0,
+    }
+    for which, limit in limits.items():
+        resource.setrlimit(which, (limit, limit))
+    os.umask(0o022)
+    os.chdir(os.environ["HOME"])
+
+
+def end_with_the_host(connection: socket.socket) -> None:
+    """End, and with it the whole namespace, when the host's end is closed, also while X does not answer.
+
+    ``--die-with-parent`` does not do it as root: bwrap has given up the right to signal another user's processes.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=end_with_the_host, args=(connection,), daemon=True).start()
+    channel = Channel(connection)
+    settings = json.loads(sys.argv[2])
+    try:
+        confine(settings)
+        desk = Desk(settings)
+    except Exception as error:
+        channel.send({"error": [type(error).__name__, str(error)]})
+        return
+    channel.send({})
+    channel.serve(desk.answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it with all that runs in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import rayloop
+from rayloop.core.failures import InfrastructureFailure
+from rayloop.envs.desktop.settings import DesktopLimits
+from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
+from rayloop.sandbox import bubblewrap, uids
+
+HOME = "/home/user"
+PROGRAMS = {"Xvfb": "xvfb", "openbox": "openbox", "xterm": "xterm", "mousepad": "mousepad", "pcmanfm": "pcmanfm"}
+"""What a desktop runs -> the Debian package that has it."""
+MIB = 1 << 20
+DYING = 10.0
+"""Seconds in which a killed desktop is gone."""
+_RC = {
+    # equal states then have equal pixels, and a desktop that nobody touches takes no CPU
+    ".config/gtk-3.0/settings.ini": "[Settings]\ngtk-cursor-blink=false\ngtk-enable-animations=false\n",
+    ".gtkrc-2.0": "gtk-cursor-blink = 0\n",
+    ".Xdefaults": "XTerm*faceName: DejaVu Sans Mono\nXTerm*faceSize: 12\nXTerm*geometry: 90x28\n",
+}
+_ENVIRONMENT = {
+    "HOME": HOME,
+    "USER": "user",
+    "SHELL": "/bin/bash",
+    "XDG_RUNTIME_DIR": "/run/user",
+    "GSETTINGS_BACKEND": "memory",
+    "DBUS_SESSION_BUS_ADDRESS": "disabled:",
+    "NO_AT_BRIDGE": "1",
+    "GTK_A11Y": "none",
+    "GDK_BACKEND": "x11",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+_SYSTEM = ("/etc/xdg", "/etc/X11", "/etc/gtk-2.0", "/etc/gtk-3.0", "/etc/mime.types", "/var/cache/fontconfig")
+
+
+class DesktopLost(InfrastructureFailure):
+    """The X server, the driver or the whole desktop ended, or did not answer in time. Never a reward: play it again elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What lies at a path of a home. ``content`` is None for a folder, and for what is no file, is too large or unreadable."""
+
+    kind: str
+    content: bytes | None = None
+
+
+def missing() -> str:
+    """What a desktop needs and this machine lacks, with the command that installs it; empty when it has all."""
+    lacks = [package for program, package in {"bwrap": "bubblewrap", **PROGRAMS}.items() if not shutil.which(program)]
+    if lacks:
+        return f"apt-get install --no-install-recommends {' '.join(lacks)}"
+    if find_spec("Xlib") is None:
+        return "pip install 'rayloop[desktop]'"
+    return ""
+
+
+class Desktop:
+    """A desktop that lives until ``close``, or until the thread that made it ends.
+
+    Raises DesktopLost when it does not start, with what is missing. All calls come from one thread.
+    """
+
+    def __init__(self, limits: DesktopLimits) -> None:
+        if lacks := missing():
+            raise DesktopLost(f"this machine lacks what a desktop needs: {lacks}")
+        self._limits = limits
+        self._user = uids.free_user() if os.geteuid() == 0 else None
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        with theirs:
+            self._process = self._start(theirs)
+        try:
+            header, _ = self._channel.receive(limits.start_timeout)
+            if "error" in header:
+                raise Refused(*header["error"])
+            for path, text in _RC.items():
+                self.put(path, text.encode())
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Refused | Gone | Late):
+                raise DesktopLost(f"the desktop did not start: {error}{self._last_words()}") from error
+            raise
+
+    def put(self, path: str, content: bytes, executable: bool = False) -> None:
+        """Write a file of the home, with the folders above it."""
+        self.ask("put", blob=content, path=path, mode=0o755 if executable else 0o644)
+
+    def tell(self) -> Mapping[str, Entry]:
+        """All that is in the home, by path. It is read inside of the desktop: a link of the policy leads nowhere."""
+        header, contents = self.ask("tell")
+        entries, start = {}, 0
+        for entry in header["entries"]:
+            size = entry.get("size")
+            content = None if size is None else contents[start : start + size]
+            entries[entry["path"]] = Entry(entry["kind"], content)
+            start += size or 0
+        return entries
+
+    def launch(self, command: Sequence[str]) -> None:
+        """Start a program and wait for its window."""
+        within = self._limits.start_timeout
+        self.ask("launch", seconds=within + self._limits.call_timeout, command=list(command), within=within)
+
+    def screenshot(self, react: float = 0.0, settle: float = 0.0) -> bytes:
+        """PNG of the screen. Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is still."""
+        seconds = react + settle + self._limits.call_timeout
+        header, pixels = self.ask("screenshot", seconds=seconds, react=react, settle=settle)
+        image = Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1)
+        encoded = io.BytesIO()
+        image.save(encoded, "PNG", compress_level=1)
+        return encoded.getvalue()
+
+    def type(self, text: str, delay: float, longest: float) -> None:
+        """``delay`` seconds after each character; each may take ``longest`` seconds. Raises ValueError for one that is no text."""
+        seconds = self._limits.call_timeout + longest * len(text)
+        self.ask("type", seconds=seconds, text=text, delay=delay)
+
+    def ask(self, op: str, blob: bytes = b"", seconds: float | None = None, **arguments: Any) -> tuple[Header, bytes]:
+        """One call of the driver (``inside/driver.py``). Raises DesktopLost, and ValueError for a key that does not exist."""
+        try:
+            return self._channel.ask(op, seconds or self._limits.call_timeout, blob, **arguments)
+        except Refused as error:
+            if error.kind == "ValueError":
+                raise ValueError(error.why) from error
+            raise DesktopLost(f"{op}: {error}") from error
+        except (Gone, Late) as error:
+            raise DesktopLost(f"{op}: {error}") from error
+
+    def close(self) -> None:
+        """End it. Whatever runs in it is gone with the first process of its namespace. May be called again."""
+        self._channel.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DYING)
+        if self._user is not None:
+            self._user.close()
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        uid = os.geteuid() if self._user is None else self._user.number
+        limits = self._limits
+        told = {"size": [limits.width, limits.height], "processes": limits.processes, "memory_mb": limits.memory_mb}
+        reading, writing = os.pipe()
+        with open(writing, "w") as passwd:
+            passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
+        paths = _code()
+        line = bubblewrap.command(
+            [
+                *(os.path.realpath(sys.executable), "-S", "-m", "rayloop.envs.desktop.inside.driver"),
+                *(str(theirs.fileno()), json.dumps(told)),
+            ],
+            read=[*paths, *filter(os.path.exists, _SYSTEM)],
+            folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
+            environment={**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_roots())},
+            uid=None if self._user is None else uid,
+            options=[
+                *("--as-pid-1", "--perms", "1777", "--dir", "/tmp/.X11-unix"),  # which Xvfb makes for root alone
+                *("--perms", "0644", "--ro-bind-data", str(reading), "/etc/passwd"),
+            ],
+        )
+        try:
+            self._errors = open(os.memfd_create("desktop"), "w+b")  # noqa: SIM115
+            return subprocess.Popen(
+                line,
+                pass_fds=(theirs.fileno(), reading),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+        finally:
+            os.close(reading)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip()
+        return f": {said[-500:]}" if said else ""
+
+
+def _roots() -> list[str]:
+    """Where Python finds rayloop and python-xlib inside: at the same paths as here."""
+    return sorted({str(Path(rayloop.__file__).parents[1]), str(_library("Xlib").parent)})
+
+
+def _code() -> list[str]:
+    """The Python of this process, and of its packages only what the driver imports."""
+    here = Path(rayloop.__file__).parent
+    own = ("__init__.py", "envs/__init__.py", "envs/frames.py", "envs/desktop/__init__.py", "envs/desktop/inside")
+    return [sys.base_prefix, *(str(here / name) for name in own), str(_library("Xlib")), str(_library("six"))]
+
+
+def _library(name: str) -> Path:
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    origin = Path(spec.origin)
+    return origin.parent if origin.name == "__init__.py" else origin

@@ -1,0 +1,2 @@
+#!/bin/sh
+echo built > "$HOME/Data/result.txt"

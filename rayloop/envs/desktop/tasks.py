@@ -1,0 +1,103 @@
+"""Desktop tasks: what is asked, what lies in the home at the beginning, what is open, and how the result is checked."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from rayloop.config.settings import SettingsModel
+from rayloop.envs.desktop.checks import Check
+
+SHIPPED = Path(__file__).parent / "shipped" / "tasks.yaml"
+MOST_START_BYTES = 64 << 20
+"""Of all start files of a task."""
+
+
+class DesktopTask(SettingsModel):
+    """A task for a desktop, as it stands in a task file."""
+
+    id: str = Field(min_length=1)
+    """The name by which a row or a command asks for the task; unique in its file."""
+    instruction: str = Field(min_length=1)
+    """What the policy is asked to do on the screen, in plain words."""
+    start: str | None = None
+    """A folder beside the task file whose files the home has at the beginning; none for an empty home."""
+    open: tuple[tuple[str, ...], ...] = ()
+    """Programs with their arguments that are on the screen at the beginning, in this order: the last one has the focus."""
+    checks: tuple[Check, ...] = Field(min_length=1)
+    """What must hold of the files that the episode leaves."""
+    partial: bool = False
+    """The result is the share of checks that hold, instead of 1 for all of them and else 0."""
+
+    @model_validator(mode="after")
+    def _can_fail(self) -> DesktopTask:
+        if all(check.is_ == "nothing" for check in self.checks):
+            raise ValueError(f"task {self.id}: an emptied home would pass: check also what must be there")
+        return self
+
+
+class TaskFile:
+    """The tasks of a YAML or JSON file, by id.
+
+    Raises ValueError that names the file for what is no list of tasks, for an id that occurs twice, and for start files that a
+    check names and that do not exist; OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            tasks = TypeAdapter(list[DesktopTask]).validate_python(yaml.safe_load(path.read_text()))
+        except (ValidationError, yaml.YAMLError) as error:
+            raise ValueError(f"{path} is no file of desktop tasks: {error}") from error
+        self.tasks = {task.id: task for task in tasks}
+        if len(self.tasks) < len(tasks):
+            twice = next(task.id for task in tasks if [one.id for one in tasks].count(task.id) > 1)
+            raise ValueError(f"{path} has two tasks with the id {twice!r}")
+        for task in tasks:
+            there = self.start(task)
+            for check in task.checks:
+                if check.same_as is not None and check.same_as not in there:
+                    raise ValueError(f"{path}: task {task.id} compares with {check.same_as}, which is no start file")
+
+    def start(self, task: DesktopTask) -> Mapping[str, StartFile]:
+        """The files of its home at the beginning, by path. Raises ValueError."""
+        if task.start is None:
+            return {}
+        folder = self.path.parent / task.start
+        if not folder.is_dir():
+            raise ValueError(f"{self.path}: task {task.id} starts with the folder {folder}, which does not exist")
+        files = {
+            str(file.relative_to(folder)): StartFile(file.read_bytes(), os.access(file, os.X_OK))
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        }
+        if sum(len(file.content) for file in files.values()) > MOST_START_BYTES:
+            raise ValueError(f"{self.path}: the start files of {task.id} have more than {MOST_START_BYTES} bytes")
+        return files
+
+
+class StartFile:
+    """A file of the beginning. ``executable``: a script."""
+
+    def __init__(self, content: bytes, executable: bool) -> None:
+        self.content, self.executable = content, executable
+
+
+@functools.cache
+def task_file(path: Path) -> TaskFile:
+    """Read once per process. Raises as ``TaskFile``."""
+    return TaskFile(path)
+
+
+PROMPT = "You see the screen of a computer. {instruction}"
+
+
+def rows(path: Path = SHIPPED) -> list[dict[str, Any]]:
+    """The rows of a data file, one for each task: its id in the column ``desktop``."""
+    return [{"id": task.id, "prompt": PROMPT, "desktop": task.id} for task in task_file(path).tasks.values()]
