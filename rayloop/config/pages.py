@@ -65,6 +65,7 @@ COMPONENTS = {
         "rayloop.envs.browser.web:WebPage",
         "rayloop.envs.interpreter.environment:PythonInterpreter",
         "rayloop.envs.desktop.environment:DesktopTasks",
+        "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
     ("Blind priors", "evaluation.blind"): ("recipes.arc_vision.controls:BlindBox",),
