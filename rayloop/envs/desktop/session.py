@@ -18,7 +18,6 @@ from typing import Any
 
 from PIL import Image
 
-import rayloop
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
@@ -28,6 +27,8 @@ HOME = "/home/user"
 PROGRAMS = {"Xvfb": "xvfb", "openbox": "openbox", "xterm": "xterm", "mousepad": "mousepad", "pcmanfm": "pcmanfm"}
 """What a desktop runs -> the Debian package that has it."""
 MIB = 1 << 20
+PACKAGE = Path(__file__).parents[2]
+"""The folder of rayloop."""
 DYING = 10.0
 """Seconds in which a killed desktop is gone."""
 _RC = {
@@ -198,14 +199,13 @@ class Desktop:
 
 def _roots() -> list[str]:
     """Where Python finds rayloop and python-xlib inside: at the same paths as here."""
-    return sorted({str(Path(rayloop.__file__).parents[1]), str(_library("Xlib").parent)})
+    return sorted({str(PACKAGE.parent), str(_library("Xlib").parent)})
 
 
 def _code() -> list[str]:
     """The Python of this process, and of its packages only what the driver imports."""
-    here = Path(rayloop.__file__).parent
     own = ("__init__.py", "envs/__init__.py", "envs/frames.py", "envs/desktop/__init__.py", "envs/desktop/inside")
-    return [sys.base_prefix, *(str(here / name) for name in own), str(_library("Xlib")), str(_library("six"))]
+    return [sys.base_prefix, *(str(PACKAGE / name) for name in own), str(_library("Xlib")), str(_library("six"))]
 
 
 def _library(name: str) -> Path:

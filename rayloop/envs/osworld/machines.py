@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import rayloop
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
@@ -38,13 +37,7 @@ class Machine:
         folder.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        program = [
-            str(local_path(settings.python)),
-            "-c",
-            START,
-            str(theirs.fileno()),
-            str(Path(rayloop.__file__).parents[1]),
-        ]
+        program = [str(local_path(settings.python)), "-c", START, str(theirs.fileno()), str(Path(__file__).parents[3])]
         try:
             with theirs, open(folder / "log.txt", "ab") as log:
                 self._process = subprocess.Popen(
