@@ -1,42 +1,45 @@
 """Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
 
 The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1, so an answer is a trajectory whose
-sampled turn is the answer, and the trainer needs no second code path. The model folder that it writes is what
-``model.path`` of a run takes. Here is what the stage consists of; cluster/stages/sft.py runs it.
+sampled turn is the answer (of several turns: what the assistant says), and the trainer needs no second code path. The model
+folder that it writes is what ``model.path`` of a run takes. Here is what the stage consists of; cluster/stages/sft.py runs it.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, model_validator
 
-from rayloop.chat.rendering import Renderer
+from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import EndReason, Message, Sampling, Task, TokenIds, Trajectory, TrajectoryId, Turn, Version
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.run.config import DataSettings, Placement
 
 START = Version(0, 0)
+ASSISTANT = "assistant"
 
 
 class Answers(Protocol):
-    """Gives the text that the policy should have written. ``rng`` is for answers that are drawn.
+    """Gives the text that the policy should have written, or a conversation: messages of the role ``assistant``, which it should
+    have written, and between them what it was shown. ``rng`` is for answers that are drawn.
 
     ``tokens``: texts that a tiny model made for this recipe has as single tokens.
     """
 
     tokens: tuple[str, ...]
 
-    def answer(self, task: Task, rng: random.Random) -> str: ...
+    def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]: ...
 
 
 class TinySettings(SettingsModel):
@@ -108,7 +111,7 @@ class SftConfig(SettingsModel):
 
 
 class Examples:
-    """Rows as trajectories whose only sampled turn is the answer."""
+    """Rows as trajectories whose sampled turns are the answer's."""
 
     def __init__(self, config: SftConfig) -> None:
         self.renderer = Renderer(config.model)
@@ -117,17 +120,33 @@ class Examples:
 
     def item(self, task: Task, rng: random.Random) -> TrainItem:
         """Raises DataFailure for an unusable image."""
-        prompt = self.renderer.prompt(task.messages)
-        answer = (*self.renderer.encode(self.answers.answer(task, rng)), self.renderer.end_tokens[0])
-        turns = (
-            Turn("prompt", prompt.token_ids, tuple(image.ref for image in prompt.images)),
-            Turn("assistant", answer, logprobs=(0.0,) * len(answer), version=START),
-        )
-        images = {image.ref.sha256: image.data for image in prompt.images if image.data is not None}
+        turns, images, said = list[Turn](), dict[str, bytes](), TokenIds()
+
+        def show(role: str, rendered: Rendered) -> None:
+            turns.append(Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images)))
+            images.update({image.ref.sha256: image.data for image in rendered.images if image.data is not None})
+
+        show("prompt", self.renderer.prompt(task.messages))
+        for assistant, messages in groupby(
+            _messages(self.answers.answer(task, rng)), key=lambda m: m.role == ASSISTANT
+        ):
+            if assistant:
+                said = (*self.renderer.encode("".join(_texts(messages))), self.renderer.end_tokens[0])
+                turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
+            else:
+                show("observation", self.renderer.observation(list(messages), said))
         trajectory = Trajectory(
-            TrajectoryId(0, 0), 0, task.id, 0, turns, self.sampling, EndReason.DONE, image_bytes=images
+            TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images
         )
         return TrainItem(trajectory, advantage=1.0)
+
+
+def _messages(answer: str | Sequence[Message]) -> Sequence[Message]:
+    return [Message(ASSISTANT, (answer,))] if isinstance(answer, str) else answer
+
+
+def _texts(messages: Iterable[Message]) -> list[str]:
+    return [part for message in messages for part in message.parts if isinstance(part, str)]
 
 
 def make_tiny(config: SftConfig) -> None:
@@ -139,8 +158,7 @@ def make_tiny(config: SftConfig) -> None:
     dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None)
     answers: Answers = config.answers.build()
     rng = random.Random(config.seed)
-    texts = [part for task in dataset for message in task.messages for part in message.parts if isinstance(part, str)]
-    texts += [answers.answer(task, rng) for task in dataset]
+    texts = [text for task in dataset for text in _texts((*task.messages, *_messages(answers.answer(task, rng))))]
     write_tiny_vlm(
         config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=answers.tokens,
         image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
