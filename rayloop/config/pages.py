@@ -44,6 +44,7 @@ COMPONENTS = {
         "recipes.arc_vision.data:GroundingRows",
         "recipes.chart_rvr.data:ChartRows",
         "recipes.digits.data:DigitRows",
+        "recipes.pyvision.data:QuestionRows",
     ),
     ("Rewards", "reward.source"): (
         "judge.reward:JudgeReward",
@@ -52,6 +53,7 @@ COMPONENTS = {
         "recipes.arpo.reward:ArpoReward",
         "recipes.chart_rvr.rewards.reward:ChartReward",
         "recipes.digits.reward:SortReward",
+        "recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),
     ("Environments", "environment.episode.environment"): (
@@ -75,6 +77,7 @@ COMPONENTS = {
         "recipes.chart_rvr.data:ChartAnswers",
         "recipes.arpo.demonstrations:Demonstrated",
         "recipes.digits.data:SortedAnswers",
+        "recipes.pyvision.data:Demonstrations",
     ),
     ("Embedders", "reward.source.with.embedder"): (
         "recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",

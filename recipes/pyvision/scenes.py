@@ -1,0 +1,80 @@
+"""Small generated scenes whose question can only be answered by looking closer with code.
+
+Four cards lie on a page of 896 x 896 pixels; the tiny model is shown the page reduced to 112 x 112. ``count``: a card has up to
+five dots of 4 x 4 pixels, half a pixel each for the model. ``dot``: each card has one dot of 6 x 6 pixels, in one of four colours.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+from rayloop.core.seeds import derive
+
+SIDE, CARD = 896, 240
+"""Pixels of the page, and of a card."""
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+CARDS = {"red": (235, 110, 110), "green": (110, 205, 110), "blue": (130, 150, 245), "yellow": (240, 225, 100)}
+DOTS = {"black": (0, 0, 0), "white": (255, 255, 255), "cyan": (0, 255, 255), "magenta": (255, 0, 255)}
+KINDS = ("count", "dot")
+NEAR = {"count": 28, "dot": 10}
+"""Pixels from the middle of a card to the edge of the box that holds all that is on it."""
+MOST = 5
+"""Dots on a card."""
+COUNTED, COLOURED = 4, 6
+"""Pixels of a dot's side, by the kind of question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """``box``: left, top, right and bottom of what is on the card that is meant, in pixels."""
+
+    kind: str
+    question: str
+    answer: str
+    box: tuple[int, int, int, int]
+    image: Image.Image
+
+
+def scene(kind: str, seed: int) -> Scene:
+    """Equal arguments, equal scene."""
+    rng = random.Random(derive(seed, "scene", kind))
+    shade = rng.randint(225, 250)
+    image = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
+    draw = ImageDraw.Draw(image)
+    asked = rng.randrange(len(PLACES))
+    answers = []
+    for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
+        x, y = middle(place)
+        draw.rectangle((x - CARD // 2, y - CARD // 2, x + CARD // 2 - 1, y + CARD // 2 - 1), fill=CARDS[colour])
+        answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
+    question = "How many dots are on the card at the {}?" if kind == "count" else "Which colour has the dot at the {}?"
+    return Scene(kind, question.format(PLACES[asked]), answers[asked], box(kind, asked), image)
+
+
+def middle(place: int) -> tuple[int, int]:
+    """The middle of the card in that quarter of the page, in reading order."""
+    return SIDE // 4 + place % 2 * SIDE // 2, SIDE // 4 + place // 2 * SIDE // 2
+
+
+def box(kind: str, place: int) -> tuple[int, int, int, int]:
+    """Of all that can be on the card there."""
+    (x, y), near = middle(place), NEAR[kind]
+    return x - near, y - near, x + near, y + near
+
+
+def _dots(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
+    number = rng.randint(1, MOST)
+    for cell in rng.sample(range(25), number):
+        left, top = x - 22 + cell % 5 * 10, y - 22 + cell // 5 * 10
+        draw.rectangle((left, top, left + COUNTED - 1, top + COUNTED - 1), fill="black")
+    return str(number)
+
+
+def _dot(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
+    colour = rng.choice(list(DOTS))
+    left, top = x + rng.randint(-6, 0), y + rng.randint(-6, 0)
+    draw.rectangle((left, top, left + COLOURED - 1, top + COLOURED - 1), fill=DOTS[colour])
+    return colour

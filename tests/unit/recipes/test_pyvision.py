@@ -1,0 +1,166 @@
+"""The recipe of PyVision: scenes, rows, demonstrations as the supervised stage learns them, and the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rayloop.config.settings import Component
+from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Scored, Unscored, UnscoredKind
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.sft.stage import Examples, SftConfig
+from recipes.pyvision.data import Demonstrations, QuestionRows, answered, code
+from recipes.pyvision.reward import PyVisionReward, boxed
+from recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
+
+SHOWN = 112
+"""Pixels of a page's side as the tiny model sees it."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_code_of_an_expert_finds_the_answer(seed: int) -> None:
+    made = scene("count", seed)
+    (found,) = re.findall(r"^<code>\n```python\n(.*)\n```\n</code>$", code("count", made.box), re.DOTALL)
+    said: list[Any] = []
+    exec(found, {"image_clue_0": made.image, "print": said.append})
+    assert [str(value) for value in said] == [made.answer]
+    dot = scene("dot", seed)
+    colours = {tuple(pixel) for row in np.asarray(dot.image.crop(dot.box)) for pixel in row}
+    assert colours & set(DOTS.values()) == {DOTS[dot.answer]}
+    assert len(colours & set(CARDS.values())) == 1
+
+
+def test_scenes_are_those_of_their_seed_and_too_small_to_read() -> None:
+    first, again, other = scene("dot", 5), scene("dot", 5), scene("dot", 6)
+    assert first.image.tobytes() == again.image.tobytes() != other.image.tobytes()
+    assert (first.question, first.answer) == (again.question, again.answer)
+    assert first.image.size == (SIDE, SIDE)
+    assert max(COUNTED, COLOURED) * SHOWN / SIDE < 1
+
+
+def test_rows_of_pyvision_and_flat_ones_give_the_same_task(tmp_path: Path) -> None:
+    flat = {"id": "7", "image": "a.png", "question": "How many?", "answer": 3, "kind": "de_visual_search"}
+    original = {
+        "prompt": [{"role": "user", "content": "<image>How many?"}], "data_source": "de_visual_search",
+        "reward_model": {"ground_truth": 3, "style": "model"}, "extra_info": {"index": 7, "question": "How many?"},
+        "mm_hint": {"hint_path": "a.png", "hint_type": "image"},
+    }  # fmt: skip
+    reader = QuestionRows(QuestionRows.Settings())
+    first, second = (reader.task(row, "rows:1", tmp_path) for row in (flat, original))
+    assert (first.id, first.messages, first.ground_truth, first.source) == ("7", second.messages, "3", second.source)
+    assert first.messages == (Message("user", (ImageSource(str(tmp_path / "a.png")), "How many?")),)
+    with pytest.raises(DataFailure, match="only hints that are images"):
+        reader.task({**original, "mm_hint": {"hint_path": "a.mp4", "hint_type": "video"}}, "rows:1", tmp_path)
+
+
+def demonstration(folder: Path) -> Task:
+    for name, side in (("page", 56), ("seen", 84)):
+        Image.new("RGB", (side, 56), "red").save(folder / f"{name}.png")
+    row = {
+        "id": "d", "image": "page.png", "question": "How many dots?", "answer": "4", "kind": "count",
+        "code": "<code>\n```python\nlook()\n```\n</code>",
+        "seen": {"role": "user", "parts": ["Text Result:\n4", {"image": "seen.png"}, "that is all"]},
+    }  # fmt: skip
+    return QuestionRows(QuestionRows.Settings(clues=True)).task(row, "rows:1", folder)
+
+
+def examples(vision_folder: Path, **settings: Any) -> Examples:
+    use = {"use": "recipes.pyvision.data:Demonstrations", "with": settings}
+    rows = {"train": "x.jsonl", "reader": {"use": "recipes.pyvision.data:QuestionRows"}}
+    given = {"output": "x", "steps": 1, "model": {"path": str(vision_folder)}, "data": rows, "answers": use}
+    return Examples(SftConfig.model_validate(given))
+
+
+def test_a_demonstration_is_trained_where_the_policy_speaks(vision_folder: Path, tmp_path: Path) -> None:
+    made = examples(vision_folder, hesitant=0)
+    trajectory = made.item(demonstration(tmp_path), random.Random(0)).trajectory
+    assert [turn.sampled for turn in trajectory.turns] == [False, True, False, True]
+    said = [made.renderer.shown(turn.token_ids) for turn in trajectory.turns]
+    assert said[0].startswith("<|im_start|>user\n<image_clue_0><|vision_start|>")
+    assert said[1] == "<code>\n```python\nlook()\n```\n</code><|im_end|>"
+    assert said[2].startswith("\n<|im_start|>user\nText Result:\n4<|vision_start|>")
+    assert said[2].endswith("that is all<|im_end|>\n<|im_start|>assistant\n")
+    assert said[3] == answered("4") + "<|im_end|>"
+    assert [(image.width, image.height) for image in trajectory.images] == [(56, 56), (84, 56)]
+    assert [len(turn.images) for turn in trajectory.turns] == [1, 0, 1, 0]
+
+
+def test_who_hesitates_guesses(vision_folder: Path, tmp_path: Path) -> None:
+    task = demonstration(tmp_path)
+    guesses = {examples(vision_folder, hesitant=1, unsure=1).answers.answer(task, random.Random(s)) for s in range(50)}
+    assert guesses == {answered(str(number)) for number in range(1, 6)}
+    answers = Demonstrations(Demonstrations.Settings(hesitant=0.25))
+    direct = [isinstance(answers.answer(task, random.Random(seed)), str) for seed in range(400)]
+    assert 70 < sum(direct) < 130
+    bare = QuestionRows(QuestionRows.Settings()).task(
+        {"id": "1", "image": "page.png", "question": "?", "answer": "4"}, "rows:1", tmp_path
+    )
+    with pytest.raises(DataFailure, match="seen"):
+        Demonstrations(Demonstrations.Settings(hesitant=0)).answer(bare, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (answered("cyan"), "cyan"),
+        ("I looked. <answer> \\boxed{ 4 } </answer>", "4"),
+        ("<answer>\n4\n</answer>", None),
+        ("\\boxed{4}", None),
+        (answered("4") + answered("5"), None),
+        (answered("\\boxed{4}"), None),
+        (answered(" "), None),
+        (answered("4" * 1000), None),
+    ],
+)
+def test_what_counts_as_the_answer(text: str, found: str | None) -> None:
+    assert boxed(text) == found
+
+
+def judged(text: str, calls: float | None, **settings: Any) -> Any:
+    trajectory = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE, calls)
+    reward = PyVisionReward(PyVisionReward.Settings.model_validate(settings))
+    task = Task("t", (Message("user", ("How many?",)),), "Cyan")
+    return asyncio.run(reward.score(trajectory, task, ScoreContext(0, ["<code>x</code>", text])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "value"),
+    [(answered("cyan"), 4, 1.4), (answered("cyan"), 0, 1.0), (answered("cyan"), None, 1.0), (answered("black"), 4, 0.0),
+     ("cyan", 2, 0.0)],
+)  # fmt: skip
+def test_calls_are_paid_for_when_the_answer_is_right(text: str, calls: float | None, value: float) -> None:
+    outcome = judged(text, calls)
+    assert isinstance(outcome, Scored)
+    assert outcome.value == pytest.approx(value)
+    assert outcome.components["calls"] == (calls or 0)
+    assert outcome.flags == (() if re.search("answer", text) else ("unparsable",))
+
+
+class Half:
+    async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Scored:
+        return Scored(0.5)
+
+
+class Lost:
+    infrastructure = (TimeoutError,)
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Unscored:
+        return Unscored(UnscoredKind.TIMEOUT, "the judge")
+
+
+def test_a_judge_can_say_what_is_right() -> None:
+    accuracy = {"use": f"{__name__}:Half"}
+    assert judged(answered("blue"), 2, accuracy=accuracy).value == pytest.approx(0.7)
+    assert judged(answered("blue"), 2, accuracy=accuracy, right_from=0.6).value == 0.5
+    lost = Component.model_validate({"use": f"{__name__}:Lost"})
+    assert isinstance(judged(answered("blue"), 2, accuracy=lost), Unscored)
+    assert PyVisionReward(PyVisionReward.Settings(accuracy=lost)).infrastructure == (TimeoutError,)
