@@ -19,7 +19,8 @@
     'focus-text-2': (text) => every('#area input').slice(text.match(/\d/)[0] - 1).slice(0, 1),
   };
   const page = location.pathname.split('/').pop().replace('.html', '');
-  const found = targets[page](document.getElementById('query').innerText.replace(/\s+/g, ' ').trim());
+  const query = core.getUtterance ? core.getUtterance() : document.getElementById('query').textContent;
+  const found = targets[page]((query.utterance || query).replace(/\s+/g, ' ').trim());
   if (found.length !== 1) return null;
   const { left, top, right, bottom } = found[0].getBoundingClientRect();
   return [left, top, right, bottom];
