@@ -18,6 +18,8 @@ from rayloop.envs.browser.settings import BrowserSettings
 FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
 """Beside Playwright's own. Wheel turns take effect at once; a page's script ends at half a GiB, by an error of its own."""
 MIB = 1 << 20
+NOWHERE = "/proc/self/fdinfo"
+"""For downloads and traces, of which there are none: a folder that is there and takes no file. Else Playwright makes one."""
 CLOSING = 5.0
 """Seconds for an orderly end; then the processes are killed."""
 BLAMED = 5.0
@@ -107,6 +109,7 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Held) -> Chro
                 args=[mark, *FLAGS],
                 chromium_sandbox=held.own,
                 timeout=settings.launch_timeout * 1000,
+                artifacts_dir=NOWHERE,
                 handle_sigint=False,
                 handle_sigterm=False,
                 handle_sighup=False,
@@ -117,7 +120,19 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Held) -> Chro
         program.close()
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
-    return Chromium(browser, processes.marked(os.getpid(), mark), program, settings)
+    pid = processes.marked(os.getpid(), mark)
+    if pid is not None and held.level == "namespaces":
+        _unused(pid)
+    return Chromium(browser, pid, program, settings)
+
+
+def _unused(pid: int) -> None:
+    """Remove the folder that Playwright made for a profile, since the real one lies in the browser's own memory: else it is left
+    when actor and driver are killed at once."""
+    for word in processes.command_line(pid):
+        if word.startswith("--user-data-dir="):
+            with suppress(OSError):
+                os.rmdir(word.partition("=")[2])
 
 
 def _kill(pid: int) -> None:
