@@ -24,6 +24,7 @@ from benchmarks import (
     train,
 )
 from benchmarks.envs import browser
+from benchmarks.interpreter import sandbox
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     browser.add_arguments(actions.add_parser("browser", help="steps of MiniWoB++ pages in the real Chromium"))
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
+    sandbox.add_arguments(
+        actions.add_parser("sandbox", help="the policy's Python: ready, called, fifty at once, and their memory")
+    )
     structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))
     judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
 
