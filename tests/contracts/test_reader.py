@@ -66,6 +66,21 @@ ROWS: dict[str, list[list[Row]]] = {
             for i in range(2)
         ]
     ],
+    "recipes.pyvision.data:QuestionRows": [
+        [
+            {"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"}
+            for i in range(2)
+        ],
+        [
+            {
+                "mm_hint": {"hint_type": "image", "hint_path": "a.png"},
+                "data_source": "vstar",
+                "extra_info": {"index": f"h{i}", "question": "How many?"},
+                "reward_model": {"ground_truth": str(i)},
+            }
+            for i in range(2)
+        ],
+    ],
     "recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""

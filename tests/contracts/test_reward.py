@@ -125,6 +125,8 @@ CASES = [
     Case("recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("recipes.chart_rvr.rewards.reward:ChartReward", f"{THOUGHT}3</answer>", f"{THOUGHT}4</answer>", options=UNEMBEDDED),
+    Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25),
+    Case("recipes.pyvision.reward:PyVisionReward", r"<answer>\boxed{3}</answer>", r"<answer>\boxed{4}</answer>"),
     Case("recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     Case("judge.reward:JudgeReward", "<answer>red</answer>", "<answer>blue</answer>", "red", options={"rules_first": False}),

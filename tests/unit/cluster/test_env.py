@@ -89,6 +89,8 @@ def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
 
 @pytest.mark.parametrize("word", FAMILIES)
 def test_equal_seeds_give_equal_tasks(word: str) -> None:
+    if word == "miniwob":
+        pytest.importorskip("miniwob", reason="its pages come with the extra browser")
     found = family(word)
     name = next(iter(found.names))
     assert found.play(name, 3) == found.play(name, 3)
