@@ -38,4 +38,5 @@ def test_the_lake_is_played_as_the_page_says(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["mcp.yaml", "openenv.yaml"])
 def test_the_other_settings_are_real(name: str) -> None:
     kind = EnvironmentKind.model_validate(yaml.safe_load(FILES[name])["environment"]["episode"]["environment"])
-    kind.options()
+    written = yaml.safe_load(FILES[name])["environment"]["episode"]["environment"]["with"]
+    assert kind.options().model_fields_set == set(written)

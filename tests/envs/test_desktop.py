@@ -315,6 +315,7 @@ def test_killing_everything_inside_ends_neither_driver_nor_host() -> None:
 
         eventually(dead, "the loss of the X server", 10)
         eventually(lambda: one.ask("running")[0]["running"] == [], "the end of all programs", 10, 0.1)
+        assert one.ask("running")[0]["running"] == [], "the driver still answers"
 
 
 # Many at once ---------------------------------------------------------------------------------------------------------------
