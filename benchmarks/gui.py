@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.handles import Handle, create, submit
+from actors.handles import Handle, submit
 from actors.lease import LeasesEngines
 from actors.rollout import RolloutActor
-from benchmarks.screens import screen
+from benchmarks.screens import OwnEngines, screen
 from benchmarks.simulated import SimulatedPolicy
 from cluster.driver import Driver
 from cluster.driver_actor import DriverActor
-from cluster.roles.pool import Pool
-from cluster.roles.services import TrainingServices
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
 from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, Version
@@ -144,25 +142,14 @@ class QuietPolicy(SimulatedPolicy):
     async def start(self) -> None: ...
 
 
-class GuiServices(TrainingServices):
-    """Those of a run, without a trainer."""
+class GuiServices(OwnEngines):
+    """Rollout actors with slots, and a policy that does nothing."""
+
+    engine = SlotRollout
 
     def __init__(self, *made: Any) -> None:
         super().__init__(*made)
         self.policy = QuietPolicy(0.0)  # type: ignore[assignment]
-
-    async def _measure(self) -> dict[str, Any]:
-        return {}
-
-    def _pool(self, role: str, size: int, placement: Any, make: Any, admit: Any = None) -> Pool[Any]:
-        c = self.config
-        if role != "rollout":
-            return super()._pool(role, size, placement, make, admit)
-
-        def waiting(options: dict[str, Any]) -> Handle[Any]:
-            return create(SlotRollout, options, c.model, c.engine, c.publish.transport, self.weights)
-
-        return super()._pool(role, size, placement, waiting, admit)
 
 
 class GuiDriver(Driver):

@@ -165,13 +165,10 @@ class LookingPolicy(SimulatedPolicy):
         return set()
 
 
-class ScreensServices(TrainingServices):
-    """Those of a run, with rollout actors that count and without a trainer."""
+class OwnEngines(TrainingServices):
+    """Those of a run, but with rollout actors of the class ``engine``, which nobody times, and a policy that does not train."""
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
-        self.looking = LookingPolicy(0.0)
-        self.policy = self.looking  # type: ignore[assignment]
+    engine: type[RolloutActor]
 
     async def _measure(self) -> dict[str, Any]:
         return {}
@@ -181,10 +178,21 @@ class ScreensServices(TrainingServices):
         if role != "rollout":
             return super()._pool(role, size, placement, make, admit)
 
-        def counting(options: dict[str, Any]) -> Handle[Any]:
-            return create(CountingRollout, options, c.model, c.engine, c.publish.transport, self.weights)
+        def own(options: dict[str, Any]) -> Handle[Any]:
+            return create(self.engine, options, c.model, c.engine, c.publish.transport, self.weights)
 
-        return super()._pool(role, size, placement, counting, admit)
+        return super()._pool(role, size, placement, own, admit)
+
+
+class ScreensServices(OwnEngines):
+    """Rollout actors that count, and a policy that looks at what it is given."""
+
+    engine = CountingRollout
+
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        self.looking = LookingPolicy(0.0)
+        self.policy = self.looking  # type: ignore[assignment]
 
 
 class Mark:
