@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
-import openai
 import pytest
-from openai import OpenAI
 from PIL import Image
 
 from rayloop.chat.rendering import Renderer
@@ -32,6 +30,10 @@ from tests.support.models import picture_model as picture_model
 from tests.support.policies import Endpoint, command, endpoint
 from tests.support.runs import ROOT, Run, run, settings
 
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+openai = pytest.importorskip("openai", reason="`make test-judge` installs it")
 pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
 
 
@@ -65,7 +67,9 @@ def served(live: Run) -> Iterator[Endpoint]:
 
 @pytest.fixture
 def client(served: Endpoint) -> OpenAI:
-    return OpenAI(base_url=served.url, api_key=served.key, max_retries=0, http_client=httpx.Client(trust_env=False))
+    return openai.OpenAI(
+        base_url=served.url, api_key=served.key, max_retries=0, http_client=httpx.Client(trust_env=False)
+    )
 
 
 ASK: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -66,3 +67,22 @@ def test_every_generated_page_is_named() -> None:
         if re.search("^Made by `python -m", path.read_text(), re.MULTILINE)
     }
     assert made == says_so
+
+
+def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> None:
+    """`make test` reads every file of tests before it leaves out other lanes', and installs nothing but `dev`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.split(r"[<>=\[]", need)[0] for extra in extras.keys() - {"dev"} for need in extras[extra]}
+    modules = named - {"jsonschema", "websockets", "tensorboard"} | {
+        "Xlib",
+        "kubernetes_validate",
+    }  # the three are in dev
+    unguarded = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                from_ = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+                needed = {name.split(".")[0] for name in from_} & modules
+                unguarded |= {(path.name, name) for name in needed if f'importorskip("{name}"' not in text}
+    assert unguarded <= {("mcp_server.py", "mcp")}, "say pytest.importorskip first"  # that one is a program
