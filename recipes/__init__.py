@@ -3,15 +3,27 @@
 ``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m cluster data prepare NAME``);
 ``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m benchmarks recipe NAME``);
 ``score`` has ``SCORING``, how saved completions are scored (``python -m cluster score NAME FILE``).
+
+Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from importlib.util import find_spec
+from pathlib import Path
 
 
 def having(module: str) -> list[str]:
     """The recipes that have this module, sorted."""
     names = [found.name for found in pkgutil.iter_modules(__path__) if found.ispkg]
     return sorted(name for name in names if find_spec(f"recipes.{name}.{module}"))
+
+
+PREPARED = {"osworld": "recipes.arpo.osworld"}
+"""Data sets whose rows no map of columns can make -> the module with their ``main(arguments)``."""
+
+
+def datasets() -> dict[str, Path]:
+    """The maps of published data sets (``rayloop.data.published``) by name, sorted."""
+    return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob("*/datasets/*.yaml")))

@@ -10,19 +10,26 @@ import recipes
 from cluster.commands.arguments import add_overrides
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
+from rayloop.data.published import prepare
 from rayloop.data.validation import validate
 from rayloop.run.config import RunConfig, read
+
+GENERIC = "generic"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    prepare = actions.add_parser("prepare", help="make a recipe's dataset")
-    known = recipes.having("prepare")
-    prepare.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
-    prepare.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own options; --help names them"
+    making = actions.add_parser("prepare", help="make a recipe's dataset, or write a published one as rows")
+    drawn, published = recipes.having("prepare"), recipes.datasets()
+    making.add_argument(
+        "name",
+        metavar="NAME",
+        choices=sorted({*drawn, *published, *recipes.PREPARED, GENERIC}),
+        help=f"a recipe, which makes its own rows ({', '.join(drawn)}), or a published data set "
+        f"({', '.join([*published, *recipes.PREPARED])}); {GENERIC}: one whose map of columns is yours",
     )
-    prepare.set_defaults(run=_prepare)
+    making.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help names them")
+    making.set_defaults(run=_prepare)
     check = actions.add_parser("validate", help="name the rows that a run could not use")
     check.add_argument(
         "file", type=Path, metavar="FILE", help="YAML file of a run (its data, read as the run would), JSONL or parquet"
@@ -38,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    code: int = import_module(f"recipes.{arguments.recipe}.prepare").main(arguments.options)
+    """Where a recipe and a published data set share a name (pyvision), the options say which: one is on the Hub or in a folder."""
+    name, options, published = arguments.name, arguments.options, recipes.datasets()
+    where = {word.partition("=")[0] for word in options} & {"--from", "--hub"}
+    if name == GENERIC or (name in published and (where or name not in recipes.having("prepare"))):
+        return prepare.main(name, published, options)
+    code: int = import_module(recipes.PREPARED.get(name, f"recipes.{name}.prepare")).main(options)
     return code
 
 

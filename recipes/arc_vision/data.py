@@ -20,7 +20,8 @@ from rayloop.data.dataset import field, image_entry
 class GroundingRows:
     """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}.
 
-    The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics.
+    The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics; other columns of a
+    flat row, such as ScreenSpot's ``platform`` and ``element``, are in the task's ``extra``.
     """
 
     class Settings(SettingsModel):
@@ -45,7 +46,10 @@ class GroundingRows:
             (Message("user", (image, text) if self._settings.image_first else (text, image)),),
             box(field(flat, "bbox", where), where),
             str(flat.get("page", "")),
-            {"instruction": instruction},
+            {
+                **{name: value for name, value in flat.items() if name not in ("image", "bbox")},
+                "instruction": instruction,
+            },
         )
 
 

@@ -24,7 +24,8 @@ RESULT = ("<tool_response>\n<interpreter>\nText Result:\n", "</interpreter>\n</t
 class QuestionRows:
     """Reads PyVision's rows (``mm_hint``, ``reward_model``, ``extra_info``) or flat ones {id, image, question, answer, kind}.
 
-    ``kind``, or ``data_source``, becomes the task's source, and splits the metrics.
+    A flat row may have ``videos`` in place of the image: paths of animated pictures, or lists of frames; only the policy's code
+    sees them. ``kind``, or ``data_source``, becomes the task's source, and splits the metrics.
     """
 
     class Settings(SettingsModel):
@@ -39,16 +40,21 @@ class QuestionRows:
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         flat = _flat(row, where) if "mm_hint" in row else row
-        image = image_entry(field(flat, "image", where), where, root)
-        before, after = CLUES[:2]
         text = self._settings.prompt.replace("{question}", str(field(flat, "question", where)))
         return Task(
             str(field(flat, "id", where)),
-            (Message("user", (*((before, image, after) if self._settings.clues else (image,)), text)),),
+            (Message("user", (*self._shown(flat, where, root), text)),),
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
             {**flat, "root": str(root)},
         )
+
+    def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
+        if flat.get("videos") and not flat.get("image"):
+            return ()
+        image = image_entry(field(flat, "image", where), where, root)
+        before, after = CLUES[:2]
+        return (before, image, after) if self._settings.clues else (image,)
 
 
 def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""Writes a published data set as JSONL with images beside it: ``python -m cluster data prepare NAME --out DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayloop.config.settings import load
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.files import write_whole
+from rayloop.core.seeds import derive
+from rayloop.data.published.column_map import ColumnMap, mapped
+from rayloop.data.published.images import Pictures, fractions
+from rayloop.data.published.source import entries, folder, present
+from rayloop.data.published.splits import in_order, sizes, stratified
+
+SHOWN = 5
+"""Rows left out that are named; the others are counted."""
+Row = dict[str, Any]
+
+
+def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
+    """Parse the options of ``data prepare NAME`` and do it. Returns exit code 0; raises ConfigError."""
+    parser = argparse.ArgumentParser(prog=f"python -m cluster data prepare {name}", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into")
+    parser.add_argument(
+        "--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)"
+    )
+    parser.add_argument(
+        "--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout"
+    )
+    parser.add_argument(
+        "--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one"
+    )
+    parser.add_argument(
+        "--splits",
+        nargs="+",
+        default=[],
+        metavar="SPLIT[=N]",
+        help="published splits to write, or new ones with their rows",
+    )
+    parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")
+    if name == "generic":
+        parser.add_argument("--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which")
+    chosen = parser.parse_args(arguments)
+    how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
+    source = folder(how, chosen.local, chosen.hub)
+    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed)
+    made = prepare(how, source, chosen.out, wanted)
+    for split, count in made.rows.items():
+        print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
+    for failure in made.left_out[:SHOWN]:
+        print(f"left out: {failure}")
+    if len(made.left_out) > SHOWN:
+        print(f"left out: {len(made.left_out)} rows in all")
+    return 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``published``: which splits to read, empty for all; ``new``: rows of each new split; ``most``: rows at most."""
+
+    published: tuple[str, ...] = ()
+    new: Mapping[str, int] = field(default_factory=dict)
+    most: int | None = None
+    original: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Prepared:
+    """``rows``: how many of each split were written; ``left_out``: why others were not."""
+
+    rows: dict[str, int]
+    left_out: list[DataFailure]
+
+
+def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> Prepared:
+    """Write ``out/SPLIT.jsonl`` and ``out/images``. Reads the published rows twice: first without their images, to choose.
+
+    Raises ConfigError when files are missing, or no row can be used.
+    """
+    splits = wanted.published or present(how, source)
+    left_out: list[DataFailure] = []
+    light: list[tuple[str, Row]] = []
+    for split in splits:
+        for row in _rows(how, source, split):
+            if isinstance(row, DataFailure):
+                left_out.append(row)
+            else:
+                light.append((split, {name: value for name, value in row.items() if name not in ("image", "videos")}))
+    if not light:
+        why = f"; the first reason: {left_out[0]}" if left_out else ""
+        raise ConfigError(f"{source} has no row that can be used{why}")
+    chosen = _chosen(how, light, wanted)
+    written: dict[str, list[Row]] = {}
+    pictures, place = Pictures(out, source, how.image_folders), iter(chosen)
+    out.mkdir(parents=True, exist_ok=True)
+    for split in splits:
+        for row in _rows(how, source, split):
+            if isinstance(row, DataFailure) or (target := next(place)) is None:
+                continue
+            try:
+                written.setdefault(target, []).append(_finished(how, row, pictures))
+            except DataFailure as failure:
+                left_out.append(failure)
+    if not written:
+        raise ConfigError(f"{source} has no row that can be used; the first reason: {left_out[0]}")
+    for split, rows in written.items():
+        if not wanted.original and split not in splits:
+            random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
+        write_whole(out / f"{split}.jsonl", "".join(json.dumps(_clean(row)) + "\n" for row in rows).encode())
+    return Prepared({split: len(written[split]) for split in _ordered(written)}, left_out)
+
+
+def _rows(how: ColumnMap, source: Path, split: str) -> Iterator[Row | DataFailure]:
+    """Our rows, each with ``@folder``, its file's."""
+    for entry in entries(how, source, split):
+        if isinstance(entry, DataFailure):
+            yield entry
+            continue
+        try:
+            yield {**mapped(how, entry), "@folder": entry["@folder"]}
+        except DataFailure as failure:
+            yield failure
+
+
+def _chosen(how: ColumnMap, light: Sequence[tuple[str, Row]], wanted: Wanted) -> list[str | None]:
+    """The split that each row is written to; None for a row that is not wanted."""
+    rows = [row for _, row in light]
+    if not wanted.new and (wanted.published or not how.make):
+        published = list(dict.fromkeys(split for split, _ in light))
+        result: list[str | None] = [None] * len(light)
+        for split in published:
+            at = [index for index, (name, _) in enumerate(light) if name == split]
+            most = wanted.most or how.sample
+            taken = _cut(how, [rows[index] for index in at], {split: min(most or len(at), len(at))}, wanted)
+            for index, name in zip(at, taken, strict=True):
+                result[index] = name
+        return result
+    new = dict(wanted.new) or sizes(min(wanted.most or len(rows), len(rows)), how.make)
+    return _cut(how, rows, new, wanted)
+
+
+def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wanted) -> list[str | None]:
+    if wanted.original:
+        return in_order(len(rows), new)
+    strata = [tuple(str(row.get(name)) for name in how.stratify) for row in rows]
+    groups = [str(row.get(how.together)) if how.together else str(index) for index, row in enumerate(rows)]
+    if len(new) == 1:
+        groups = [str(index) for index in range(len(rows))]
+    return stratified(strata, groups, new, derive(wanted.seed, "splits"))
+
+
+def _finished(how: ColumnMap, row: Row, pictures: Pictures) -> Row:
+    """With the image as a file, the box as fractions, and videos as what the interpreter reads. Raises DataFailure."""
+    where, beside = str(row["id"]), str(row.pop("@folder"))
+    if "image" in row:
+        row["image"], width, height = pictures.keep(row["image"], beside, where)
+        if "bbox" in row:
+            row["bbox"] = fractions(row["bbox"], how.boxes, width, height, where)
+    if "videos" in row:
+        row["videos"] = pictures.frames(row["videos"], beside, where)
+    return row
+
+
+def _splits(asked: Sequence[str], how: ColumnMap) -> tuple[tuple[str, ...], dict[str, int]]:
+    """``SPLIT`` names published splits, ``SPLIT=N`` makes new ones. Raises ConfigError."""
+    new, published = {}, []
+    for text in asked:
+        name, equals, count = text.partition("=")
+        if not equals and name in how.files:
+            published.append(name)
+        elif equals and count.isdigit() and int(count):
+            new[name] = int(count)
+        else:
+            raise ConfigError(f"--splits {text}: expected one of {', '.join(how.files)}, or SPLIT=ROWS for a new split")
+    return tuple(published), new
+
+
+def _clean(value: Any) -> Any:
+    """What JSON can hold: bytes and dates of parquet as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _clean(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _ordered(written: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Train first, then as written."""
+    return sorted(written, key=lambda split: split != "train")
