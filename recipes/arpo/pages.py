@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.arpo.prompt import BARE
+from rayloop.envs.grammar.screens import INSTRUCTION
 
 PAGES = (
     "click-button", "click-button-sequence", "click-dialog", "click-dialog-2", "click-tab",
@@ -19,7 +19,9 @@ ROWS = {"train": 900, "val": 72}
 """Of the shipped splits."""
 
 
-def rows(split: str, count: int, prompt: str = BARE, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
+def rows(
+    split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES
+) -> Iterator[Mapping[str, Any]]:
     """``count`` rows in turn over the pages. Seeds begin with the split's name, so no split has a page of another."""
     for number in range(count):
         page, index = pages[number % len(pages)], number // len(pages)

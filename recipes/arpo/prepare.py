@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
+from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
 from recipes.arpo.demonstrations import HASTE, record
 from recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
-from recipes.arpo.prompt import BARE, UI_TARS
 
-PROMPTS = {"bare": BARE, "ui-tars": UI_TARS}
+PROMPTS = {"bare": INSTRUCTION, "ui-tars": UI_TARS}
+"""UI-TARS's own for models that know it; explanations are of no use to a tiny one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if other := set(pages) - set(WARM_PAGES):
             raise ConfigError(f"--demonstrations: targets.js has no rule for {', '.join(sorted(other))}")
         file = chosen.out / "warm.parquet"
-        wins, count = record(file, list(rows("warm", chosen.demonstrations, BARE, pages)), chosen.haste)
+        wins, count = record(file, list(rows("warm", chosen.demonstrations, INSTRUCTION, pages)), chosen.haste)
         print(f"{file}: {count} turns of {chosen.demonstrations} episodes, {wins:.0%} of them solved")
     return 0
 

@@ -13,11 +13,12 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.dataset import field, image_entry
+from rayloop.envs.interpreter.text import CLOSED, clue, opened
 from recipes.pyvision.scenes import COUNTED, DOTS, KINDS, MOST, PLACES, box
 
-CLUES = ("<image_clue_0>", "</image_clue_0>", "<image_clue_1>", "</image_clue_1>")
+CLUES = (*clue(0), *clue(1))
 """What the interpreter puts around the first images that the policy is shown."""
-RESULT = ("<tool_response>\n<interpreter>\nText Result:\n", "</interpreter>\n</tool_response>")
+RESULT = (opened("|").split("|")[0], CLOSED)
 """What it puts around the result of code."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import pages
-from rayloop.envs.browser.page import INSTRUCTION
+from rayloop.envs.grammar.screens import INSTRUCTION
 from rayloop.envs.settings import EnvironmentKind
 
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
@@ -19,29 +18,21 @@ from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
-from rayloop.envs.grammar.pointing import Pointing
 from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.screens import ScreenSettings, first
 
-INSTRUCTION = "{instruction}"
-"""In a row's prompt: where what the page asks for goes."""
 LONGEST_TREE = 20_000
 """Characters of an accessibility tree; the rest is cut."""
 
 
-class PageSettings(SettingsModel):
+class PageSettings(ScreenSettings):
     """What the browser environments have in common."""
 
     browser: BrowserSettings = BrowserSettings()
     """The Chromium of the environment actor: how it is locked in, how many pages it holds, how long things may take."""
-    pointing: Pointing = Pointing()
-    """How the model's coordinates become pixels; must fit what the model was trained on and ``model.max_pixels``."""
     observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
     """What the policy sees after each turn: the screen, the accessibility tree with boxes as text, or both. The tree helps models
     that read better than they see, and costs hundreds of tokens."""
-    role: str = "user"
-    """The role under which the chat template shows screens: some templates know no ``tool``."""
-    max_actions: int = Field(8, ge=1)
-    """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
 
 
 class PageEnvironment:
@@ -83,9 +74,7 @@ class PageEnvironment:
         instruction, screen, tree = host.run(self._start(tab), 2 * self._settings.browser.load_timeout)
         self._seen(screen)
         self._sound = True
-        *before, last = task.messages
-        texts = tuple(part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts)
-        return Observation((*before, Message(last.role, (*texts, *self._parts(screen, tree)))))
+        return first(task, instruction, *self._parts(screen, tree))
 
     def step(self, text: str) -> StepResult:
         """Raises ToolDeadline when what the policy did makes the page hang or fill the memory."""

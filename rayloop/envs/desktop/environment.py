@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from rayloop.config.settings import SettingsModel, local_path
+from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
@@ -17,11 +17,8 @@ from rayloop.envs.desktop.session import Desktop
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
 from rayloop.envs.grammar.actions import CallUser, Finished, Mistake
-from rayloop.envs.grammar.pointing import Pointing
 from rayloop.envs.grammar.scanner import read
-
-INSTRUCTION = "{instruction}"
-"""In a row's prompt: where what the task asks for goes."""
+from rayloop.envs.grammar.screens import ScreenSettings, first
 
 
 class DesktopTasks:
@@ -31,15 +28,11 @@ class DesktopTasks:
     each turn. Actions are those of UI-TARS. When the X server or the whole desktop dies, infrastructure has failed.
     """
 
-    class Settings(SettingsModel):
+    class Settings(ScreenSettings):
         tasks: str = ""
         """A YAML or JSON file of desktop tasks with the folders of their start files beside it; empty for the shipped ones."""
         limits: DesktopLimits = DesktopLimits()
         """Size of the screen, memory, processes and deadlines of each desktop (docs/environments.md)."""
-        pointing: Pointing = Pointing()
-        """Unit of the model's coordinates, and how its processor resizes a screenshot. Must fit the model."""
-        role: str = "user"
-        """The role under which the chat template shows screenshots: some templates know no ``tool``."""
         pause: float = Field(0.1, ge=0)
         """Seconds after each action, so that programs can follow. Raise it on machines where they react late."""
         react: float = Field(0.5, ge=0)
@@ -50,8 +43,6 @@ class DesktopTasks:
         """Seconds of the action wait; UI-TARS means five, and local programs need less."""
         type_delay: float = Field(0.001, ge=0)
         """Seconds after each typed character. Raise it for programs that lose characters; none that was tried does."""
-        max_actions: int = Field(8, ge=1)
-        """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
 
     def __init__(self, settings: DesktopTasks.Settings) -> None:
         self._settings = settings
@@ -70,10 +61,7 @@ class DesktopTasks:
             desktop.put(path, file.content, file.executable)
         for program in self._task.open:
             desktop.launch(program)
-        *before, last = task.messages
-        instruction = self._task.instruction
-        texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
-        return Observation((*before, Message(last.role, (*texts, self._look(0)))))
+        return first(task, self._task.instruction, self._look(0))
 
     def step(self, text: str) -> StepResult:
         """What cannot be read or done is an error that the policy sees; with a screenshot when something was done before."""

@@ -14,40 +14,10 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
 from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, first
 from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
 from rayloop.envs.osworld.pyautogui import code
 from rayloop.envs.osworld.settings import OSWorldSettings
-
-INSTRUCTION = "{instruction}"
-"""In a row's prompt: where what the task asks for goes."""
-PROMPT = """You are a GUI agent. You are given a task and your action history, with screenshots. You need to perform the next \
-action to complete the task.
-
-## Output Format
-```
-Thought: ...
-Action: ...
-```
-
-## Action Space
-click(start_box='<|box_start|>(x1,y1)<|box_end|>')
-left_double(start_box='<|box_start|>(x1,y1)<|box_end|>')
-right_single(start_box='<|box_start|>(x1,y1)<|box_end|>')
-drag(start_box='<|box_start|>(x1,y1)<|box_end|>', end_box='<|box_start|>(x3,y3)<|box_end|>')
-hotkey(key='')
-type(content='') # To submit your input, use "\\n" at the end of `content`.
-scroll(start_box='<|box_start|>(x1,y1)<|box_end|>', direction='down or up or right or left')
-wait() # Sleep for 5s and take a screenshot to check for any changes.
-finished(content='xxx')
-call_user() # When the task cannot be done.
-
-## Note
-- Use English in the `Thought` part.
-- Write a small plan and summarize your next action in one sentence in the `Thought` part.
-
-## User Instruction
-{instruction}"""
-"""After the prompt of UI-TARS that ARPO uses (bytedance/UI-TARS, Apache-2.0), with ``call_user`` for tasks that cannot be done."""
 
 
 class OSWorld:
@@ -68,10 +38,7 @@ class OSWorld:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
         screen = self._begin(config)
-        *before, last = task.messages
-        instruction = str(config["instruction"])
-        texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
-        return Observation((*before, Message(last.role, (*texts, ImageSource(data=screen)))))
+        return first(task, str(config["instruction"]), ImageSource(data=screen))
 
     def step(self, text: str) -> StepResult:
         """Each action is sent once; OSWorld may carry it out twice after a broken connection. Raises MachineLost."""
@@ -168,4 +135,4 @@ class OSWorld:
 def rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
     names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text()).items() for name in ids]
-    return [{"id": name, "prompt": PROMPT, "osworld": name} for name in names]
+    return [{"id": name, "prompt": UI_TARS_OR_FAIL, "osworld": name} for name in names]

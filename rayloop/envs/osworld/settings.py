@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from rayloop.config.settings import SettingsModel
 from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import ScreenSettings
 
 
-class OSWorldSettings(SettingsModel):
+class OSWorldSettings(ScreenSettings):
     """Which machines there are, how OSWorld is started, and how long things may take."""
 
     python: str
@@ -34,10 +34,6 @@ class OSWorldSettings(SettingsModel):
     """Pixels of the machines' screen from top to bottom; OSWorld's tasks were made for 1080."""
     pointing: Pointing = Pointing(min_pixels=3136, max_pixels=2_116_800)
     """Unit of the model's coordinates, and how its processor resizes a screenshot; the default is that of ARPO."""
-    role: str = "user"
-    """The role under which the chat template shows screenshots: some templates know no ``tool``."""
-    max_actions: int = Field(8, ge=1)
-    """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
     pause: float = Field(0.5, ge=0)
     """Seconds that OSWorld waits after each action before the screenshot: 0.5 in ARPO, 2 in OSWorld's own runs."""
     attempts: int = Field(4, ge=1)

@@ -15,13 +15,13 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.screens import UI_TARS, UI_TARS_OR_FAIL
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
 from recipes.arpo.demonstrations import STEP, Demonstrated, hasty
 from recipes.arpo.make_tiny import beginnings
 from recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
 from recipes.arpo.prepare import main
-from recipes.arpo.prompt import UI_TARS
 from recipes.arpo.reward import ArpoReward
 
 ROOT = Path(__file__).parents[3]
@@ -76,9 +76,11 @@ def test_splits_share_pages_and_no_seed() -> None:
     assert len(set(seeds)) == len(seeds) == sum(ROWS.values())
 
 
-def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read() -> None:
-    assert UI_TARS.endswith("{instruction}")
-    space = UI_TARS.split("## Action Space\n")[1].split("\n\n## Note")[0]
+@pytest.mark.parametrize("prompt", [UI_TARS, UI_TARS_OR_FAIL])
+def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read(prompt: str) -> None:
+    assert prompt.endswith("\n\n## User Instruction\n{instruction}")
+    assert ("call_user()" in prompt) is (prompt is UI_TARS_OR_FAIL)
+    space = prompt.split("## Action Space\n")[1].split("\n\n## Note")[0]
     for line in space.splitlines():
         call = (
             line.split(" #")[0]
