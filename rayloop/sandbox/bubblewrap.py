@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def command(
     uid: int | None = None,
     proc: Proc = "fresh",
     options: Sequence[str] = (),
+    beside: tuple[Sequence[str], int | None] | None = None,
 ) -> list[str]:
     """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
 
@@ -35,7 +37,9 @@ def command(
     their own paths and read-only; those of ``write`` (here -> inside), which must be writable by ``uid``; ``folders``: empty
     ones in memory, path -> bytes at most (/tmp with 64 MiB and /dev/shm with 16 MiB, unless they are named). Its variables are
     ``environment`` and a PATH; bwrap itself is started without any, since they could be read inside, from /proc/1/environ.
-    ``options`` are further ones of bwrap, put last, such as ``--file FD PATH``.
+    ``options`` are further ones of bwrap, put last, such as ``--file FD PATH``. ``beside``: a program, and its own ``uid`` as
+    above, that runs in the same namespaces as a child of ``program``, which finds its process id in the variable BESIDE. As
+    another user it is out of the reach of what ``program`` starts.
 
     Started by root it must be given a ``uid`` (``uids.free_user``), which ``program`` then has, without any privilege: nothing
     that the policy wrote is run as root. Another user keeps his own number, and ``uid`` must be None.
@@ -72,9 +76,18 @@ def command(
     for name, value in variables.items():
         line += ["--setenv", name, value]
     line += ["--chdir", "/tmp", *options]
-    if root:
-        line += ["/usr/bin/setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--"]
-    return [*line, *program]
+    if beside is None:
+        return [*line, *_as_user(uid), *program]
+    _found(beside[1])
+    first, then = shlex.join([*_as_user(beside[1]), *beside[0]]), shlex.join([*_as_user(uid), *program])
+    return [*line, "/bin/sh", "-c", f"{first} & export BESIDE=$!; exec {then}"]
+
+
+def _as_user(uid: int | None) -> list[str]:
+    """What makes root's program another user's, for good; nothing for the program of another user."""
+    if uid is None:
+        return []
+    return ["/usr/bin/setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--"]
 
 
 def _found(uid: int | None) -> str:

@@ -13,7 +13,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.checks import score
 from rayloop.envs.desktop.hands import Hands
-from rayloop.envs.desktop.session import Desktop
+from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
 from rayloop.envs.grammar.actions import CallUser, Finished, Mistake
@@ -25,7 +25,8 @@ class DesktopTasks:
     """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network.
 
     The messages are those of the row, in which the text ``{instruction}`` becomes the task's; a screenshot follows them, and
-    each turn. Actions are those of UI-TARS. When the X server or the whole desktop dies, infrastructure has failed.
+    each turn. Actions are those of UI-TARS. When the X server or the whole desktop dies, infrastructure has failed; programs that
+    the policy started and that break its desktop end the episode as ``action_error``, with the result 0.
     """
 
     class Settings(ScreenSettings):
@@ -49,6 +50,7 @@ class DesktopTasks:
         self._desktop: Desktop | None = None
         self._task: DesktopTask | None = None
         self._start: Mapping[str, StartFile] = {}
+        self._spoiled = False
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a task that does not exist or cannot start, DesktopLost."""
@@ -59,12 +61,26 @@ class DesktopTasks:
         self._hands = Hands(desktop, settings.pointing, size, settings.wait, settings.type_delay)
         for path, file in self._start.items():
             desktop.put(path, file.content, file.executable)
-        for program in self._task.open:
-            desktop.launch(program)
-        return first(task, self._task.instruction, self._look(0))
+        try:
+            for program in self._task.open:
+                desktop.launch(program)
+            screen = self._look(0)
+        except DesktopSpoiled as error:
+            raise DesktopLost(f"before the policy did anything: {error}") from error
+        return first(task, self._task.instruction, screen)
 
     def step(self, text: str) -> StepResult:
-        """What cannot be read or done is an error that the policy sees; with a screenshot when something was done before."""
+        """What cannot be read or done is an error that the policy sees; with a screenshot when something was done before.
+
+        A desktop that its programs broke ends the episode, with an error too.
+        """
+        try:
+            return self._step(text)
+        except DesktopSpoiled as error:
+            self._spoiled = True
+            return StepResult(done=True, error=f"the desktop was broken from inside: {error}")
+
+    def _step(self, text: str) -> StepResult:
         turn = read(text)
         if isinstance(turn, Mistake):
             return self._refused(str(turn))
@@ -81,10 +97,18 @@ class DesktopTasks:
         return StepResult(self._shown(self._look(self._settings.react)))
 
     def evaluate(self) -> float:
-        """1 when all checks of the task hold, else 0 (or the share of them, if it says so). Raises DesktopLost."""
+        """1 when all checks hold, else 0 (or the share of them, if the task says so); 0 for a desktop that its programs broke.
+
+        Raises DesktopLost.
+        """
         assert self._task is not None
         assert self._desktop is not None
-        self._look(0)  # programs may still be writing
+        try:
+            self._look(0)  # programs may still be writing
+        except DesktopSpoiled:
+            self._spoiled = True
+        if self._spoiled:
+            return 0.0
         start = {path: file.content for path, file in self._start.items()}
         return score(self._task.checks, self._desktop.tell(), start, self._task.partial)
 

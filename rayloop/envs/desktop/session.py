@@ -56,6 +56,10 @@ class DesktopLost(InfrastructureFailure):
     """The X server, the driver or the whole desktop ended, or did not answer in time. Never a reward: play it again elsewhere."""
 
 
+class DesktopSpoiled(Exception):
+    """Programs inside broke the desktop: they ended the window manager, or filled too much memory. Whoever started them did it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What lies at a path of a home. ``content`` is None for a folder, and for what is no file, is too large or unreadable."""
@@ -84,7 +88,8 @@ class Desktop:
         if lacks := missing():
             raise DesktopLost(f"this machine lacks what a desktop needs: {lacks}")
         self._limits = limits
-        self._user = uids.free_user() if os.geteuid() == 0 else None
+        self._users = [uids.free_user(), uids.free_user()] if os.geteuid() == 0 else []
+        """Of the programs, and of X, which is then out of their reach."""
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         with theirs:
@@ -136,12 +141,17 @@ class Desktop:
         self.ask("type", seconds=seconds, text=text, delay=delay)
 
     def ask(self, op: str, blob: bytes = b"", seconds: float | None = None, **arguments: Any) -> tuple[Header, bytes]:
-        """One call of the driver (``inside/driver.py``). Raises DesktopLost, and ValueError for a key that does not exist."""
+        """One call of the driver (``inside/driver.py``).
+
+        Raises DesktopLost, DesktopSpoiled, and ValueError for a key that does not exist.
+        """
         try:
             return self._channel.ask(op, seconds or self._limits.call_timeout, blob, **arguments)
         except Refused as error:
             if error.kind == "ValueError":
                 raise ValueError(error.why) from error
+            if error.kind == "Spoiled":
+                raise DesktopSpoiled(error.why) from error
             raise DesktopLost(f"{op}: {error}") from error
         except (Gone, Late) as error:
             raise DesktopLost(f"{op}: {error}") from error
@@ -153,16 +163,26 @@ class Desktop:
             os.killpg(self._process.pid, 9)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(DYING)
-        if self._user is not None:
-            self._user.close()
+        for user in self._users:
+            user.close()
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        uid = os.geteuid() if self._user is None else self._user.number
+        users = [user.number for user in self._users]
+        uid = users[0] if users else os.geteuid()
         limits = self._limits
-        told = {"size": [limits.width, limits.height], "processes": limits.processes, "memory_mb": limits.memory_mb}
         reading, writing = os.pipe()
         with open(writing, "w") as passwd:
             passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
+        display, written = os.pipe()
+        told = {
+            **limits.model_dump(include={"processes", "memory_mb", "total_mb"}),
+            "size": [limits.width, limits.height],
+            "display": display,
+            "display_written": written,
+            "apart": bool(users),
+        }
+        server = ["/usr/bin/prlimit", f"--as={limits.memory_mb * MIB}", "--core=0", "Xvfb", "-displayfd", str(written)]
+        server += ["-screen", "0", f"{limits.width}x{limits.height}x24", "-nolisten", "tcp", "-noreset"]
         paths = _code()
         line = bubblewrap.command(
             [
@@ -172,7 +192,8 @@ class Desktop:
             read=[*paths, *filter(os.path.exists, _SYSTEM)],
             folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
             environment={**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_roots())},
-            uid=None if self._user is None else uid,
+            uid=users[0] if users else None,
+            beside=(server, users[1] if users else None),
             options=[
                 *("--as-pid-1", "--perms", "1777", "--dir", "/tmp/.X11-unix"),  # which Xvfb makes for root alone
                 *("--perms", "0644", "--ro-bind-data", str(reading), "/etc/passwd"),
@@ -182,14 +203,15 @@ class Desktop:
             self._errors = open(os.memfd_create("desktop"), "w+b")  # noqa: SIM115
             return subprocess.Popen(
                 line,
-                pass_fds=(theirs.fileno(), reading),
+                pass_fds=(theirs.fileno(), reading, display, written),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
             )
         finally:
-            os.close(reading)
+            for descriptor in (reading, display, written):
+                os.close(descriptor)
 
     def _last_words(self) -> str:
         self._errors.seek(0)

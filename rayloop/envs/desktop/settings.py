@@ -17,7 +17,10 @@ class DesktopLimits(SettingsModel):
     processes: int = Field(128, ge=32)
     """Processes and threads of one desktop, its own dozen included. Raise it for tasks whose programs start many."""
     memory_mb: int = Field(2048, ge=512)
-    """Address space of each process in MiB. Raise it for large programs; the sum over all processes has no limit."""
+    """Address space of each process in MiB. Raise it for large programs, with ``total_mb``."""
+    total_mb: int = Field(1024, ge=128)
+    """MiB that all programs of a desktop fill together; beyond it they are ended, and the episode with them, as the policy's own
+    failure. Raise it for large programs such as office suites."""
     home_mb: int = Field(64, ge=1)
     """Megabytes of files in the home folder, which lives in memory. Raise it for tasks with large start files."""
     start_timeout: float = Field(20.0, gt=0)

@@ -1,10 +1,11 @@
-"""The first process inside a desktop's sandbox: starts X, a window manager and programs, acts through XTEST, grabs the screen.
+"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen.
 
 ``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers frames (rayloop/envs/frames.py) until the host is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -14,13 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from Xlib import X
 from Xlib.display import Display
+from Xlib.error import ConnectionClosedError
 from Xlib.ext import xtest
 
 from rayloop.envs.desktop.inside import home
+from rayloop.envs.desktop.inside.memory import Watch
 from rayloop.envs.frames import Channel, Header
 
 START = 10.0
@@ -29,6 +33,16 @@ BUTTONS = {"left": 1, "middle": 2, "right": 3}
 WHEEL = {"up": 4, "down": 5, "left": 6, "right": 7}
 GAP = 0.05
 """Seconds between two looks at the screen."""
+ENDING = 1.0
+"""Seconds in which a process is gone that has closed its connection, or lost the X server."""
+MANAGER = "openbox"
+SET_DUMPABLE = 4
+FREE = ("put", "tell", "running")
+"""Calls that need no screen: they work whatever became of it."""
+
+
+class Spoiled(Exception):
+    """Programs of the policy broke the desktop; nothing else can have."""
 
 
 class Desk:
@@ -41,17 +55,31 @@ class Desk:
         self.running: dict[int, str] = {}
         self._told = b""
         self._width, self._height = settings["size"]
-        self._start_server()
-        self._spawn(["openbox"])
+        self._server, self._apart = int(os.environ.pop("BESIDE")), settings["apart"]
+        self._signals: dict[int, int] = {}
+        self._wait_for_server(settings["display"])
+        self._manager = self._spawn([MANAGER])
         self._display = Display(os.environ["DISPLAY"])
         self._root = self._display.screen().root
         # openbox announces itself before it takes windows: one that is mapped in between is lost (5 of 40 starts)
         self._until(lambda: bool(self._property("_NET_WORKAREA")), START, "the window manager")
         self._keyboard = Keyboard(self._display)
+        self._memory_mb = settings["total_mb"]
+        self._memory = Watch(self._memory_mb << 20)
 
     def answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
-        """Carry out a call: the method of that name."""
+        """Carry out a call: the method of that name. Raises Spoiled."""
         self._reap()
+        if header["op"] in FREE:
+            return self._answer(header, blob)
+        if self._manager in self._signals:
+            raise self._blamed(ConnectionClosedError("the window manager ended"))
+        try:
+            return self._answer(header, blob)
+        except ConnectionClosedError as error:
+            raise self._blamed(error) from error
+
+    def _answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
         arguments = {key: value for key, value in header.items() if key not in ("op", "call", "blob")}
         if blob:
             arguments["content"] = blob
@@ -141,12 +169,8 @@ class Desk:
 
     # The display --------------------------------------------------------------------------------------------------------
 
-    def _start_server(self) -> None:
-        reading, writing = os.pipe()
-        os.set_inheritable(writing, True)
-        size = f"{self._width}x{self._height}x24"
-        self._spawn(["Xvfb", "-displayfd", str(writing), "-screen", "0", size, "-nolisten", "tcp", "-noreset"])
-        os.close(writing)
+    def _wait_for_server(self, reading: int) -> None:
+        """Until it has written the number of its display. Raises TimeoutError, ChildProcessError."""
         said = b""
         while not said.endswith(
             b"\n"
@@ -158,6 +182,25 @@ class Desk:
             said += part
         os.close(reading)
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
+
+    def _blamed(self, error: Exception) -> Exception:
+        """What the end of the window manager, or of the connection to X, is to be called: Spoiled when programs in here did it."""
+        if self._memory.filled:
+            filled = self._memory.filled >> 20
+            return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
+        if not self._ended(self._server):
+            return Spoiled(f"the window manager or the connection to the screen was closed: {error}")
+        if not self._apart and self._ended(self._manager) and self._signals[self._manager]:
+            return Spoiled("all programs were ended by a signal, and the X server with them")
+        return ConnectionClosedError("the X server ended")
+
+    def _ended(self, pid: int) -> bool:
+        """Whether it has, or does right now."""
+        end = time.monotonic() + ENDING
+        while pid not in self._signals and time.monotonic() < end:
+            self._reap()
+            time.sleep(0.01)
+        return pid in self._signals
 
     def _grab(self) -> bytes:
         return bytes(self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF).data)
@@ -178,25 +221,28 @@ class Desk:
 
     # Processes ----------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, command: list[str]) -> None:
+    def _spawn(self, command: list[str]) -> int:
         nothing = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)]
         pid = os.posix_spawnp(command[0], command, dict(os.environ), file_actions=nothing, setsid=True)
         self.running[pid] = command[0]
+        return pid
 
     def _reap(self) -> None:
         """As the first process of its namespace it inherits every orphan."""
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if not pid:
                 return
             self.running.pop(pid, None)
+            if pid in (self._server, self._manager):
+                self._signals[pid] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Set limits, which programs inherit."""
+    """Set limits, which programs inherit, and keep this process and its connection from them."""
     limits = {
         resource.RLIMIT_NPROC: settings["processes"],
         resource.RLIMIT_AS: settings["memory_mb"] << 20,
@@ -204,6 +250,10 @@ def confine(settings: dict[str, Any]) -> None:
     }
     for which, limit in limits.items():
         resource.setrlimit(which, (limit, limit))
+    for name in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            os.set_inheritable(name, False)  # else every program could answer the host in the driver's place
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
     os.umask(0o022)
     os.chdir(os.environ["HOME"])
 
@@ -225,6 +275,7 @@ def main() -> None:
     channel = Channel(connection)
     settings = json.loads(sys.argv[2])
     try:
+        os.close(settings["display_written"])
         confine(settings)
         desk = Desk(settings)
     except Exception as error:

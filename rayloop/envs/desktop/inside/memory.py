@@ -1,0 +1,74 @@
+"""What all processes of a desktop fill together, as /proc tells it, and their end when that is too much.
+
+Runs inside, as the first process of the desktop, where no process of others is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+from contextlib import suppress
+
+_OWN = ("RssAnon:", "RssShmem:")
+BLOCK = 512
+CALM, ALERT = 0.5, 0.05
+"""Seconds between two looks: while little is filled, and beyond a quarter of the limit."""
+
+
+class Watch:
+    """Ends every process but this one when they fill more than ``limit`` bytes together; ``filled`` is then how many they did."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self.filled = limit, 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        own = os.getpid()
+        while True:
+            now = used(own)
+            if now > self._limit:
+                self.filled = now
+                with suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+            time.sleep(ALERT if now > self._limit // 4 else CALM)
+
+
+def used(but: int) -> int:
+    """Bytes that are in memory: written pages of every process but ``but``, and what lies in memory without a process:
+    anonymous files (memfd) and System V segments. What is mapped and open at once counts twice; files of folders in memory,
+    which have sizes of their own, do not count."""
+    whole, seen = _segments(), set[int]()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != but:
+            with suppress(OSError):
+                whole += _pages(name)
+                whole += _anonymous_files(name, seen)  # refused for processes of another user, such as X's
+    return whole
+
+
+def _pages(pid: str) -> int:
+    with open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(_OWN))
+
+
+def _anonymous_files(pid: str, seen: set[int]) -> int:
+    whole = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            path = f"/proc/{pid}/fd/{name}"
+            found = os.stat(path)
+            nameless = stat.S_ISREG(found.st_mode) and not found.st_nlink
+            if nameless and found.st_ino not in seen and os.readlink(path).startswith("/memfd:"):
+                seen.add(found.st_ino)
+                whole += found.st_blocks * BLOCK
+    return whole
+
+
+def _segments() -> int:
+    with suppress(OSError), open("/proc/sysvipc/shm") as file:
+        header, *lines = (line.split() for line in file)
+        return sum(int(line[header.index("rss")]) for line in lines)
+    return 0
