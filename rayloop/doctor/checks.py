@@ -84,6 +84,7 @@ def checks(
         "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
         "sandbox": partial(isolation.sandbox),
         "browser": partial(isolation.browser),
+        "desktop": partial(isolation.desktop),
         "scheduler": partial(isolation.scheduler, environment),
     }
 

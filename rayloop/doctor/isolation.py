@@ -8,10 +8,16 @@ from collections.abc import Callable, Mapping
 from rayloop.doctor.finding import Finding
 from rayloop.envs.browser.containment import Held, available
 from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.desktop.session import missing
+from rayloop.sandbox import bubblewrap
 from rayloop.sandbox.levels import Reached, reached
 from rayloop.sandbox.options import Level
 
-PROGRAM = BrowserSettings().program
+PROGRAM, SERVER = BrowserSettings().program, "Xvfb"
+NAMESPACES = (
+    "install bubblewrap and allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that permits unshare"
+)
 
 
 def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
@@ -20,11 +26,7 @@ def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
     said = f"level: {here}"
     if here.level == Level.NAMESPACES:
         return [Finding("ok", said)]
-    remedy = (
-        "install bubblewrap and allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
-        "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that permits unshare"
-    )
-    return [Finding("warning", said, remedy)]
+    return [Finding("warning", said, NAMESPACES)]
 
 
 def browser(program: str = PROGRAM, available: Callable[[], Held] = available) -> list[Finding]:
@@ -42,6 +44,17 @@ def browser(program: str = PROGRAM, available: Callable[[], Held] = available) -
         "kernel.apparmor_restrict_unprivileged_userns=0"
     )
     return [Finding("warning", f"{program} is held in by {held}", remedy)]
+
+
+def desktop(lacks: Callable[[], str] = missing, refused: Callable[[], str] = bubblewrap.refused_here) -> list[Finding]:
+    """The programs of local desktops, where there is an X server for them, and bubblewrap: warning when one is missing."""
+    if shutil.which(SERVER) is None:
+        return [Finding("ok", f"{SERVER} is not installed; only desktop environments need it")]
+    if remedy := lacks():
+        return [Finding("warning", "something that desktops need is missing", remedy)]
+    if why := refused():
+        return [Finding("warning", f"desktops cannot be started; bubblewrap: {why}", NAMESPACES)]
+    return [Finding("ok", "all programs are there, and bubblewrap starts")]
 
 
 def scheduler(environment: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from rayloop.sandbox import uids
+
 MIB = 1 << 20
 SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
 """What programs of /usr look at elsewhere; none of it is about this machine's users."""
@@ -47,17 +49,8 @@ def command(
     """
     bwrap, root = _found(uid), os.geteuid() == 0
     unshared = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
-    line = [
-        "/usr/bin/env",
-        "-i",
-        bwrap,
-        *unshared,
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-        "--hostname",
-        "sandbox",
-    ]
+    line = ["/usr/bin/env", "-i", bwrap, *unshared, "--die-with-parent", "--new-session", "--clearenv"]
+    line += ["--hostname", "sandbox"]
     if root:  # which needs no user namespace, and whose two privileges end with the change of user below
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -115,6 +108,20 @@ def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
     if ended.returncode == 0:
         return ""
     return ended.stderr.strip() or f"bwrap ended with {ended.returncode}"
+
+
+def refused_here() -> str:
+    """Why ``command`` does not work for what this user would start; empty when it does."""
+    if os.geteuid() != 0:
+        return refused()
+    try:
+        user = uids.free_user()
+    except uids.NoUser as error:
+        return str(error)
+    try:
+        return refused(user.number)
+    finally:
+        user.close()
 
 
 def _system_links() -> Iterator[str]:

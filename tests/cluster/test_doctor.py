@@ -424,6 +424,20 @@ def test_a_browser_is_held_in_or_it_is_said_why_not() -> None:
         assert remedy in found.remedy
 
 
+def test_desktops_are_told_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, lacks, refused, level, remedy in (
+        ("no-such-server", "apt-get install xvfb", "", "ok", ""),
+        ("sh", "apt-get install openbox", "", "warning", "apt-get install openbox"),
+        ("sh", "", "userns refused: EPERM", "warning", "allow user namespaces"),
+        ("sh", "", "", "ok", ""),
+    ):
+        monkeypatch.setattr(isolation, "SERVER", program)
+        one = only(isolation.desktop(lambda lacks=lacks: lacks, lambda refused=refused: refused))
+        assert one.level == level
+        assert remedy in one.remedy
+        assert refused in one.found
+
+
 def test_schedulers_are_recognised() -> None:
     inside = isolation.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
     assert only(inside).found == "inside Slurm job 7; inside a Kubernetes pod"

@@ -48,7 +48,7 @@ class Held:
 @functools.cache
 def available() -> Held:
     """What this machine allows, tried once per process (some 50 ms)."""
-    namespaces = _bubblewrap_refused()
+    namespaces = bubblewrap.refused_here()
     own = _own_sandbox_refused(inside=not namespaces)
     level: Containment = "none" if namespaces and own else "chromium" if namespaces else "namespaces"
     lacks = [f"bubblewrap: {namespaces}"] if namespaces else []
@@ -110,15 +110,6 @@ def _outside(program: str) -> Sequence[str]:
     """The folder of a browser that is not below /usr."""
     folder = os.path.dirname(os.path.realpath(program))
     return () if folder.startswith("/usr/") else (folder,)
-
-
-def _bubblewrap_refused() -> str:
-    """Why bubblewrap cannot be used, in its words; empty when it can."""
-    try:
-        with _user() as uid:
-            return bubblewrap.refused(uid)
-    except NoUser as error:
-        return str(error)
 
 
 def _own_sandbox_refused(inside: bool) -> str:
