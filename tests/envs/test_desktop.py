@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -283,12 +284,14 @@ def test_no_network_no_root_and_no_checks_inside() -> None:
 
 FORKS = "my @c; for (1..200) { my $p = fork(); last unless defined $p; if (!$p) { sleep 60; exit } push @c, $p }"
 FILLS = 'for (1..5) { if (!fork()) { my $x = "x" x 200_000_000; sleep 60; exit } } sleep 60'
-CLOSES_THE_DRIVER = (
+CLOSES_CONNECTIONS = (
     'import socket,struct;s=socket.socket(1);s.connect("/tmp/.X11-unix/X0");'
     's.send(struct.pack("<BxHHHHxx",108,11,0,0,0));s.recv(9999);'
     '[s.send(struct.pack("<BxHI",113,2,n<<21)) for n in range(1,9)];s.recv(9)'
 )
-"""KillClient (X11 protocol, 10.4) for whoever has made a resource first, which is whoever came first."""
+"""KillClient (X11 protocol, 10.4) for all clients, the driver among them."""
+ENDED = "(the window manager|the driver's connection to the screen) was ended|all programs were ended by a signal"
+"""Which of them is noticed first differs; the last one is an ordinary user's, whose X is not out of reach."""
 LIMITS = f"""
 perl -e '{FORKS} print scalar @c, "\\n"; kill 9, @c'
 dd if=/dev/zero of=/dev/null bs=1G count=1
@@ -321,18 +324,18 @@ def broken(environment: DesktopTasks, *turns: str) -> str:
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("kill -9 -1", "the window manager"),
-        ("kill -9 -1; echo and more than one line is typed meanwhile", "the window manager"),
-        ("openbox --exit", "the window manager"),
-        (f"python3 -c '{CLOSES_THE_DRIVER}'", "the connection to the screen"),
+        ("kill -9 -1", ENDED),
+        ("kill -9 -1; echo and more than one line is typed meanwhile", ENDED),
+        ("openbox --exit", "the window manager was ended"),
+        (f"python3 -c '{CLOSES_CONNECTIONS}'", ENDED),
         (f"perl -e '{FILLS}'", "MiB together, of at most 512"),
     ],
-    ids=["kill all", "kill all while typing", "end the window manager", "end the driver's connection", "fill memory"],
+    ids=["kill all", "kill all while typing", "end the window manager", "end all connections", "fill memory"],
 )
 def test_what_the_policy_breaks_is_its_own_failure(command: str, why: str) -> None:
     """Not one of infrastructure, which would be played again and earn nothing."""
     with episode("sort-lines", limits={"total_mb": 512}, type_delay=0.01) as environment:
-        assert why in broken(environment, typed(f"{command}\n"))
+        assert re.search(why, broken(environment, typed(f"{command}\n")))
         assert environment._desktop
         environment._desktop.tell()
 

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 import threading
@@ -36,7 +37,7 @@ GAP = 0.05
 ENDING = 1.0
 """Seconds in which a process is gone that has closed its connection, or lost the X server."""
 MANAGER = "openbox"
-SET_DUMPABLE = 4
+SET_PDEATHSIG, SET_DUMPABLE = 1, 4
 FREE = ("put", "tell", "running")
 """Calls that need no screen: they work whatever became of it."""
 
@@ -73,11 +74,11 @@ class Desk:
         if header["op"] in FREE:
             return self._answer(header, blob)
         if self._manager in self._signals:
-            raise self._blamed(ConnectionClosedError("the window manager ended"))
+            raise self._blamed()
         try:
             return self._answer(header, blob)
         except ConnectionClosedError as error:
-            raise self._blamed(error) from error
+            raise self._blamed() from error
 
     def _answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
         arguments = {key: value for key, value in header.items() if key not in ("op", "call", "blob")}
@@ -183,16 +184,17 @@ class Desk:
         os.close(reading)
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
 
-    def _blamed(self, error: Exception) -> Exception:
+    def _blamed(self) -> Exception:
         """What the end of the window manager, or of the connection to X, is to be called: Spoiled when programs in here did it."""
         if self._memory.filled:
             filled = self._memory.filled >> 20
             return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
         if not self._ended(self._server):
-            return Spoiled(f"the window manager or the connection to the screen was closed: {error}")
+            broken = "the window manager" if self._manager in self._signals else "the driver's connection to the screen"
+            return Spoiled(f"{broken} was ended")
         if not self._apart and self._ended(self._manager) and self._signals[self._manager]:
             return Spoiled("all programs were ended by a signal, and the X server with them")
-        return ConnectionClosedError("the X server ended")
+        return ConnectionError("the X server ended")
 
     def _ended(self, pid: int) -> bool:
         """Whether it has, or does right now."""
@@ -253,7 +255,9 @@ def confine(settings: dict[str, Any]) -> None:
     for name in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             os.set_inheritable(name, False)  # else every program could answer the host in the driver's place
-    ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
+    prctl = ctypes.CDLL(None).prctl
+    prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
+    prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # bwrap's own is forgotten with the change of user
     os.umask(0o022)
     os.chdir(os.environ["HOME"])
 
@@ -261,7 +265,7 @@ def confine(settings: dict[str, Any]) -> None:
 def end_with_the_host(connection: socket.socket) -> None:
     """End, and with it the whole namespace, when the host's end is closed, also while X does not answer.
 
-    ``--die-with-parent`` does not do it as root: bwrap has given up the right to signal another user's processes.
+    Sooner than by the signal for a parent's death, and also when that parent went before the signal was asked for.
     """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
