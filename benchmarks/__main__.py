@@ -23,7 +23,7 @@ from benchmarks import (
     structure,
     train,
 )
-from benchmarks.envs import browser
+from benchmarks.envs import browser, desktop
 from benchmarks.interpreter import sandbox
 
 
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shares.add_arguments(actions.add_parser("shares", help="tokens per rank of a simulated trainer, beside the fewest"))
     browser.add_arguments(actions.add_parser("browser", help="steps of MiniWoB++ pages in the real Chromium"))
+    desktop.add_arguments(actions.add_parser("desktop", help="local desktops: being up, screenshots, clicks, memory"))
     memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
     recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
     sandbox.add_arguments(

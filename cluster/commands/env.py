@@ -16,6 +16,8 @@ from rayloop.envs.settings import EnvironmentKind
 from rayloop.run.config import read
 
 PLAYED = Path("runs/play")
+BENCHES = {"miniwob": "browser", "desktop": "desktop", "interpreter": "sandbox"}
+"""Environments -> the measurement (``python -m cluster bench``) that says what they cost."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
     play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
     play.set_defaults(run=_play)
-    bench = actions.add_parser("bench", help="what environments cost: the same as `python -m cluster bench KIND`")
-    bench.add_argument("kind", metavar="KIND", help="what to measure, such as browser")
+    bench = actions.add_parser("bench", help="what environments cost on this machine")
+    bench.add_argument("kind", metavar="KIND", choices=BENCHES, help=", ".join(BENCHES))
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own; --help names them")
     bench.set_defaults(run=_bench)
 
@@ -95,4 +97,4 @@ def _of_run(file: Path, row: int) -> tuple[EnvironmentKind, Task]:
 def _bench(arguments: argparse.Namespace) -> int:
     from cluster.cli import main
 
-    return main(["bench", arguments.kind, *arguments.options])
+    return main(["bench", BENCHES[arguments.kind], *arguments.options])

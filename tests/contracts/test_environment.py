@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import takewhile
 from numbers import Real
@@ -28,12 +28,14 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.instance import Instance
 from rayloop.envs.kinds import Environments
 from rayloop.envs.settings import EnvironmentKind
+from tests.envs.programs import needs
 from tests.support.environments import ThreadBound
 from tests.support.pictures import picture
 from tests.support.runs import eventually
 
 HERE = "tests.support.environments"
-TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),))
+ROW = {"desktop": "sort-lines", "page": "click-test", "seed": 1}
+TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),), extra=ROW)
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 1, 0.5]}}</tool_call>'
 ROTATE = '<tool_call>{"name": "rotate", "arguments": {"angle": 30}}</tool_call>'
 ISOLATIONS = ("thread", "process")
@@ -48,10 +50,27 @@ IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
     (f"{HERE}:ThreadBound", {}, "a click"),
 ]
 """Settings, and what the policy says. One of your own: a line here."""
+CODE = "<code>\n```python\nprint(image_clue_0.size)\n```\n</code>"
+PROGRAMS: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
+    ("rayloop.envs.interpreter.environment:PythonInterpreter", {}, CODE, ()),
+    ("rayloop.envs.browser.miniwob:MiniWob", {}, "Action: wait()", ("chromium-headless-shell", "bwrap")),
+    (
+        "rayloop.envs.desktop.environment:DesktopTasks", {}, "Action: type(content='ls\\n')",
+        ("bwrap", "Xvfb", "openbox", "xterm", "mousepad", "pcmanfm"),
+    ),
+]  # fmt: skip
+"""The same for environments with real programs, which show more than the row (lane ``make test-env``), and what they need."""
 
-each = pytest.mark.parametrize(
-    ("use", "settings", "said"), IMPLEMENTATIONS, ids=[use.rpartition(":")[2] for use, _, _ in IMPLEMENTATIONS]
-)
+
+def ids(made: Sequence[tuple[Any, ...]]) -> list[str]:
+    return [use.rpartition(":")[2] for use, *_ in made]
+
+
+each = pytest.mark.parametrize(("use", "settings", "said"), IMPLEMENTATIONS, ids=ids(IMPLEMENTATIONS))
+programs = [
+    pytest.param(*given, marks=[pytest.mark.env, pytest.mark.timeout(180), needs(*lacking)])
+    for *given, lacking in PROGRAMS
+]
 isolated = pytest.mark.parametrize("isolation", ISOLATIONS)
 
 
@@ -89,7 +108,9 @@ def with_one(use: str, isolation: str, test: Callable[[Instance], Awaitable[Any]
 # What every implementation does ---------------------------------------------------------------------------------------------
 
 
-@each
+@pytest.mark.parametrize(
+    ("use", "settings", "said"), [*IMPLEMENTATIONS, *programs], ids=ids([*IMPLEMENTATIONS, *PROGRAMS])
+)
 @isolated
 def test_an_episode(use: str, settings: dict[str, Any], said: str, isolation: str) -> None:
     """Returns what the protocol says, offers tools that a chat template takes, and a second instance begins anew."""
@@ -98,9 +119,12 @@ def test_an_episode(use: str, settings: dict[str, Any], said: str, isolation: st
         async with hosted(use, isolation, **settings) as environments:
             for _ in range(2):
                 instance = environments.of(TASK)
-                await instance.make(30)
-                first = await instance.call("reset", TASK, timeout=30)
-                assert first == Observation(TASK.messages)
+                await instance.make(60)
+                first = await instance.call("reset", TASK, timeout=60)
+                if use in {use for use, *_ in PROGRAMS}:
+                    assert first.messages[0].parts[0] == "Look."
+                else:
+                    assert first == Observation(TASK.messages)
                 for schema in await instance.call("tools", timeout=30):
                     assert set(schema) == {"type", "function"}
                     assert schema["type"] == "function"

@@ -98,6 +98,6 @@ def task_file(path: Path) -> TaskFile:
 PROMPT = "You see the screen of a computer. {instruction}"
 
 
-def rows(path: Path = SHIPPED) -> list[dict[str, Any]]:
-    """The rows of a data file, one for each task: its id in the column ``desktop``."""
-    return [{"id": task.id, "prompt": PROMPT, "desktop": task.id} for task in task_file(path).tasks.values()]
+def rows(path: Path = SHIPPED, prompt: str = PROMPT) -> list[dict[str, Any]]:
+    """The rows of a data file, one for each task: its id in the column ``desktop``. Raises as ``TaskFile``."""
+    return [{"id": task.id, "prompt": prompt, "desktop": task.id} for task in task_file(path).tasks.values()]
