@@ -1,6 +1,7 @@
-"""The system calls that computing, drawing and reading need: (number on x86_64, number on aarch64), None where there is none.
+"""System calls by name: (number on x86_64, number on aarch64), None where there is none.
 
-From the kernel's asm/unistd_64.h and asm-generic/unistd.h. Whatever is not here, or in ``seccomp.CONDITIONS``, is refused.
+``ALWAYS``, ``WRITING`` and ``CONDITIONAL``: what computing, drawing and reading need. ``OF_ADMINISTRATORS``: what no program of a
+desktop needs. From the kernel's asm/unistd_64.h and asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -49,5 +50,26 @@ WRITING: Mapping[str, Number] = {  # where it has a folder of its own
 CONDITIONAL: Mapping[str, Number] = {  # what their arguments must be: rayloop/sandbox/seccomp.py
     "clone": (56, 220), "clone3": (435, 435), "tgkill": (234, 131), "kill": (62, 129), "prctl": (157, 167), "prlimit64": (302, 261),
     "ioctl": (16, 29), "fcntl": (72, 25), "socketpair": (53, 199), "sendto": (44, 206),
+}
+SOCKET: Number = (41, 198)
+OF_ADMINISTRATORS: Mapping[str, Number] = {
+    # large parts of the kernel that programs of a desktop do not use
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "userfaultfd": (323, 282),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "personality": (135, 92), "modify_ldt": (154, None), "vhangup": (153, 58), "quotactl": (179, 60), "syslog": (103, 116),
+    "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # other processes' memory and descriptors
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
+    # the machine
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "acct": (163, 89),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "ioperm": (173, None), "iopl": (172, None),
 }
 # fmt: on

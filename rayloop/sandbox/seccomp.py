@@ -1,7 +1,8 @@
-"""A filter of system calls: those of rayloop/sandbox/calls.py, and no others. Needs no privilege and no library.
+"""Filters of system calls, by the lists of rayloop/sandbox/calls.py. They need no privilege and no library.
 
-A refused call fails with EPERM, as where a kernel forbids it; one whose number is newer than the list with ENOSYS, so that
-libraries fall back to older ones. Numbers of other machines (32 bit, x32) end the process.
+Interpreters have the calls that are listed and no others, programs of a desktop all but those of administrators. A refused call
+fails with EPERM, as where a kernel forbids it; one whose number is newer than the lists with ENOSYS, so that libraries fall back to
+older ones. Numbers of other machines (32 bit, x32) end the process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 from collections.abc import Iterable
 
 from rayloop.sandbox import calls, kernel
@@ -23,6 +25,10 @@ _X32, _NEWEST = 0x40000000, 462
 _PR_SET_SECCOMP, _FILTER = 22, 2
 
 _CLONE_THREAD = 0x10000
+_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+_FAMILIES = (1, 2, 10, 16)
+"""Of sockets: unix, IPv4, IPv6, netlink."""
 _NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what C libraries call
 _DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 5, 1030)  # F_DUPFD to F_GETLK; not F_SETOWN, which sends signals to any process
 _LOCK_COMMANDS = (6, 7, 36, 37, 38)
@@ -48,12 +54,38 @@ def refuse_all_but(threads: bool, writing: bool) -> None:
     kernel.check(kernel.libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(filtered), 0, 0), "seccomp")
 
 
+def administrators_refused(machine: str = kernel.MACHINE) -> bytes:
+    """The filter for any program of an ordinary user, as ``bwrap --seccomp`` reads it: no namespaces, mounts, tracing or
+    parts of the kernel that only administrators and debuggers need. Raises KeyError on another machine than x86_64 and aarch64."""
+    return b"".join(struct.pack("HBBI", *row) for row in lenient(machine))
+
+
+def lenient(machine: str) -> list[Row]:
+    """The rows of ``administrators_refused``."""
+    column, rows = _COLUMN[machine], _of(machine)
+    for numbers in calls.OF_ADMINISTRATORS.values():
+        if (number := numbers[column]) is not None:
+            rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    clone, clone3 = (calls.CONDITIONAL[name][column] for name in ("clone", "clone3"))
+    socket = calls.SOCKET[column]
+    assert clone is not None
+    assert clone3 is not None
+    assert socket is not None
+    families = _one_of(0, _FAMILIES)
+    return [
+        *rows,
+        *((_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)),
+        *((_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, 1, _NAMESPACES)),
+        *((_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),
+        *((_EQUAL, 0, len(families) + 1, socket), *families, (_RETURN, 0, 0, _ERROR | errno.EAFNOSUPPORT)),
+        *((_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+
+
 def program(pid: int, threads: bool, writing: bool, machine: str) -> list[Row]:
     """The filter's rows, for process ``pid`` of ``machine``."""
-    column = _COLUMN[machine]
-    rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    if machine == "x86_64":
-        rows += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    column, rows = _COLUMN[machine], _of(machine)
     for names in (calls.ALWAYS, calls.WRITING if writing else {}):
         for number in sorted(found for numbers in names.values() if (found := numbers[column]) is not None):
             rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
@@ -67,6 +99,14 @@ def program(pid: int, threads: bool, writing: bool, machine: str) -> list[Row]:
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
         (_RETURN, 0, 0, _ERROR | errno.EPERM),
     ]
+
+
+def _of(machine: str) -> list[Row]:
+    """What every filter begins with: calls by numbers of another machine end the process; the number is loaded."""
+    rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        rows += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    return rows
 
 
 def _conditions(pid: int, threads: bool, writing: bool) -> Iterable[tuple[str, list[Row], int]]:

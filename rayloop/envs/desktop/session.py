@@ -21,7 +21,7 @@ from PIL import Image
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
-from rayloop.sandbox import bubblewrap, uids
+from rayloop.sandbox import bubblewrap, seccomp, uids
 
 HOME = "/home/user"
 PROGRAMS = {"Xvfb": "xvfb", "openbox": "openbox", "xterm": "xterm", "mousepad": "mousepad", "pcmanfm": "pcmanfm"}
@@ -174,6 +174,9 @@ class Desktop:
         with open(writing, "w") as passwd:
             passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
         display, written = os.pipe()
+        filtered = os.memfd_create("filter")
+        os.write(filtered, seccomp.administrators_refused())
+        os.lseek(filtered, 0, os.SEEK_SET)
         told = {
             **limits.model_dump(include={"processes", "memory_mb", "total_mb"}),
             "size": [limits.width, limits.height],
@@ -195,6 +198,7 @@ class Desktop:
             uid=users[0] if users else None,
             beside=(server, users[1] if users else None),
             options=[
+                *("--seccomp", str(filtered)),
                 *("--as-pid-1", "--perms", "1777", "--dir", "/tmp/.X11-unix"),  # which Xvfb makes for root alone
                 *("--perms", "0644", "--ro-bind-data", str(reading), "/etc/passwd"),
             ],
@@ -203,14 +207,14 @@ class Desktop:
             self._errors = open(os.memfd_create("desktop"), "w+b")  # noqa: SIM115
             return subprocess.Popen(
                 line,
-                pass_fds=(theirs.fileno(), reading, display, written),
+                pass_fds=(theirs.fileno(), reading, display, written, filtered),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
             )
         finally:
-            for descriptor in (reading, display, written):
+            for descriptor in (reading, display, written, filtered):
                 os.close(descriptor)
 
     def _last_words(self) -> str:

@@ -76,6 +76,29 @@ def test_arguments_decide_about_the_others(machine: str) -> None:
     assert not call("sendto", 3, 1, 1, 0, 0x7FFF00000000)
 
 
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_programs_of_a_desktop_have_all_calls_but_those_of_administrators(machine: str) -> None:
+    column, rows = list(ARCHITECTURES).index(machine), seccomp.lenient(machine)
+    refused = {numbers[column] for numbers in calls.OF_ADMINISTRATORS.values()} - {None}
+    clone, clone3 = (calls.CONDITIONAL[name][column] or 0 for name in ("clone", "clone3"))
+    socket = calls.SOCKET[column] or 0
+
+    def said(number: int, *arguments: int) -> int:
+        return run(rows, number, ARCHITECTURES[machine], *arguments)
+
+    for number in set(range(600)) - {clone, clone3, socket}:
+        expected = ERROR | errno.EPERM if number in refused else ERROR | errno.ENOSYS if number >= 462 else ALLOW
+        assert said(number) == expected, number
+    assert said(clone, 0x01200011) == said(clone, 0x3D0F00) == ALLOW
+    for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert said(clone, flag | 17) == ERROR | errno.EPERM
+    assert said(clone3) == ERROR | errno.ENOSYS
+    assert said(socket, 1, 1) == said(socket, 10, 1) == ALLOW
+    assert said(socket, 38, 5) == said(socket, 40, 1) == ERROR | errno.EAFNOSUPPORT
+    assert run(rows, 0, 0x40000003) == KILL
+    assert len(seccomp.administrators_refused(machine)) == 8 * len(rows)
+
+
 def test_without_a_folder_nothing_is_renamed_or_removed() -> None:
     assert verdict("x86_64", calls.WRITING["unlink"][0] or 0) == ALLOW
     assert verdict("x86_64", calls.WRITING["unlink"][0] or 0, writing=False) == ERROR | errno.EPERM
