@@ -110,6 +110,27 @@ def test_what_the_code_does_to_its_interpreter_is_the_codes_doing(make: Make) ->
         assert "a new interpreter begins" in shown(result)
         assert "70" in shown(run(environment, "print(image_clue_0.width, 'y' in dir())"))
     assert "MemoryError" in (run(environment, "b = bytearray(20 << 30)").error or "")
+
+
+def test_a_policy_that_kills_all_it_can_reach_fails_alone(make: Make) -> None:
+    """Refused, or the end of its own interpreter: an error either way, and nobody else notices."""
+    other, environment = make(), make()
+    run(other, "kept = 7")
+    for code in (
+        "import os; os.kill(-1, 9)",
+        "import subprocess; subprocess.run(['/bin/sh', '-c', 'kill -9 -1'], check=True)",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.abort()",
+    ):
+        result = run(environment, code)
+        assert result.error is not None, code
+        assert not result.done
+        assert "70" in shown(run(environment, "print(image_clue_0.width)"))
+    assert "7" in shown(run(other, "print(kept)"))
+    assert run(make(on_error="stop"), "import os; os.kill(-1, 9)").done
+
+
+def test_a_hang_ends_the_episode_where_errors_stop(make: Make) -> None:
     with pytest.raises(ToolDeadline):
         run(make(code_timeout=1, on_error="stop"), "while True: pass")
 
