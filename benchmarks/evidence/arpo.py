@@ -12,18 +12,14 @@ play.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
+from benchmarks.evidence.seeds import digest, trained
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains
 from rayloop.measure.intervals import Interval, interval
@@ -55,14 +51,10 @@ def main() -> None:
         found["random"] = {"tasks": config.data.eval, **chance(config)}
     for seed in SEEDS if chosen.only is None else [chosen.only]:
         about = {"config": hashed, "overrides": chosen.overrides, "note": chosen.note, "machine": machine()}
-        found["seeds"][str(seed)] = about | trained(seed, chosen.overrides)
+        spent = trained(CONFIG, RUNS / f"seed-{seed}", seed, chosen.overrides)
+        found["seeds"][str(seed)] = about | spent | recorded(RunFolder.at(RUNS / f"seed-{seed}"))
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(markdown(found)))
-
-
-def digest(config: RunConfig) -> str:
-    """Of all values, so that figures of another configuration are recognised."""
-    return hashlib.sha256(config.model_dump_json(exclude={"seed", "name", "output"}).encode()).hexdigest()[:16]
 
 
 def chance(config: RunConfig) -> dict[str, Any]:
@@ -70,24 +62,6 @@ def chance(config: RunConfig) -> dict[str, Any]:
     assert config.data.eval is not None
     rows = [json.loads(line) for line in Path(config.data.eval).read_text().splitlines()]
     return by_page(play(rows, config.environment.episode.max_turns, CHANCES))
-
-
-def trained(seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run from its command to its end; one that is there goes on. Raises BenchFailed when it fails."""
-    folder = RUNS / f"seed-{seed}"
-    own = [f"output={RUNS}", f"name={folder.name}", f"seed={seed}"]
-    command = [sys.executable, "-m", "cluster", "train", str(CONFIG), *overrides, *own]
-    print("+ " + " ".join(command), flush=True)
-    began = time.monotonic()
-    run = subprocess.Popen(command)
-    tree = Tree(run.pid)
-    while run.poll() is None:
-        tree.look()
-        time.sleep(EVERY)
-    if run.returncode:
-        raise BenchFailed(f"seed {seed} ended with {run.returncode}; what it said is above")
-    spent = {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(tree.seconds)}
-    return spent | recorded(RunFolder.at(folder))
 
 
 def recorded(folder: RunFolder) -> dict[str, Any]:

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
+from benchmarks.evidence.seeds import trained
+from benchmarks.measure import machine
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 
@@ -61,16 +58,7 @@ def kept(config: Mapping[str, str]) -> dict[int, dict[str, Any]]:
 def measured(seed: int) -> dict[str, Any]:
     """One run from its command to its end. Raises BenchFailed when it fails."""
     folder = RUNS / f"seed-{seed}"
-    own = [f"output={RUNS}", f"name={folder.name}", f"seed={seed}", "checkpoint.resume=never"]
-    began = time.monotonic()
-    run = subprocess.Popen([sys.executable, "-m", "cluster", "train", str(CONFIG), *own])
-    tree = Tree(run.pid)
-    while run.poll() is None:
-        tree.look()
-        time.sleep(EVERY)
-    if run.returncode:
-        raise BenchFailed(f"seed {seed} ended with {run.returncode}; what it said is above")
-    spent = {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(tree.seconds)}
+    spent = trained(CONFIG, folder, seed, ["checkpoint.resume=never"])
     return {"seed": seed, **spent, **recorded(RunFolder.at(folder))}
 
 

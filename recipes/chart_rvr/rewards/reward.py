@@ -125,7 +125,11 @@ class ChartReward:
         paid = self.variant.rules(samples)
         if self._similarity is None:
             return [self._outcome(one) for one in paid]
-        return asyncio.gather(*(self._with_process(s, p) for s, p in zip(samples, paid, strict=True)))
+        return self._with_processes(samples, paid)
+
+    async def _with_processes(self, samples: Sequence[Sample], paid: Sequence[Paid]) -> Sequence[Outcome]:
+        """A coroutine, since ``score_group`` is called where no event loop runs."""
+        return await asyncio.gather(*(self._with_process(s, p) for s, p in zip(samples, paid, strict=True)))
 
     async def _with_process(self, sample: Sample, paid: Paid) -> Outcome:
         assert self._similarity is not None
