@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +56,10 @@ class ChartRows:
         """Column of the chart's data as ``{columns, rows}``, when yours is called otherwise."""
         reasoning: str = "reasoning"
         """Column of the true steps, when yours is called otherwise."""
+        source: str = "data_source"
+        """Column by which metrics are split, such as who wrote the question; rows without it are split by the chart's type."""
+        keep: tuple[str, ...] = ()
+        """Further columns that a reward or a benchmark's rule reads from the task."""
 
     def __init__(self, settings: ChartRows.Settings) -> None:
         self._settings = settings
@@ -69,6 +73,7 @@ class ChartRows:
         question = str(field(row, names.query, where)) + names.suffix
         kind = row.get(names.chart_type)
         extra = {
+            **{name: row.get(name) for name in names.keep},
             "query": question,
             "chart_type": kind,
             "table": parsed(row.get(names.table)),
@@ -78,8 +83,25 @@ class ChartRows:
             Message("system", (names.system or TEMPLATES[names.template],)),
             Message("user", (image_entry(field(row, names.image, where), where, root), question)),
         )
-        source = str(row.get("data_source") or kind or "")
+        source = str(row.get(names.source) or kind or "")
         return Task(str(row.get("id") or where), messages, str(label), source, extra)
+
+
+class ConversationRows(ChartRows):
+    """Rows of ChartQAPro: what was asked and answered before (``questions``, ``answers``: lists that end with this one), and the
+    ``paragraph`` about the chart, stand before the question."""
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        column = self._settings.query
+        earlier = zip(_listed(row, "questions")[:-1], _listed(row, "answers")[:-1], strict=False)
+        before = [f"{asked}\n{said}" for asked, said in earlier]
+        text = "\n".join(filter(None, [row.get("paragraph"), *before, str(field(row, column, where))]))
+        return super().task({**row, column: text}, where, root)
+
+
+def _listed(row: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else ()
 
 
 class ChartAnswers:

@@ -66,6 +66,20 @@ ROWS: dict[str, list[list[Row]]] = {
             for i in range(2)
         ]
     ],
+    "recipes.chart_rvr.data:ConversationRows": [
+        [
+            {
+                "id": f"c{i}",
+                "image": "a.png",
+                "query": "And in 2010?",
+                "label": str(i),
+                "questions": ["In 2009?", "And in 2010?"],
+                "answers": ["3", str(i)],
+                "paragraph": "About sales.",
+            }
+            for i in range(2)
+        ]
+    ],
     "recipes.pyvision.data:QuestionRows": [
         [
             {"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"}

@@ -120,11 +120,15 @@ class Case:
         return as_source(component.build(), component.use, self.per)
 
 
+SAID = [f"{THOUGHT}{answer}</answer>" for answer in "34"]
+EMBEDDED = {"embedder": {"use": "recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
 HERE = __name__
 CASES = [
     Case("recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
-    Case("recipes.chart_rvr.rewards.reward:ChartReward", f"{THOUGHT}3</answer>", f"{THOUGHT}4</answer>", options=UNEMBEDDED),
+    Case("recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED),
+    Case("recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=EMBEDDED, per="group"),
+    Case("recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"),
     Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25),
     Case("recipes.pyvision.reward:PyVisionReward", r"<answer>\boxed{3}</answer>", r"<answer>\boxed{4}</answer>"),
     Case("recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),

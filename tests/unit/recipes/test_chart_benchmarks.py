@@ -1,0 +1,130 @@
+"""The six chart benchmarks: each file laid over a run's configuration reads prepared rows, and its rule says what is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from rayloop.config.settings import check_components
+from rayloop.core.groups import Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.data.dataset import Dataset
+from rayloop.run.config import RunConfig, read
+from recipes.chart_rvr.controls import PLAYED
+from recipes.chart_rvr.measure import anls, chartqapro, distance
+
+RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
+NAMES = ("chartbench", "chartfc", "chartqa", "chartqapro", "evochart", "plotqa")
+ROWS: dict[str, dict[str, Any]] = {
+    "chartqa": {"query": "How many?", "label": "10", "origin": "human", "data_source": "chartqa"},
+    "plotqa": {"query": "What is the value?", "label": "10", "chart_type": "dot_line", "data_source": "plotqa"},
+    "chartfc": {"query": "Chile has most", "label": "Yes", "data_source": "chartfc"},
+    "evochart": {"query": "Which?", "label": "10", "chart_type": "pie", "data_source": "evochart"},
+    "chartqapro": {
+        "query": "And in 2010?", "label": "2010", "kind": "Conversational", "year": ["NO", "YES"], "paragraph": "About sales.",
+        "questions": ["How many?", "And in 2010?"], "answers": ["5", "2010"], "data_source": "chartqapro",
+    },
+    "chartbench": {"query": "Is it so?", "label": "Yes", "chart_type": "radar", "data_source": "chartbench"},
+}  # fmt: skip
+"""As ``data prepare NAME`` writes them."""
+
+
+def over(name: str, folder: Path) -> RunConfig:
+    """The quickstart with the benchmark's file laid over it."""
+    benchmark = yaml.safe_load((RECIPE / f"benchmarks/{name}.yaml").read_text())
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({"extends": str(RECIPE / "quickstart.yaml"), **benchmark}))
+    config = read(file, [])
+    check_components(config)
+    return config
+
+
+def test_there_are_six() -> None:
+    assert sorted(path.stem for path in (RECIPE / "benchmarks").glob("*.yaml")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) -> None:
+    config = over(name, tmp_path)
+    assert config.data.eval == f"runs/data/{name}/test.jsonl"
+    Image.new("RGB", (84, 84)).save(tmp_path / "chart.png")
+    row = {"id": "1", "image": "chart.png"} | ROWS[name]
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    (task,) = Dataset(tmp_path / "test.jsonl", config.data.reader.build(), True, lambda failure: None)
+    source = {"chartqa": "human", "plotqa": "dot_line", "evochart": "pie", "chartqapro": "Conversational",
+              "chartbench": "radar"}  # fmt: skip
+    assert task.source == source.get(name, name)
+    question = str(task.messages[-1].parts[-1])
+    assert row["query"] in question
+    assert ("yes/no" in question) == (name in ("chartfc", "chartbench"))
+    measure = config.reward.source.build()
+    right, wrong = (
+        measure.score(PLAYED, task, ScoreContext(0, [f"<answer>\n{said}\n</answer>"]))
+        for said in (row["label"], "other")
+    )
+    assert isinstance(right, Scored)
+    assert right.components == {"accuracy": 1.0, "relaxed": 1.0, "exact": 1.0}
+    assert (right.value, wrong.value) == (1.0, 0.0)
+    near = measure.score(PLAYED, task, ScoreContext(0, ["2011"])).value
+    assert near == 0.0, "2011 is near 2010 for the relaxed rule only, and ChartQAPro's flag says that it is a year"
+
+
+def test_a_conversation_is_asked_with_what_was_said_before(tmp_path: Path) -> None:
+    reader = over("chartqapro", tmp_path).data.reader.build()
+    task = reader.task({"id": "1", "image": "a.png"} | ROWS["chartqapro"], "rows:1", tmp_path)
+    assert task.messages[-1].parts[-1] == "About sales.\nHow many?\n5\nAnd in 2010?"
+    alone = {"id": "2", "image": "a.png", "query": "How many?", "label": "3", "kind": "Factoid"}
+    assert reader.task(alone, "rows:2", tmp_path).messages[-1].parts[-1] == "How many?"
+
+
+@pytest.mark.parametrize(
+    ("said", "true", "kind", "year", "score"),
+    [
+        ("10.4", "10", "Factoid", ["NO"], 1.0),
+        ("10.6", "10", "Factoid", ["NO"], 0.0),
+        ("-9.6", "-10", "Factoid", None, 1.0),
+        ("9.6", "-10", "Factoid", None, 0.0),
+        ("0", "0", "Factoid", ["NO"], 1.0),
+        ("0.01", "0", "Factoid", ["NO"], 0.0),
+        ("10%", "10", "Factoid", ["NO"], 1.0),
+        ("2011", "2010", "Factoid", ["NO"], 1.0),
+        ("2011", "2010", "Factoid", ["YES"], 0.0),
+        ("2010.", "2010", "Factoid", ["YES"], 1.0),
+        ("b", "B", "Multi Choice", ["NO"], 1.0),
+        ("10.1", "10", "Multi Choice", ["NO"], 0.0),
+        ("Support", "Supports", "Fact Checking", ["NO"], 0.0),
+        ("Support", "Supports", "Factoid", ["NO"], 1 - 1 / 8),
+        ("United States", "Germany", "Factoid", ["NO"], 0.0),
+        ("[10, 21]", "['10', '20']", "Factoid", ["NO"], 1.0),
+        ("['10', '21']", "[10, 20]", "Factoid", ["NO", "YES"], 0.5),
+        ("[10]", "[10, 20]", "Factoid", ["NO"], 0.5),
+        ("[10, 20, 30, 40]", "[10, 20]", "Factoid", ["NO"], 0.5),
+        ("[North, South]", "[North, South]", "Factoid", None, 1.0),
+        ("2011", "2010", "Conversational", ["YES", "NO"], 1.0),
+        ("2011", "2010", "Conversational", ["NO", "YES"], 0.0),
+        ("Unanswerable", "unanswerable", "Hypothetical", ["NO"], 1.0),
+        ("", "10", "Factoid", ["NO"], 0.0),
+    ],
+)  # fmt: skip
+def test_the_rule_of_chartqapro(said: str, true: str, kind: str, year: Any, score: float) -> None:
+    assert chartqapro(said, true, kind, year) == pytest.approx(score)
+
+
+def test_its_rule_as_chart_rvr_has_it_counts_all_within_a_hundred_per_cent(tmp_path: Path) -> None:
+    config = over("chartqapro", tmp_path)
+    task = config.data.reader.build().task({"id": "1", "image": "a.png"} | ROWS["chartqapro"], "rows:1", tmp_path)
+    published = config.reward.source.model_copy(update={"with_": {"rule": "chartqapro_published"}}).build()
+    paid = [published.score(PLAYED, task, ScoreContext(0, [said])).value for said in ("4000", "4021")]
+    assert paid == [1.0, 0.0]
+
+
+def test_anls_is_the_share_that_is_alike_down_to_half() -> None:
+    assert [distance(a, b) for a, b in (("", "abc"), ("kitten", "sitting"), ("ab", "ab"))] == [3, 3, 0]
+    assert anls("kitten", "sitting") == pytest.approx(1 - 3 / 7)
+    assert anls("ab", "ac") == 0.0
+    assert anls("", "") == 1.0
