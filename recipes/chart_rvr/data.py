@@ -57,7 +57,7 @@ class ChartRows:
         reasoning: str = "reasoning"
         """Column of the true steps, when yours is called otherwise."""
         source: str = "data_source"
-        """Column by which metrics are split, such as who wrote the question; rows without it are split by the chart's type."""
+        """Column by which metrics are split, such as who wrote the question; rows without it by ``data_source`` or type."""
         keep: tuple[str, ...] = ()
         """Further columns that a reward or a benchmark's rule reads from the task."""
 
@@ -83,7 +83,7 @@ class ChartRows:
             Message("system", (names.system or TEMPLATES[names.template],)),
             Message("user", (image_entry(field(row, names.image, where), where, root), question)),
         )
-        source = str(row.get(names.source) or kind or "")
+        source = str(row.get(names.source) or row.get("data_source") or kind or "")
         return Task(str(row.get("id") or where), messages, str(label), source, extra)
 
 

@@ -58,9 +58,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str, str]]]] = {
         [("How many?", "10", "line")],
     ),
     "chartfc": (
-        {"dataset_files/test_barplot_seaborn_diverse_charts.json": [{"image_filename": "a.png", "question": "It rose", "answer": 1}],
+        {"dataset_files/test_barplot_seaborn_diverse_charts.json": [{"image_filename": "a.png", "question": "Up", "answer": 1}],
          "charts_seaborn_v5/a.png": None},
-        [("It rose. Answer yes/no.", "Yes", "chartfc")],
+        [("Up. Answer yes/no.", "Yes", "chartfc")],
     ),
     "evochart": (
         {"EvoChart-QA.json": [{"imgname": "a.png", "query": "How many?", "label": "10"}], "png/a.png": None},
