@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.envs.desktop.session import Desktop, missing
+from rayloop.envs.desktop.session import Desktop, DesktopSpoiled, missing
 from rayloop.envs.desktop.settings import DesktopLimits
 from tests.support.runs import eventually
 
@@ -138,4 +138,43 @@ def _tried(attacks: dict[str, str]) -> dict[str, str]:
         return found
     finally:
         other.close()
+        desktop.close()
+
+
+FILL = {
+    "many processes": "[os.fork() or (bytearray(b'x' * 150_000_000), time.sleep(60)) for _ in range(5)]",
+    "files without a name": "[os.write(f, b'0' * MIB) for f in [os.memfd_create('x') for _ in range(8)] for _ in range(100)]",
+    "segments that nobody has open": (
+        "[libc.memset(at, 1, 200 * MIB) and libc.shmdt(at) for at in"
+        " [ctypes.c_void_p(libc.shmat(libc.shmget(0, 200 * MIB, 0o1600), None, 0)) for _ in range(4)]]"
+    ),
+}
+"""Each is more than the limit in sum, and less in any process."""
+FILLS = """
+import ctypes, os, time
+MIB = 1 << 20
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+CODE
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", FILL)
+def test_memory_is_limited_in_sum(how: str) -> None:
+    desktop = Desktop(DesktopLimits(total_mb=512))
+    try:
+        desktop.put("fill.py", FILLS.replace("CODE", FILL[how]).encode())
+        desktop.launch(["xterm"])
+        desktop.type("/usr/bin/python3 fill.py\n", 0.001, 0.1)
+
+        def spoiled() -> str:
+            try:
+                desktop.screenshot()
+            except DesktopSpoiled as error:
+                return str(error)
+            return ""
+
+        assert "MiB together, of at most 512" in eventually(spoiled, "the end of its programs", 20, 0.1)
+    finally:
         desktop.close()
