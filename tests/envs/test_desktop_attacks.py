@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rayloop.envs.desktop.environment import DesktopTasks
 from rayloop.envs.desktop.session import Desktop, DesktopSpoiled, missing
 from rayloop.envs.desktop.settings import DesktopLimits
 from tests.support.runs import eventually
@@ -83,6 +84,14 @@ def held(code):
 found = {name: held(code) for name, code in json.load(open('attacks.json')).items()}
 json.dump(found, open('found.part', 'w')); os.rename('found.part', 'found.json')
 """
+
+
+def test_a_runs_header_says_what_holds_desktops_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "namespaces without network" in DesktopTasks.preflight(DesktopTasks.Settings())
+    monkeypatch.setattr("rayloop.envs.desktop.environment.missing", lambda: "apt-get install xvfb")
+    assert DesktopTasks.preflight(DesktopTasks.Settings()) == (
+        "nothing yet: desktops cannot be started here (apt-get install xvfb)"
+    )
 
 
 def test_attacks_from_a_terminal_are_held(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.checks import score
 from rayloop.envs.desktop.hands import Hands
-from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled
+from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled, missing
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
 from rayloop.envs.grammar.actions import CallUser, Finished, Mistake
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import ScreenSettings, first
+from rayloop.sandbox import bubblewrap
 
 
 class DesktopTasks:
@@ -51,6 +52,13 @@ class DesktopTasks:
         self._task: DesktopTask | None = None
         self._start: Mapping[str, StartFile] = {}
         self._spoiled = False
+
+    @staticmethod
+    def preflight(settings: DesktopTasks.Settings) -> str:
+        """What holds desktops in on this machine, for the run's header; or why none can be started, as other nodes may have it."""
+        if lacks := missing() or bubblewrap.refused_here():
+            return f"nothing yet: desktops cannot be started here ({lacks})"
+        return "namespaces without network, refused calls of administrators (desktops)"
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a task that does not exist or cannot start, DesktopLost."""
