@@ -20,6 +20,7 @@ COMMANDS = {
     "try": ("cluster.commands.try_", "one row as the model sees it, two answers, and what the reward says; in seconds"),
     "sft": ("cluster.commands.sft", "supervised steps on the answers of the training rows"),
     "eval": ("cluster.commands.eval", "measure a checkpoint on held-out rows, with controls"),
+    "estimate": ("cluster.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
     "score": ("cluster.commands.score", "what a recipe's reward says about saved completions"),
     "export": ("cluster.commands.export", "write a checkpoint as a folder that plain transformers loads"),
     "report": ("cluster.commands.report", "write a run's curves and trajectories as one HTML file"),

@@ -4,7 +4,8 @@
 ``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m benchmarks recipe NAME``);
 ``score`` has ``SCORING``, how saved completions are scored (``python -m cluster score NAME FILE``).
 
-Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name.
+Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name. What is below
+``benchmarks/`` is laid over a run's configuration by ``eval --benchmark``.
 """
 
 from __future__ import annotations
@@ -26,4 +27,13 @@ PREPARED = {"osworld": "recipes.arpo.osworld"}
 
 def datasets() -> dict[str, Path]:
     """The maps of published data sets (``rayloop.data.published``) by name, sorted."""
-    return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob("*/datasets/*.yaml")))
+    return _files("datasets")
+
+
+def benchmarks() -> dict[str, Path]:
+    """What ``eval --benchmark`` lays over a run's configuration (rows, reader, reward, how results are split), by name, sorted."""
+    return _files("benchmarks")
+
+
+def _files(kind: str) -> dict[str, Path]:
+    return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob(f"*/{kind}/*.yaml")))

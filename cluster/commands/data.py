@@ -8,10 +8,12 @@ from pathlib import Path
 
 import recipes
 from cluster.commands.arguments import add_overrides
+from cluster.commands.solvable import keep_solvable, solvable_options
+from rayloop.chat.rendering import Renderer
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.data.published import prepare
-from rayloop.data.validation import validate
+from rayloop.data.validation import Length, check, leaks, validate
 from rayloop.run.config import RunConfig, read
 
 GENERIC = "generic"
@@ -30,23 +32,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     making.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help names them")
     making.set_defaults(run=_prepare)
-    check = actions.add_parser("validate", help="name the rows that a run could not use")
-    check.add_argument(
+    checking = actions.add_parser("validate", help="name the rows that a run could not use")
+    checking.add_argument(
         "file", type=Path, metavar="FILE", help="YAML file of a run (its data, read as the run would), JSONL or parquet"
     )
-    add_overrides(check, "with a run: values to change")
-    check.add_argument(
+    add_overrides(checking, "with a run: values to change")
+    checking.add_argument(
         "--reader",
         metavar="MODULE:CLASS",
         default="rayloop.data.dataset:ChatRows",
         help="with a data file (default: %(default)s)",
     )
-    check.set_defaults(run=_validate)
+    checking.set_defaults(run=_validate)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    solvable, options = solvable_options(arguments.options)
+    code = _made(arguments.name, options)
+    if solvable.by is not None and not code:
+        keep_solvable(solvable)
+    return code
+
+
+def _made(name: str, options: list[str]) -> int:
     """Where a recipe and a published data set share a name (pyvision), the options say which: one is on the Hub or in a folder."""
-    name, options, published = arguments.name, arguments.options, recipes.datasets()
+    published = recipes.datasets()
     where = {word.partition("=")[0] for word in options} & {"--from", "--hub"}
     if name == GENERIC or (name in published and (where or name not in recipes.having("prepare"))):
         return prepare.main(name, published, options)
@@ -55,9 +65,27 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check the rows of a run with its own reader: those to train on, and the held-out ones. Returns and raises as ``validate``."""
-    files = [path for path in (config.data.train, config.data.eval) if path is not None]
-    return max([validate(Path(path), config.data.reader, config.environment.kinds) for path in files])
+    """Check the rows of a run with its own reader: those to train on, the held-out ones, and that no row is both.
+
+    Returns and raises as ``validate``.
+    """
+    files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
+    length, limit = _length(config), config.environment.episode.max_prompt_tokens
+    found = [check(path, config.data.reader, config.environment.kinds, length, limit) for path in files]
+    leaked = leaks(*found) if len(found) == 2 else 0
+    return 1 if leaked or any(one.problems for one in found) else 0
+
+
+def _length(config: RunConfig) -> Length | None:
+    """How long a prompt is for the run's model; None, which is said, where its tokenizer is not here.
+
+    What an environment shows first may be longer than the row: it is counted as the reader made it.
+    """
+    if not Path(config.model.path).is_dir():
+        print(f"token lengths are not counted: {config.model.path} is no local folder")
+        return None
+    renderer = Renderer(config.model)
+    return lambda task: len(renderer.prompt(task.messages).token_ids)
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import recipes
 from cluster.commands.arguments import add_cluster, add_run, cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
@@ -14,38 +15,56 @@ from rayloop.run.preflight import preflight
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "evaluation.limit=100")
     parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
+    parser.add_argument(
+        "--benchmark",
+        metavar="NAME",
+        choices=(known := recipes.benchmarks()),
+        help=f"rows, reader and measure of a benchmark, laid over CONFIG: {', '.join(known)}",
+    )
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     parser.add_argument(
         "--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)"
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        metavar="N",
+        help="times that an answer which sampling.max_tokens cut is played again with twice the room (default: 3 with "
+        "--benchmark, else 0)",
     )
     parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
     add_cluster(parser)
     parser.set_defaults(run=run)
 
 
-def evaluation_folder(config: RunConfig, checkpoint: Path | None) -> Path:
+def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str = "eval") -> Path:
     """Beside the run that the checkpoint is of, and named after it; of a model folder, or without one, below ``output``."""
     if checkpoint is None:
-        return Path(config.output) / f"{config.name}-eval"
+        return Path(config.output) / f"{config.name}-{benchmark}"
     path = checkpoint.resolve()
     run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
-    return Path(config.output) / f"{path.name}-eval" if run is None else run.with_name(f"{run.name}-eval")
+    return Path(config.output) / f"{path.name}-{benchmark}" if run is None else run.with_name(f"{run.name}-{benchmark}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
-        config = read(arguments.config, arguments.overrides)
-        out = arguments.out or evaluation_folder(config, arguments.checkpoint)
+        name = arguments.benchmark
+        config = read(arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else [])
+        out = arguments.out or evaluation_folder(config, arguments.checkpoint, name or "eval")
         data = arguments.data or config.data.eval
         if data is None:
             raise ConfigError("data.eval names no rows, and --data was not given")
+        if name and not Path(data).is_file():
+            raise ConfigError(
+                f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it is made"
+            )
         if arguments.checkpoint is not None:
             from rayloop.run.export import model_of  # imports torch
 
             folder = model_of(arguments.checkpoint, out / "models")
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-        preflight(config, trains=False)
+        preflight(config.model_copy(update={"data": config.data.model_copy(update={"eval": data})}), trains=False)
         from cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
 
         return evaluate(
@@ -54,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             out,
             controls=arguments.controls,
             samples=config.evaluation.samples if arguments.samples is None else arguments.samples,
+            retries=(3 if name else 0) if arguments.retries is None else arguments.retries,
+            benchmark=name or "",
             address=address,
             temporary=temporary,
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from cluster.loop.episode_runner import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
-from rayloop.core.types import PlayRequest, TrajectoryId
+from rayloop.core.types import EndReason, PlayRequest, TrajectoryId
 from rayloop.measure.controls import Item
 from rayloop.production.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
@@ -79,4 +79,5 @@ def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item
         text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
         truth=jsonable(asked.task.ground_truth),
         images=tuple(image for record in records for image in record.images),
+        cut=member.summary.cut and member.summary.end_reason is not EndReason.OVER_LENGTH,
     )  # fmt: skip

@@ -27,9 +27,11 @@ from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import Item, summarise, table
+from rayloop.measure.controls import RIGHT, Item, by_column, summarise, table
+from rayloop.measure.solved import pass_rates
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.run.events import EventLog
@@ -43,17 +45,20 @@ CONCURRENCY = 10_000
 
 
 def evaluate(
-    config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None
-) -> int:
-    """Evaluate ``config.model`` on the rows of ``data`` and write ``out/items.jsonl`` and ``out/summary.json``.
+    config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
+    retries: int = 0, benchmark: str = "",
+) -> int:  # fmt: skip
+    """Evaluate ``config.model`` on the rows of ``data`` and write items.jsonl, summary.json and results.json into ``out``.
 
-    Items that ``out`` has already are not played again. Returns 0, or 1 when some items have no score. Raises ConfigError
-    when ``out`` belongs to another model, configuration or file.
+    Items that ``out`` has already are not played again. One that ``sampling.max_tokens`` cut is, as often as ``retries``, with
+    twice the room each time. Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` belongs to another
+    model, configuration or file.
     """
     tasks = [*_read(data, config)][: config.evaluation.limit]
     asked = plays(config, tasks, controls=controls, samples=samples)
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
+    identity |= {"retries": str(retries)} if retries else {}
     make_folder(out, "--out")
     _claim(out / "identity.json", identity)
     items_file = out / "items.jsonl"
@@ -63,15 +68,32 @@ def evaluate(
     why = ""
     if missing:
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
-            why = _play(config, out, missing)
+            why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
     items = [
         item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted
     ] + blinds
-    summary = {"identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds))}
+    summary = {
+        "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
+        **_more(config, tasks, items),
+    }  # fmt: skip
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
+    results = {"benchmark": benchmark, "model": config.model.path, **summary, "tasks": scored}
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
+
+
+def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> dict[str, Any]:
+    """Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers, how many answers are ``cut``."""
+    setting = config.evaluation
+    columns = {name: {task.id: str(task.extra.get(name, "")) for task in tasks} for name in setting.by}
+    return {
+        "by": {name: by_column(items, values) for name, values in columns.items()},
+        "pass_at": pass_rates(items, setting.solved.score, setting.solved.least),
+        "cut": sum(item.cut for item in items),
+    }
 
 
 def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]) -> list[Play]:
@@ -83,10 +105,10 @@ def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str,
     return [p for p in asked if (p.arm, p.task.id) in again]
 
 
-def _play(config: RunConfig, out: Path, missing: list[Play]) -> str:
+def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
     actor = create(Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve()))
     try:
-        return str(ray.get(submit(actor, Evaluator.main, missing)))
+        return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
     except ray.exceptions.RayTaskError as error:
         if isinstance(cause(error), RayloopError):
             raise cause(error) from error
@@ -105,11 +127,13 @@ class Evaluator(Actor):
         self.images = RolloutDump(self.out)
         self.weights: Publication[Any] | None = None
         self.why = self.trace = ""
+        self.retries = 0
 
-    async def main(self, missing: Sequence[Play]) -> str:
+    async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
         """Play what is missing. Items without a score are not kept: another call asks for them again.
 
-        Returns why the first of these has none; "" when all have one.
+        Nor are those that were cut, before they have been played again as often as ``retries`` says. What is paid as a group is not
+        played again in part. Returns why the first of these has none; "" when all have one.
         """
         services = Services(self.config, str(self.out), self._tell)
         me = ray.get_runtime_context().current_actor
@@ -118,7 +142,11 @@ class Evaluator(Actor):
             if not self.config.engine.own_weights:
                 self.weights = await asyncio.to_thread(self._pack)
             await services.start(self._admit)
-            await play(missing, self.config, self.player, 0, self._keep, self._hear)
+            self.retries = retries if self.config.reward.per == "trajectory" else 0
+            while missing:
+                items = await play(missing, self.config, self.player, 0, self._keep, self._hear)
+                missing = [_longer(p) for p, item in zip(missing, items, strict=True) if item.cut and self.retries]
+                self.retries -= 1
         finally:
             services.stop()
         return self.why
@@ -143,6 +171,8 @@ class Evaluator(Actor):
             self.why = self.why or f"{item.task}: {item.unscored}"
             self._tell(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
             return
+        if item.cut and self.retries:
+            return
         self.images.keep(images)
         self.items.append(dataclasses.asdict(item))
 
@@ -154,6 +184,11 @@ class Evaluator(Actor):
 
     def _tell(self, event: Event) -> None:
         self.events.append(event)
+
+
+def _longer(asked: Play) -> Play:
+    sampling = dataclasses.replace(asked.sampling, max_tokens=2 * asked.sampling.max_tokens)
+    return dataclasses.replace(asked, sampling=sampling)
 
 
 def config_hash(config: RunConfig) -> str:

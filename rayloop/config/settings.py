@@ -233,13 +233,13 @@ def _from_file(path: str) -> ModuleType:
 S = TypeVar("S", bound=SettingsModel)
 
 
-def load(path: Path, overrides: Sequence[str], model: type[S]) -> S:
-    """Read ``path`` (and what it ``extends``), apply ``key.sub=value`` overrides, validate as ``model``.
+def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Path] = ()) -> S:
+    """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value`` overrides, validate as ``model``.
 
     Raises ConfigError that lists every problem with file and line. Paths inside the configuration are left as written
     (see ``local_path``). Components are checked by ``check_components``, since that imports them.
     """
-    data, source = read(path, overrides)
+    data, source = read(path, overrides, over)
     try:
         settings = model.model_validate(data)
     except ValidationError as error:

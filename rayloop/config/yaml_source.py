@@ -69,12 +69,14 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Source]:
-    """The merged data of a file, its bases and the overrides, with the origin of each key.
+def read(path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()) -> tuple[dict[str, Any], Source]:
+    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key.
 
     Raises ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides.
     """
     data, source = _read_file(path, ())
+    for layer in over:
+        _merge(data, source, *_read_file(layer, ()), ())
     for override in overrides:
         _override(data, source, override)
     return data, source

@@ -1,39 +1,96 @@
-"""Checking a file of rows before a run reads it."""
+"""Checking files of rows before a run reads them: schema, images, repetitions, long prompts, held-out rows that are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import Task
+from rayloop.core.types import ImageSource, Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
+Length = Callable[[Task], int]
+"""Tokens of a task's prompt. Raises DataFailure when it cannot be rendered."""
+
+
+@dataclass
+class Checked:
+    """What was found in a file. ``rows``: what a row shows (texts and images, by hash) -> where it first stands; ``images``: the
+    same of each image alone."""
+
+    path: Path
+    problems: int = 0
+    rows: dict[str, str] = field(default_factory=dict)
+    images: dict[str, str] = field(default_factory=dict)
+
 
 def validate(path: Path, reader: Component, kinds: Collection[str] = ()) -> int:
+    """Check one file and print what is wrong. Returns 0 when all rows are usable, else 1. Raises as ``check`` does."""
+    return 1 if check(path, reader, kinds).problems else 0
+
+
+def check(
+    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0
+) -> Checked:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
-    Returns 0 when all rows are usable, else 1. Raises ConfigError when the file or the reader cannot be used at all, or a row names
-    none of the ``kinds`` of environment, if there are any.
+    With ``length``, a prompt of more than ``limit`` tokens is a problem too, since a run leaves it out; rows that repeat another
+    are counted, and are none. Raises ConfigError when the file or the reader cannot be used at all, or a row names none of the
+    ``kinds`` of environment, if there are any.
     """
-    problems = 0
+    found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
-        nonlocal problems
-        problems += 1
+        found.problems += 1
         print(failure)
 
     built: Reader = reader.build()
     dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds)
     for task in dataset:
-        for failure in unusable_images(task, dataset.where(task)):
-            report(failure)
+        where = dataset.where(task)
+        try:
+            shown = [_hash(image) for image in task.images]
+            if length is not None:
+                lengths.append(length(task))
+                if lengths[-1] > limit:
+                    raise DataFailure(where, f"a prompt of {lengths[-1]} tokens, above max_prompt_tokens ({limit})")
+        except DataFailure as failure:
+            report(failure if failure.path == where else DataFailure(where, str(failure)))
+            continue
+        whole = _row(task, shown)
+        if whole in found.rows:
+            repeated.append(f"{where} (as {found.rows[whole]})")
+        found.rows.setdefault(whole, where)
+        for image in shown:
+            found.images.setdefault(image, where)
     if warning := dataset.warning():
         print(f"warning: {warning}")
-    print(f"{path}: {len(dataset)} rows read by {reader.use}, {problems} problems")
-    return 1 if problems else 0
+    if repeated:
+        print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")
+    if lengths:
+        print(f"{path}: prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to {median(lengths):.0f}")
+    print(f"{path}: {len(dataset)} rows read by {reader.use}, {found.problems} problems")
+    return found
+
+
+def leaks(train: Checked, held_out: Checked) -> int:
+    """Print the held-out rows that are trained on, and how many share only an image. Returns the number of the former."""
+    same = [f"{where} (as {train.rows[row]})" for row, where in held_out.rows.items() if row in train.rows]
+    images = [
+        f"{where} (as {train.images[image]})" for image, where in held_out.images.items() if image in train.images
+    ]
+    if same:
+        print(
+            f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them out of one of the files"
+        )
+    elif images:
+        print(f"warning: {len(images)} images of {held_out.path} are trained on, with other questions: {_some(images)}")
+    return len(same)
 
 
 def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
@@ -43,3 +100,19 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
             probe(image)
         except DataFailure as failure:
             yield DataFailure(where, str(failure))
+
+
+def _hash(image: ImageSource) -> str:
+    return hashlib.sha256(probe(image)[0]).hexdigest()
+
+
+def _row(task: Task, images: Sequence[str]) -> str:
+    """Of the same question about the same images, whatever its id. A task of an environment's own (a page and its seed) differs by
+    its ``extra``."""
+    texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
+    own = {name: value for name, value in task.extra.items() if name not in ("id", "root", "index", "split")}
+    return hashlib.sha256(repr((texts, images, "" if images else sorted(map(str, own.items())))).encode()).hexdigest()
+
+
+def _some(many: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(many[:shown]) + (f" and {len(many) - shown} more" if len(many) > shown else "")

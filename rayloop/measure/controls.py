@@ -66,7 +66,10 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm."""
+    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm.
+
+    ``cut``: ``sampling.max_tokens`` ended a turn of it.
+    """
 
     arm: str
     task: str
@@ -78,6 +81,7 @@ class Item:
     text: str = ""
     truth: Any = None
     images: tuple[Mapping[str, Any], ...] = ()
+    cut: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -115,8 +119,14 @@ def by_arm(items: Sequence[Item]) -> Table:
 
 def by_source(items: Sequence[Item]) -> Table:
     """The right image's scores by source."""
+    return by_column(items, {item.task: item.source for item in items})
+
+
+def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
+    """The right image's scores by what ``values`` says of each task (its id -> the value of a column)."""
     right = [item for item in items if item.arm == RIGHT]
-    return {s: means(i for i in right if i.source == s) for s in sorted({item.source for item in right})}
+    kinds = sorted({values.get(item.task, "") for item in right})
+    return {kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,12 @@ def table(summary: dict[str, Any]) -> list[str]:
     lines += _rows("", summary["arms"])
     if len(summary["sources"]) > 1:
         lines += ["by source, right image:", *_rows("  ", summary["sources"])]
+    for column, rows in summary.get("by", {}).items():
+        lines += [f"by {column}, right image:", *_rows("  ", rows)]
+    for k, found in summary.get("pass_at", {}).items():
+        lines.append(f"pass@{k}  {_shown(found)}")
+    if cut := summary.get("cut"):
+        lines.append(f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more room")
     if differences := summary["differences"]:
         lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
     if summary["unscored"]:

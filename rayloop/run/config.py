@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -298,9 +298,9 @@ class RunConfig(SettingsModel):
         return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
 
 
-def read(path: Path, overrides: list[str]) -> RunConfig:
-    """The checked configuration. Raises ConfigError with file and line."""
-    config = load(path, overrides, RunConfig)
+def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
+    """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
+    config = load(path, overrides, RunConfig, over)
     check_components(config)
     durations.check(config)
     return config

@@ -26,6 +26,15 @@ class CheckpointSettings(SettingsModel):
     folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
 
 
+class SolvedSettings(SettingsModel):
+    """Which answers are right, where an answer is right or wrong: pass@k, and tasks that a policy can solve."""
+
+    score: str = "reward"
+    """The reward, or the name of one of its components, such as ``success`` or ``click``."""
+    least: float = 1.0
+    """The score from which an answer is right; lower it for shares, such as 0.5 for an IoU."""
+
+
 class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
@@ -36,6 +45,9 @@ class EvaluationSettings(SettingsModel):
     samples: int = Field(0, ge=0)
     """Answers per row that are sampled as in training, besides the greedy one: their mean is the reward that is trained, a curve
     of its own. 4 show a gain of a few hundredths on a hundred rows. With ``greedy: false`` there is nothing but them."""
+    solved: SolvedSettings = SolvedSettings()
+    by: tuple[str, ...] = ()
+    """Columns of the rows by whose values ``eval`` also shows the means, such as ``platform`` and ``element`` of ScreenSpot."""
     controls: bool = False
     """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
     blind: Component | None = None

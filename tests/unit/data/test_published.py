@@ -365,3 +365,51 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
     assert len((tmp_path / "out/train.jsonl").read_text().splitlines()) == 2
     (tmp_path / "examples/os/3.json").unlink()
     assert main(command) == 2
+
+
+def test_rows_that_were_never_solved_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"os": ["1", "2", "3", "4"]}
+    for name in tasks["os"]:
+        written(tmp_path / f"examples/os/{name}.json", {"id": name, "instruction": "Do.", "evaluator": {}})
+    written(tmp_path / "list.json", tasks)
+    results = {"os/1": [0.0, 1.0], "os/2": [0.0, 0.4], "os/3": [1.0]}
+    items = [
+        {"arm": "sampled", "task": task, "source": "os", "sample": n, "reward": 0.0, "components": {"success": result}}
+        for task, each in results.items()
+        for n, result in enumerate(each)
+    ]
+    written(tmp_path / "played/items.jsonl", items)
+    command = [
+        "data",
+        "prepare",
+        "osworld",
+        "--out",
+        str(tmp_path / "out"),
+        "--from",
+        str(tmp_path),
+        "--list",
+        "list.json",
+    ]
+    assert main([*command, "--solvable-by", str(tmp_path / "played")]) == 0
+    rows = [json.loads(line)["id"] for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
+    assert rows == ["os/1", "os/3", "os/4"]
+    assert "3 of 4 rows are solved at least once, 1 unknown" in capsys.readouterr().out
+    asked: list[list[str]] = []
+
+    def eval_of(words: list[str]) -> Any:
+        asked.append(words)
+        written(Path(words[words.index("--out") + 1]) / "items.jsonl", items[:2])
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr("cluster.commands.solvable.subprocess.run", eval_of)
+    assert main([*command, "--solvable-by", "owner/model"]) == 2
+    assert "--config" in capsys.readouterr().err
+    config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")
+    assert (
+        main([*command, "--solvable-by", "owner/model", "--config", config, "--attempts", "2", "--max-samples", "4"])
+        == 0
+    )
+    assert asked[0][3:] == ["eval", config, "--checkpoint", "owner/model", "--data", str(tmp_path / "out/train.jsonl"),
+                            "--samples", "2", "--out", str(tmp_path / "out/solvable")]  # fmt: skip

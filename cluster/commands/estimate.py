@@ -1,0 +1,62 @@
+"""``estimate``: steps, tokens, time and memory of a run before it is started, by arithmetic and from measured steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from cluster.commands.arguments import add_run
+from rayloop.core.failures import ConfigError
+from rayloop.estimate.memory import Lengths, Role, memory
+from rayloop.estimate.run import as_json, lines, measured, plan
+from rayloop.estimate.shape import read_shape
+from rayloop.run.config import RunConfig, read
+
+FACTOR = 28
+"""Pixels of a side of an image token, in Qwen2.5-VL."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, "steps=1000")
+    parser.add_argument(
+        "--from", dest="run_folder", type=Path, metavar="RUN", help="a run of it whose steps are measured"
+    )
+    parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the estimate. Returns 0; raises ConfigError."""
+    config = read(arguments.config, arguments.overrides)
+    found = measured(arguments.run_folder) if arguments.run_folder else None
+    made = plan(config, found, arguments.step_seconds)
+    try:
+        lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))
+        roles = memory(config, read_shape(config.model.path), lengths)
+        why = ""
+    except ConfigError as error:
+        roles, why = [], str(error)
+    if arguments.json:
+        described = [{"role": r.name, "count": r.count, "gpus": r.gpus, "bytes": r.bytes, **r.parts} for r in roles]
+        print(json.dumps({**as_json(made), "memory": described}))
+        return 0
+    print("\n".join(lines(config, made, found)))
+    print("\n".join(_table(roles)) if roles else f"memory: unknown. {why}")
+    return 0
+
+
+def _image_tokens(config: RunConfig) -> int:
+    """Tokens of an episode's images, at their largest: one, or as many as its turns show."""
+    shown = min(config.environment.episode.max_images, config.environment.episode.max_turns)
+    return shown * config.model.max_pixels // FACTOR**2
+
+
+def _table(roles: list[Role]) -> list[str]:
+    told = ["memory of a process (GB; where it has GPUs, all but `process` is there):"]
+    for role in roles:
+        parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
+        gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
+        told.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}")
+    return told

@@ -1,0 +1,151 @@
+"""Steps, trajectories, tokens and time of a run.
+
+An epoch is rows * group_size / trajectories of a step = rows / groups_per_step steps: a step's batch counts completions, so more
+answers for a row are more steps where the batch stays (Chart-RVR's guide leaves them out of its formula, and errs by that factor).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.data.rows import rows
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder
+
+WARM = 1
+"""Steps at the beginning of a run that are not measured: threads are timed, and caches are empty."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a run's finished steps: medians of seconds, mean tokens of a trajectory, trajectories played for each one trained."""
+
+    steps: int
+    seconds: float
+    trajectories: float
+    evaluation: float
+    prompt: float
+    response: float
+    played_per_trained: float
+
+
+def measured(run: Path) -> Measured:
+    """From ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
+    records = [record for record in RunFolder.at(run.resolve()).metrics if "timing_s/step" in record]
+    if len(records) <= WARM:
+        raise ConfigError(f"{run} has {len(records)} finished steps, and the first says little: let it do a few more")
+    later = records[WARM:]
+
+    def of(name: str) -> list[float]:
+        return [float(record[name]) for record in later if record.get(name) is not None]
+
+    testing = [float(record["timing_s/testing"]) for record in records if record.get("timing_s/testing")]
+    trained, played = sum(of("rollout/trained")), sum(of("rollout/trajectories"))
+    return Measured(
+        len(records),
+        median(r["timing_s/step"] - (r.get("timing_s/testing") or 0.0) for r in later),
+        fmean(of("rollout/trained")),
+        median(testing) if testing else 0.0,
+        fmean(of("prompt_length/mean")),
+        fmean(of("response_length/mean")),
+        played / trained if trained else math.nan,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``target``: trajectories that a step trains on; ``updates``: of the optimizer in a step; ``seconds`` None: nobody knows."""
+
+    steps: int
+    target: int
+    rows: int | None
+    updates: int
+    trajectories: int
+    prompt: float
+    response: float
+    evaluations: int
+    seconds: float | None
+
+    groups: int
+
+    @property
+    def tokens(self) -> float:
+        """Of all trajectories."""
+        return self.trajectories * (self.prompt + self.response)
+
+
+def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
+    """What ``config`` asks for; with the measured steps of a run, or ``step_seconds``, how long it takes.
+
+    Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
+    """
+    algorithm, update, steps = config.algorithm, config.policy.update, config.steps
+    episode = config.environment.episode
+    response = min(episode.max_turns * config.rollout.sampling.max_tokens, episode.max_tokens)
+    prompt = episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens
+    every = config.evaluation.every
+    evaluations = 1 + math.ceil(steps / every) if every else 0
+    seconds: float | None = None
+    if step_seconds is not None:
+        seconds = step_seconds * steps
+    elif found is not None:
+        seconds = found.seconds * algorithm.target / found.trajectories * steps + found.evaluation * evaluations
+    played = algorithm.target * steps * (found.played_per_trained if found else 1.0)
+    return Plan(
+        steps, algorithm.target, count(config.data.train), update.epochs * update.mini_batches, round(played),
+        found.prompt if found else float(prompt), found.response if found else float(response),
+        evaluations, seconds, algorithm.groups_per_step,
+    )  # fmt: skip
+
+
+def count(path: str) -> int | None:
+    """Rows of a data file; None when it is not there (yet)."""
+    if not Path(path).is_file():
+        return None
+    return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
+
+
+def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
+    """The plan for people."""
+    told = [
+        f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} = {made.target} trajectories, "
+        f"{made.updates} optimizer updates each"
+    ]
+    if made.rows is not None:
+        an_epoch = made.rows / made.groups
+        told.append(f"{made.rows} rows: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
+    bound = "" if found else " at most, since none has been measured"
+    each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
+    told.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
+    if made.evaluations:
+        told.append(f"{made.evaluations} evaluations")
+    if made.seconds is None:
+        told.append(
+            "time: unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
+        )
+    else:
+        told.append(f"time: {duration(made.seconds)}")
+    return told
+
+
+def duration(seconds: float) -> str:
+    """For people: 95 days, 4.2 hours, 12 minutes, 40 seconds."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def as_json(made: Plan) -> Mapping[str, Any]:
+    """The plan for programs."""
+    return {
+        "steps": made.steps, "trajectories_per_step": made.target, "updates_per_step": made.updates, "rows": made.rows,
+        "trajectories": made.trajectories, "tokens": round(made.tokens), "seconds": made.seconds,
+        "evaluations": made.evaluations,
+    }  # fmt: skip

@@ -1,0 +1,95 @@
+"""How large a model is: its parameters by tensor, from the headers of its files; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import FsdpSettings, LoraSettings
+
+VISION = ("visual.", "vision_tower.", "vision_model.")
+"""Parts of names by which tensors of a vision tower are told."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``tensors``: name -> sizes; ``config``: the language model's part of config.json; ``vision``: the tower's, or empty."""
+
+    tensors: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any]
+    vision: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.tensors.values()))
+
+    @property
+    def vision_parameters(self) -> int:
+        return sum(math.prod(size) for name, size in self.tensors.items() if _of_vision(name))
+
+    def trained(self, engine: FsdpSettings) -> int:
+        """Parameters with a gradient: all, those outside a frozen tower, or those of the adapters."""
+        if engine.lora is not None:
+            return self.adapters(engine.lora)
+        return self.parameters - (self.vision_parameters if engine.freeze_vision else 0)
+
+    def adapters(self, lora: LoraSettings) -> int:
+        """rank * (inputs + outputs) for every linear layer that is adapted."""
+        adapted = (
+            size
+            for name, size in self.tensors.items()
+            if len(size) == 2
+            and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
+            and (lora.vision or not _of_vision(name))
+        )
+        return sum(lora.rank * sum(size) for size in adapted)
+
+    @property
+    def cache(self) -> int:
+        """Numbers that one token needs in the cache of keys and values."""
+        heads = int(self.config["num_attention_heads"])
+        head = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
+        return 2 * int(self.config["num_hidden_layers"]) * int(self.config.get("num_key_value_heads", heads)) * head
+
+
+def _of_vision(name: str) -> bool:
+    return any(part in f"{name}." for part in VISION)
+
+
+def read_shape(model: str) -> Shape:
+    """Of a local folder, or of a model of the Hub, whose headers alone are downloaded. Raises ConfigError."""
+    folder = Path(model)
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files or not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path: {model} has no config.json or no *.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        return _shape({name: size for file in files for name, size in _header(file).items()}, config)
+    try:
+        from huggingface_hub import get_safetensors_metadata, hf_hub_download
+
+        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text())
+        metadata = get_safetensors_metadata(model).files_metadata.values()
+        return _shape({name: tuple(t.shape) for one in metadata for name, t in one.tensors.items()}, config)
+    except Exception as error:  # no network, no such model, no permission: its classes are many, and change
+        raise ConfigError(
+            f"model.path: {model} is no local folder, and the Hub did not say how large it is ({type(error).__name__}). On a "
+            f"machine that reaches it: hf download {model} --local-dir FOLDER, then model.path=FOLDER"
+        ) from error
+
+
+def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Shape:
+    text = config.get("text_config") or config
+    return Shape(tensors, text, config.get("vision_config") or {})
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> sizes. A safetensors file begins with the length of its header, 8 bytes little-endian, and the header as JSON."""
+    with open(file, "rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -1,0 +1,159 @@
+"""Estimates: steps and time by the right formula, parameters and adapters of a known model, memory of each role."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli import main
+from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import FsdpSettings
+from rayloop.estimate.memory import Lengths, memory
+from rayloop.estimate.run import duration, measured, plan
+from rayloop.estimate.shape import Shape, read_shape
+from rayloop.run.config import RunConfig, read
+from tests.support.runs import ROOT
+
+PRESETS = ROOT / "recipes/chart_rvr/presets"
+QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
+MINUTE = 60.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "takes"),
+    [("paper", "95.0 days"), ("safe", "23.7 days"), ("moderate", "11.9 days"), ("fast", "3.5 days"), ("ultra_fast", "8.3 hours")],
+)  # fmt: skip
+def test_more_answers_a_row_are_more_steps(preset: str, takes: str) -> None:
+    """At 60 s a step of four completions, as Chart-RVR's guide takes it without the answers in its formula."""
+    made = plan(read(PRESETS / f"{preset}.yaml", []), None, MINUTE)
+    assert made.target == 4
+    assert duration(made.seconds or 0) == takes
+
+
+def qwen3b() -> Shape:
+    """Qwen2.5-VL-3B's linear layers: 36 of the language model, and the MLPs of 32 blocks of the tower."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for layer in range(36):
+        at = f"model.layers.{layer}"
+        sizes |= {
+            f"{at}.self_attn.{name}_proj.weight": (out, 2048)
+            for name, out in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
+        }
+        sizes |= {f"{at}.mlp.{name}_proj.weight": (11008, 2048) for name in ("gate", "up")}
+        sizes[f"{at}.mlp.down_proj.weight"] = (2048, 11008)
+        sizes[f"{at}.self_attn.q_proj.bias"] = (2048,)
+    for block in range(32):
+        sizes |= {f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280) for name in ("gate", "up")}
+        sizes[f"visual.blocks.{block}.mlp.down_proj.weight"] = (1280, 3420)
+        sizes[f"visual.blocks.{block}.attn.qkv.weight"] = (3840, 1280)
+    text = {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 2048,
+            "intermediate_size": 11008, "vocab_size": 151936}  # fmt: skip
+    return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
+
+
+def test_adapters_are_counted_as_the_published_run_reports_them() -> None:
+    shape = qwen3b()
+    lora = FsdpSettings.model_validate({"lora": {"rank": 8}})
+    assert shape.trained(lora) == 14_966_784
+    assert shape.trained(FsdpSettings.model_validate({"lora": {"rank": 8, "vision": True}})) == 18_576_384
+    assert shape.trained(FsdpSettings()) == shape.parameters
+    assert shape.trained(FsdpSettings(freeze_vision=True)) == shape.parameters - shape.vision_parameters
+    assert shape.cache == 2 * 36 * 256
+
+
+def run_of(**changes: Any) -> RunConfig:
+    return read(QUICKSTART, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+
+
+LENGTHS = Lengths(1000, 200, 300)
+
+
+def parts(config: RunConfig, role: str) -> dict[str, int]:
+    (found,) = [one for one in memory(config, qwen3b(), LENGTHS) if one.name == role]
+    return dict(found.parts)
+
+
+def test_a_rank_holds_its_part_of_master_weights_gradients_and_moments() -> None:
+    shape, whole = qwen3b(), parts(run_of(), "policy")
+    assert [whole[name] for name in ("weights", "gradients", "optimizer")] == [n * shape.parameters for n in (4, 4, 8)]
+    half = parts(run_of(policy__ranks=2), "policy")
+    assert half["optimizer"] == whole["optimizer"] // 2
+    lora = parts(run_of(policy__engine__lora={"rank": 8}), "policy")
+    assert lora["weights"] == 4 * (shape.parameters + 14_966_784)
+    assert (lora["gradients"], lora["optimizer"]) == (4 * 14_966_784, 8 * 14_966_784)
+    assert (
+        parts(run_of(policy__optimizer__kind="sgd", policy__optimizer__schedule="constant"), "policy")["optimizer"] == 0
+    )
+
+
+def test_activations_follow_what_is_computed_at_once() -> None:
+    whole = parts(run_of(), "policy")["activations"]
+    checked = parts(run_of(policy__engine__gradient_checkpointing=True), "policy")["activations"]
+    assert checked < whole / 10
+    small = parts(run_of(policy__engine__micro_batch_tokens=2000), "policy")["activations"]
+    assert small == pytest.approx(whole / 8, rel=0.3)
+    assert (
+        parts(run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy")["activations"]
+        == whole // 2
+    )
+    assert parts(run_of(policy__engine__freeze_vision=True), "policy")["activations"] < whole
+
+
+def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
+    shape, engine = qwen3b(), parts(run_of(), "rollout")
+    assert engine["weights"] == 4 * shape.parameters
+    assert engine["cache"] == shape.cache * 4 * 1200 * 256
+    assert parts(run_of(rollout__engine__max_batch=64), "rollout")["cache"] == engine["cache"] // 4
+    remote = run_of(rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"})
+    assert set(parts(remote, "rollout")) == {"process"}
+
+
+def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
+    shape = read_shape(str(ROOT / "recipes/arc_vision/tiny"))
+    assert 2_000_000 < shape.parameters < 3_500_000
+    assert 0 < shape.vision_parameters < shape.parameters
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_shape(str(tmp_path))
+
+
+def steps_of(folder: Path, *seconds: float) -> Path:
+    lines = [
+        {"step": n, "timing_s/step": s, "timing_s/testing": 5.0 if n == 2 else 0.0, "rollout/trained": 100,
+         "rollout/trajectories": 150, "prompt_length/mean": 70, "response_length/mean": 30}
+        for n, s in enumerate(seconds, start=1)
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_time_is_measured_where_there_are_finished_steps(tmp_path: Path) -> None:
+    found = measured(steps_of(tmp_path / "run", 60.0, 7.0, 2.0, 2.0))
+    assert (found.seconds, found.evaluation, found.played_per_trained) == (2.0, 5.0, 1.5)
+    made = plan(run_of(steps=10, evaluation__every=5), found)
+    assert made.evaluations == 3
+    assert made.seconds == pytest.approx(2.0 * 256 / 100 * 10 + 3 * 5.0)
+    assert made.trajectories == 10 * 256 * 1.5
+    assert made.tokens == made.trajectories * 100
+    with pytest.raises(ConfigError, match="has 1 finished steps"):
+        measured(steps_of(tmp_path / "short", 60.0))
+
+
+def test_the_command_says_it_for_people_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["estimate", str(QUICKSTART)]) == 0
+    said = capsys.readouterr().out
+    assert "60 steps of 16 groups x 16 = 256 trajectories" in said
+    assert "3000 rows: 187.5 steps an epoch, 0.32 epochs in all" in said
+    assert "time: unknown until steps have been measured" in said
+    assert "1 x policy" in said
+    run = steps_of(tmp_path / "run", 9.0, 7.0, 2.0)
+    assert main(["estimate", str(QUICKSTART), "--from", str(run), "--json", "evaluation.every=0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == pytest.approx(2.0 * 2.56 * 60)
+    assert {role["role"] for role in found["memory"]} == {"driver", "policy", "rollout", "environment", "reward"}

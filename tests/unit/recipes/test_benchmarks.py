@@ -1,0 +1,69 @@
+"""What ``eval --benchmark`` lays over a configuration: every file makes a valid run of any recipe, and its measure counts right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recipes
+from cluster.cli import main
+from cluster.commands.eval import evaluation_folder
+from rayloop.config.settings import check_components
+from rayloop.core.groups import Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.run.config import read
+from recipes.pyvision.option import OptionReward
+from tests.support.runs import ROOT
+
+PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
+
+
+def test_the_benchmarks_of_the_recipes_are_there() -> None:
+    assert {"screenspot", "vstar", "hr_bench_4k", "hr_bench_8k", "miniwob", "osworld"} <= set(recipes.benchmarks())
+
+
+@pytest.mark.parametrize("name", recipes.benchmarks())
+def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
+    path = recipes.benchmarks()[name]
+    config = read(QUICKSTART, ["evaluation.limit=3"], [path])
+    check_components(config)
+    assert config.model == read(QUICKSTART, []).model
+    assert config.evaluation.limit == 3
+    assert config.data.eval is not None
+    assert config.data.eval != read(QUICKSTART, []).data.eval
+    first = path.read_text().splitlines()[:3]
+    shipped = (ROOT / config.data.eval).is_file()
+    assert shipped or f"data prepare {name}" in " ".join(first), "how its rows are made"
+    assert evaluation_folder(config, None, name).name == f"quickstart-{name}"
+
+
+def test_a_mistake_in_a_benchmark_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "over.yaml"
+    file.write_text("evaluation: {byy: [a]}\n")
+    with pytest.raises(Exception, match=r"over\.yaml:1"):
+        read(QUICKSTART, [], [file])
+
+
+def test_rows_that_are_not_there_are_named_with_how_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(QUICKSTART), "--benchmark", "screenspot"]) == 2
+    assert "runs/data/screenspot/test.jsonl is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "accuracy", "format"),
+    [("<answer>\n\\boxed{B}\n</answer>", 1.0, 1.0), ("<answer>(B) blue</answer>", 1.0, 1.0), ("I think so.\nB", 1.0, 0.0),
+     ("<answer>A</answer>", 0.0, 1.0), ("B<answer>A</answer>", 0.0, 1.0), ("<answer>blue</answer>", 1.0, 1.0), ("", 0.0, 0.0),
+     ("<answer>C</answer>", 0.0, 1.0)],
+)  # fmt: skip
+def test_the_right_option_is_found_by_letter_or_words(said: str, accuracy: float, format: float) -> None:
+    extra: dict[str, Any] = {"question": "Which colour?\nA. red\nB. blue\nC. green\nAnswer with the option's letter."}
+    outcome = OptionReward().score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
+    assert isinstance(outcome, Scored)
+    assert (outcome.value, outcome.components) == (accuracy, {"accuracy": accuracy, "format": format})
