@@ -142,14 +142,18 @@ class Evaluator(Actor):
             if not self.config.engine.own_weights:
                 self.weights = await asyncio.to_thread(self._pack)
             await services.start(self._admit)
-            self.retries = retries if self.config.reward.per == "trajectory" else 0
-            while missing:
-                items = await play(missing, self.config, self.player, 0, self._keep, self._hear)
-                missing = [_longer(p) for p, item in zip(missing, items, strict=True) if item.cut and self.retries]
-                self.retries -= 1
+            await self._all(missing, retries if self.config.reward.per == "trajectory" else 0)
         finally:
             services.stop()
         return self.why
+
+    async def _all(self, missing: Sequence[Play], retries: int) -> None:
+        """Play ``missing``, and with twice the room what was cut of it, as often as ``retries``."""
+        for self.retries in reversed(range(retries + 1)):
+            items = await play(missing, self.config, self.player, 0, self._keep, self._hear)
+            missing = [_longer(asked) for asked, item in zip(missing, items, strict=True) if item.cut]
+            if not missing:
+                return
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""

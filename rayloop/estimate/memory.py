@@ -13,8 +13,9 @@ from rayloop.run.config import RunConfig
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER, ADAM = 4, 8
 """Bytes of a parameter's master weight and gradient (float32), and of AdamW's two moments."""
-LIGHT, HEAVY = 180 * 2**20, 420 * 2**20
-"""Resident bytes of a process without a model: driver, environment, reward; and of those with torch (docs/performance.md)."""
+LIGHT, HEAVY = 180 * 2**20, 700 * 2**20
+"""Resident bytes of a process without a model: driver, environment, reward; and of those with torch, which
+compute: measured on a CPU (docs/choosing_settings.md)."""
 PATCHES = 4
 """Patches of the vision tower for one image token, in Qwen-VL."""
 LOGITS = 3

@@ -21,10 +21,10 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 from cluster.cli import main
 from cluster.stages.evaluate import Evaluator
 from rayloop.core.groups import Member, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, TrajectoryId, Version
+from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import read_items
+from rayloop.run.held_out import Play, read_items
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
 
@@ -117,6 +117,36 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
     assert evaluator.why == "t1: grader_error: KeyError: 1"
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["traceback"] for event in events if event["event"] == "grader_error"] == ["Traceback\nKeyError: 1"]
+
+
+def test_answers_that_were_cut_are_played_again_with_twice_the_room(
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three answers one needs 10 tokens, one 30, and one never ends; they get 8, then 16, then 32."""
+    needs, asked = {"short": 10, "long": 30, "endless": 10**6}, []
+
+    async def play(missing: Any, config: Any, player: Any, step: int, keep: Any, hear: Any) -> list[Item]:
+        items = []
+        for one in missing:
+            asked.append((one.task.id, one.sampling.max_tokens))
+            items.append(Item(RIGHT, one.task.id, "", 0, reward=1.0, cut=one.sampling.max_tokens < needs[one.task.id]))
+            keep(items[-1], {})
+        return items
+
+    monkeypatch.setattr("cluster.stages.evaluate.play", play)
+    evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
+    evaluator.player = None  # type: ignore[assignment]
+    missing = [Play(RIGHT, Task(name, ()), Sampling(0.0, max_tokens=8)) for name in needs]
+    asyncio.run(evaluator._all(missing, 2))
+    assert asked == [
+        ("short", 8), ("long", 8), ("endless", 8), ("short", 16), ("long", 16), ("endless", 16), ("long", 32), ("endless", 32)
+    ]  # fmt: skip
+    assert [(item.task, item.cut) for item in read_items(tmp_path / "items.jsonl")] == [
+        ("short", False), ("long", False), ("endless", True)
+    ]  # fmt: skip
+    asked.clear()
+    asyncio.run(evaluator._all(missing, 0))
+    assert len(asked) == 3
 
 
 def test_plain_transformers_generates_what_our_engine_does(tmp_path: Path) -> None:
