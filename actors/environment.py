@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import time
@@ -46,14 +47,16 @@ class EnvironmentActor(Actor):
         episode: EpisodeSettings,
         kinds: Mapping[str, EnvironmentKind] | None = None,
         timeout: float = 3600.0,
+        at_once: int | None = None,
     ) -> None:
-        """``timeout``: seconds for a whole episode (``environment.episode_timeout``)."""
+        """``timeout``: seconds for a whole episode; ``at_once``: how many are played, None for all (``environment.*``)."""
         self._settings = episode
         self._renderer = Renderer(model)
         for kind in (episode.environment, *(kinds or {}).values()):
             kind.options()
         self._environments = Environments(episode.environment, kinds or {})
         self._timeout = timeout
+        self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self._images = SentImages()
         self._running = 0
 
@@ -82,14 +85,18 @@ class EnvironmentActor(Actor):
     async def _episode(
         self, request: PlayRequest, engine: LeasedEngine, prompts: FirstPrompts
     ) -> tuple[Summary | PlayFailed, Trajectory | None]:
-        began = time.monotonic()
         self._running += 1
         try:
             environment = self._environments.of(request.task)
             late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
-            playing = play(request, environment, self._renderer, self._settings, engine.generate, prompts)
-            trajectory = await bounded(self._timeout, playing, late)
-            seconds = time.monotonic() - began
+
+            async def playing() -> tuple[Trajectory, float]:
+                async with self._room:
+                    began = time.monotonic()
+                    played = await play(request, environment, self._renderer, self._settings, engine.generate, prompts)
+                    return played, time.monotonic() - began
+
+            trajectory, seconds = await bounded(self._timeout, playing(), late)
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
             return replace(summary, sent=engine.sent), trajectory
         except Exception as error:

@@ -118,7 +118,8 @@ class Services:
         self.environment = self._pool(
             "environment", c.environment.actors, c.environment.placement,
             lambda options: create(
-                EnvironmentActor, options, c.model, c.environment.episode, c.environment.kinds, c.environment.episode_timeout
+                EnvironmentActor, options, c.model, c.environment.episode, c.environment.kinds,
+                c.environment.episode_timeout, c.environment.episodes_at_once,
             ),
         )  # fmt: skip
         self.reward = self._pool(

@@ -130,6 +130,9 @@ class EnvironmentSettings(RoleSettings):
     episodes_per_call: int | None = Field(None, ge=1)
     """Episodes of a group that one call plays in one actor; None: the whole group. Set 1 for heavy environments (browsers,
     desktops): a group's episodes are then spread over the actors, and one that ends its actor takes none of its call with it."""
+    episodes_at_once: int | None = Field(None, ge=1)
+    """Episodes that one actor plays at once; the others wait in it, which counts for ``episode_timeout``. None: all that it is
+    given. Set it where an episode needs memory or cores of its own: browsers, desktops."""
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""

@@ -155,3 +155,14 @@ def test_without_reload_the_next_episode_is_played_in_the_same_tab() -> None:
     with playing("click-button", 1, reload=False) as (one, _), playing("click-button", 1, reload=False) as (two, _):
         assert one._tab is a
         assert two._tab is not a
+
+
+def test_without_room_another_page_is_loaded_into_a_tab_that_is_free() -> None:
+    crowded = {"reload": False, "browser": {"pages": 1}}
+    with playing("click-test", 1, **crowded) as (environment, alone):
+        tab, alone = environment._tab, pixels(alone)
+    with playing("click-button", 1, **crowded) as (environment, _):
+        assert environment._tab is tab
+    with playing("click-test", 1, **crowded) as (environment, again):
+        assert environment._tab is tab
+        assert pixels(again) == alone

@@ -66,9 +66,9 @@ class Host:
         """An empty page, in the browser that has room, or a new one. Raises EnvironmentFailed."""
         return self.run(self._open(size, files), 3 * self.settings.launch_timeout)
 
-    def parked(self, address: str) -> Tab | None:
-        """A page that was left at this address by ``park``; None when there is none."""
-        return self.run(self._unpark(address), 3 * CLOSING)
+    def parked(self, address: str, size: Size) -> Tab | None:
+        """A page that was left by ``park`` at this address; when there is no room for one more, any of this size; or None."""
+        return self.run(self._unpark(address, size), 3 * CLOSING)
 
     def park(self, tab: Tab) -> None:
         """Keep the page as it is for who asks for its address next, as long as there is room for it."""
@@ -100,8 +100,10 @@ class Host:
         else:
             self._parked.append(tab)
 
-    async def _unpark(self, address: str) -> Tab | None:
+    async def _unpark(self, address: str, size: Size) -> Tab | None:
         found = next((tab for tab in self._parked if tab.address == address), None)
+        if found is None and self._parked and not any(browser.has_room for browser in self.browsers):
+            found = next((tab for tab in self._parked if tab.size == size), None)
         if found is not None:
             self._parked.remove(found)
             if found.chromium.retired or not found.chromium.alive:

@@ -72,12 +72,12 @@ class MiniWob(PageEnvironment):
 
     async def _begin(self, tab: Tab) -> str:
         await tab.rest_pointer()
-        if not tab.address or self._miniwob.reload:
+        if tab.address != address(self._page) or self._miniwob.reload:
             await tab.load(address(self._page))
         return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
 
     def _open(self, host: Host) -> Tab:
-        found = None if self._miniwob.reload else host.parked(address(self._page))
+        found = None if self._miniwob.reload else host.parked(address(self._page), self.size)
         return found or super()._open(host)
 
     def _release(self, host: Host, tab: Tab) -> None:

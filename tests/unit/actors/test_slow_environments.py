@@ -97,10 +97,12 @@ def anew() -> None:
     Waits.made, Waits.resets = itertools.count(), 0
 
 
-def actor(environment: dict[str, Any], kinds: dict[str, Any] | None = None, **settings: Any) -> EnvironmentActor:
+def actor(
+    environment: dict[str, Any], kinds: dict[str, Any] | None = None, at_once: int | None = None, **settings: Any
+) -> EnvironmentActor:
     chosen = {"environment": environment, "max_turns": 3, **settings}
     each = {name: EnvironmentKind.model_validate(kind) for name, kind in (kinds or {}).items()}
-    return EnvironmentActor(MODEL, EpisodeSettings.model_validate(chosen), each, timeout=60.0)
+    return EnvironmentActor(MODEL, EpisodeSettings.model_validate(chosen), each, timeout=60.0, at_once=at_once)
 
 
 def requests(count: int, environment: str = "", attempt: int = 0, **extra: Any) -> list[PlayRequest]:
@@ -130,6 +132,23 @@ def test_no_member_of_a_group_waits_for_another_between_turns() -> None:
 
     seen, results = asyncio.run(run())
     assert seen == 1 + 3 * 3, "the others asked for all of their turns"
+    assert [one.turns for one in results if isinstance(one, Summary)] == [3] * 4
+
+
+def test_no_more_episodes_are_played_at_once_than_were_allowed() -> None:
+    """One of four is held in its first step: only one of the others may be played beside it."""
+
+    async def run(at_once: int) -> tuple[int, list[Summary | PlayFailed]]:
+        engine = Engine()
+        held = actor({"use": f"{HERE}:Waits", "with": {"hold": True}}, at_once=at_once)
+        playing = asyncio.create_task(played(held, requests(4), engine))
+        await asyncio.sleep(0.3)
+        seen = len(engine.prompts)
+        Waits.let_go.set()
+        return seen, await playing
+
+    seen, results = asyncio.run(run(at_once=1))
+    assert seen == 1, "three wait for the one that is held"
     assert [one.turns for one in results if isinstance(one, Summary)] == [3] * 4
 
 
