@@ -116,8 +116,9 @@ class Dataset:
             )
         columns = ", ".join(name for name in self._tasks[0].extra if name != "prompt") or "none"
         return (
-            f"none of the {len(self)} rows of {self.path} has an answer: right where the environment gives the result, but a reward "
-            f"that compares with an answer cannot work. ChatRows looks for {', '.join(TRUTHS)}; the rows' other columns: {columns}. Name the right one with data.reader.with.truth"
+            f"none of the {len(self)} rows of {self.path} has an answer: right where the environment gives the result, but a "
+            f"reward that compares cannot work. ChatRows looks for {', '.join(TRUTHS)}; the rows' other columns: {columns}. Name "
+            "the right one with data.reader.with.truth"
         )
 
     def _without_images(self) -> str:
