@@ -324,7 +324,8 @@ class Driver:
         sample = [trained.get(g.issue, g) for g in sorted(collected.finished, key=lambda g: g.issue)]
         await self.dump(sample[: self.config.keep_rollouts], self.step)
         ledger, seconds = self.ledger.counts(), self.timings.take()
-        self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
+        metrics = self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
+        self.production.alarms.recorded(metrics)
 
     @timed("parity")
     async def observe(self) -> None:

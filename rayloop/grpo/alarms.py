@@ -1,4 +1,4 @@
-"""Alarms about what slowly goes wrong: trajectories without a reward, excluded, flagged, and log-probs that drift apart.
+"""Alarms about what slowly goes wrong: trajectories without a reward, excluded, flagged, log-probs that drift apart, a collapse.
 
 Leaving out what a grader failed on is harmless only while the failures are few and do not depend on what is scored. A flag is
 a statement about the policy only while it is rare. Log-probs of fresh samples agree between engine and trainer (the same
@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator
 
 from rayloop.config.removed import Removed
-from rayloop.config.settings import SettingsModel
 from rayloop.core import incidents
 from rayloop.core.events import Tell
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
+from rayloop.grpo.collapse import Collapse, CollapseSettings
+from rayloop.grpo.limits import Alarm, Limit
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
@@ -39,30 +40,13 @@ UNSEEN = 10
 """Steps in a row without such samples (the trainer is the slower side) after which others are played for it."""
 
 
-class Limit(SettingsModel):
-    """An alarm: where it warns, and where it ends the run. null: never."""
-
-    warn: float | None = Field(None, ge=0)
-    """Above this an event and a line on the terminal, once until it is well again. Raise it when you know the reason."""
-    stop: float | None = Field(None, ge=0)
-    """Above this the run ends with exit code 1. Set it for runs that nobody watches."""
-
-    @model_validator(mode="after")
-    def _order(self) -> Limit:
-        if self.warn is not None and self.stop is not None and self.stop < self.warn:
-            raise ValueError(
-                f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why"
-            )
-        return self
-
-
 _GRADERS = ("grader_error", "grader_timeout", "judge_invalid", "judge_changed", "invalid_component")
 FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
 
 
-class AlarmSettings(SettingsModel):
+class AlarmSettings(CollapseSettings):
     """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last 512
-    trajectories, each as 0 to 1, and count from the eighth that is concerned."""
+    trajectories, each as 0 to 1, and count from the eighth that is concerned; of groups, they are the mean of five steps."""
 
     removed: ClassVar[Mapping[str, Removed]] = {
         "window": Removed(512, "shares are of the last 512 trajectories"),
@@ -103,7 +87,8 @@ class _Seen:
 
 
 class Alarms:
-    """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of every step's metrics.
+    """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of what the trainer
+    reports of a step, ``recorded`` of all its metrics.
 
     ``tell`` gets an ``Alarm`` when a limit is passed (again only after it was well), a ``GraderError`` with the
     first traceback, and an ``Unscored`` for the first trajectory of each kind. All but ``lost`` raise AlarmStopped,
@@ -120,6 +105,7 @@ class Alarms:
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._without = 0
         self._active: set[str] = set()
+        self.collapse = Collapse(settings)
         self._kinds: set[UnscoredKind] = set()
         self._trace = ""
         self.graded = False
@@ -139,13 +125,14 @@ class Alarms:
         self._first_group(fresh)
         self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
 
-    def state(self) -> dict[str, bool]:
+    def state(self) -> dict[str, Any]:
         """For the checkpoint: plain values. What is averaged and told begins anew with a run."""
-        return {"graded": self.graded}
+        return {"graded": self.graded, "first_lengths": list(self.collapse.first_lengths)}
 
-    def restore(self, state: Mapping[str, bool]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; what this process has seen already it does not forget."""
         self.graded |= state["graded"]
+        self.collapse.first_lengths = list(state.get("first_lengths", ()))  # older checkpoints have none
 
     def held_out(self, member: Member) -> None:
         """A held-out answer: only the first of a kind is told, for shares are of what is trained on."""
@@ -170,6 +157,10 @@ class Alarms:
         self._without += 1
         if DRIFT in metrics:
             self.compared(metrics[DRIFT])
+
+    def recorded(self, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step, once they are on record: has the policy collapsed?"""
+        self._raise_or_tell("collapse", self.collapse.step(metrics))
 
     @property
     def unseen(self) -> bool:
@@ -255,17 +246,13 @@ class Alarms:
         return found
 
     def _raise_or_tell(self, kind: str, found: Mapping[str, Alarm]) -> None:
-        now = {f"{kind} {name}" for name, (value, limit, _) in found.items() if _above(value, limit.warn)}
+        now = {f"{kind} {name}" for name, (value, limit, _) in found.items() if limit.warns(value)}
         for name, (value, limit, text) in found.items():
-            if _above(value, limit.stop):
+            if limit.stops(value):
                 raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
             if f"{kind} {name}" in now - self._active:
                 self._tell(incidents.Alarm(name, why=text))
         self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
-
-
-Alarm = tuple[float, Limit, str]
-"""The value that is watched, its limits, and what it means in words."""
 
 
 def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
@@ -274,10 +261,6 @@ def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
     example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
     kinds = Counter(outcome.kind for outcome in outcomes)
     return [f"{kind} {n}" + (f": {example[kind]}" if kind in example else "") for kind, n in kinds.most_common(most)]
-
-
-def _above(value: float, limit: float | None) -> bool:
-    return limit is not None and value > limit
 
 
 def _grader_raised(member: Member) -> bool:

@@ -110,6 +110,13 @@ METRICS = tuple(
             "Mean sampled tokens, trained over played, of about 16 steps; 1: no bias by length.",
         ),
         ("rollout/acceptance", "fraction", "Running share of trajectories that survive the filters."),
+        (
+            "rollout/equal_rewards",
+            "fraction",
+            "Share of finished groups whose rewards are all equal, before any filter.",
+        ),
+        ("rollout/all_right", "fraction", "Share of finished groups with rewards of 1 or above only."),
+        ("rollout/all_wrong", "fraction", "Share of finished groups with rewards of 0 or below only."),
         ("rollout/replayed", "groups", "Trained groups with a stored success in them (ARPO)."),
         ("rollout/reissued", "attempts", "Episodes played again because infrastructure failed, since the run began."),
         ("rollout/cache", "fraction", "Use of the fullest engine's cache of keys and values, when last asked (vLLM)."),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean, pstdev
 
 from rayloop.core.groups import Group, Member, Scored
+from rayloop.grpo.filters.equal_rewards import equality
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         "rollout/replayed": float(sum(g.replay_of is not None for g in trained)),
         "rollout/acceptance": collected.acceptance,
         **_reward_metrics(members),
+        **_equal_groups(finished),
         **{name: float(count) for name, count in collected.dropped.items()},
     }
     if played:
@@ -61,6 +63,22 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
     fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
     return metrics | {name: float(count) for name, count in fates.items()}
+
+
+def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
+    """Over groups with two fresh scored members at least, whatever the filters made of them: those that taught nothing."""
+    rewards = [
+        [m.outcome.value for m in group.members if isinstance(m.outcome, Scored) and not m.replayed]
+        for group in finished
+    ]
+    found = [equality(values) for values in rewards if len(values) > 1]
+    if not found:
+        return {}
+    return {
+        "rollout/equal_rewards": mean(float(reason != "") for reason in found),
+        "rollout/all_right": mean(float(reason == "all_right") for reason in found),
+        "rollout/all_wrong": mean(float(reason == "all_wrong") for reason in found),
+    }
 
 
 def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -30,9 +30,14 @@ class EqualRewards(SettingsModel):
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
         rewards = [member.reward for member in group.kept]
-        if len(rewards) < 2 or max(rewards) - min(rewards) > self.tolerance:
-            return {}
-        reason = "all_wrong" if max(rewards) <= WRONG else "all_equal"
-        if min(rewards) >= RIGHT:
-            reason = "all_right"
-        return {i: reason for i, member in enumerate(group.members) if member.kept}
+        reason = equality(rewards, self.tolerance)
+        return {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
+
+
+def equality(rewards: Sequence[float], tolerance: float = 0.0) -> str:
+    """all_right, all_wrong or all_equal when no two rewards differ by more than ``tolerance``; "" when some do."""
+    if len(rewards) < 2 or max(rewards) - min(rewards) > tolerance:
+        return ""
+    if min(rewards) >= RIGHT:
+        return "all_right"
+    return "all_wrong" if max(rewards) <= WRONG else "all_equal"

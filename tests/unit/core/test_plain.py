@@ -148,7 +148,8 @@ OF_THE_PROCESS = {
     "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
     "Alarms": {"settings", "_reward", "_tell", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
-               "_raised", "_raised_held_out"},
+               "_raised", "_raised_held_out", "collapse"},
+    "Collapse": {"_settings", "_last"},
     "Blame": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
@@ -189,13 +190,14 @@ def full(made: Production) -> None:
     made.finished.buffer.restore({"train-5": [stored], "train-6": [stored, stored]})
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
+    made.alarms.collapse.first_lengths = [38.0, 20.0]
     made.blame.groups_failed["train-9"] = 2
 
 
 def parts(made: Production) -> dict[str, Any]:
     finished = made.finished
     found = (made, made.issuer, made.issuer.cursor, made.ready, finished, finished.buffer, finished.acceptance,
-             made.alarms, made.blame, made.ledger)  # fmt: skip
+             made.alarms, made.alarms.collapse, made.blame, made.ledger)  # fmt: skip
     return {type(part).__name__: part for part in found}
 
 

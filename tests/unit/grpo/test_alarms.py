@@ -13,7 +13,8 @@ from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Fate, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
-from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, Limit, correlation, reasons
+from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
+from rayloop.grpo.limits import Limit
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")

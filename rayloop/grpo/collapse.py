@@ -1,0 +1,80 @@
+"""Alarms about a policy that collapses: it becomes certain of everything, says less and less, or its groups teach nothing.
+
+They look at the metrics of steps that are on record (rayloop/run/metrics.py). Arc Vision's own run collapsed so: each answer
+asked for a tool, each reward was 0.100, answers fell from 38 to 20 tokens, and nothing said a word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from rayloop.config.settings import SettingsModel
+from rayloop.grpo.limits import Alarm, Floor, Limit
+
+ENTROPY, LENGTH = "actor/entropy", "response_length/mean"
+EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
+
+STEPS = 5
+"""Steps that a value is averaged over, and the first steps that lengths are compared with: one odd batch is no collapse."""
+
+
+class CollapseSettings(SettingsModel):
+    """Each is the mean of the last five steps."""
+
+    entropy: Floor = Floor(warn=0.01)
+    """Entropy of the policy in nats per token: near 0 all samples of a group are the same. Lower it for answers of which nearly
+    every token is a fixed form; 0 is never passed."""
+    response_length: Floor = Floor(warn=0.4)
+    """Sampled tokens per answer, as a share of what the run's first five steps had. Lower ``warn`` where answers are to become
+    shorter."""
+    equal_groups: Limit = Limit(warn=0.9)
+    """Share of groups whose rewards are all equal, so that they have no gradient. Lower ``warn`` when generation is what costs
+    most."""
+    all_right: Limit = Limit(warn=0.8)
+    """Share of groups of which every answer is right (reward 1 or above): the rows are too easy. Lower it to change rows sooner."""
+    all_wrong: Limit = Limit(warn=0.8)
+    """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard. Raise it where successes are
+    rare by nature."""
+
+
+class Collapse:
+    """``step`` is told of each step's metrics, and returns what is watched, by the name of its setting."""
+
+    def __init__(self, settings: CollapseSettings) -> None:
+        self._settings = settings
+        self._last: dict[str, deque[float]] = {
+            name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, EQUAL, RIGHT, WRONG)
+        }
+        self.first_lengths: list[float] = []
+        """Of the run's first steps, in tokens. They are in the checkpoint: a collapse may come after a resume."""
+
+    def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
+        """What a step does not have says nothing; the same of a value that fewer than ``STEPS`` steps have had."""
+        for name, values in self._last.items():
+            if name in metrics:
+                values.append(metrics[name])
+        if LENGTH in metrics and len(self.first_lengths) < STEPS:
+            self.first_lengths.append(metrics[LENGTH])
+        found = {name: mean(values) for name, values in self._last.items() if len(values) == STEPS}
+        return {setting: alarm for name, value in found.items() for setting, alarm in self._alarm(name, value)}
+
+    def _alarm(self, name: str, value: float) -> Sequence[tuple[str, Alarm]]:
+        c, share = self._settings, f"{value:.0%} of the last {STEPS} steps' groups"
+        if name == ENTROPY:
+            text = (
+                f"the policy's entropy is {value:.2g} nats per token, mean of {STEPS} steps: it gives the same answer again "
+                "and again. A lower learning rate, policy.loss.entropy_coef or a KL term keep it open"
+            )
+            return [("entropy", (value, c.entropy, text))]
+        if name == LENGTH:
+            before = mean(self.first_lengths)
+            text = f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
+            return [("response_length", (value / before if before else 1.0, c.response_length, text))]
+        if name == EQUAL:
+            text = f"{share} have rewards that are all equal: they teach nothing"
+            return [("equal_groups", (value, c.equal_groups, text))]
+        if name == RIGHT:
+            return [("all_right", (value, c.all_right, f"{share} have only right answers: take harder rows"))]
+        return [("all_wrong", (value, c.all_wrong, f"{share} have only wrong answers: take easier rows first"))]

@@ -1,0 +1,109 @@
+"""Alarms about a policy that collapses: each warns once, when the mean of five steps has passed its limit, and stops if told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rayloop.core.events import Event
+from rayloop.core.failures import AlarmStopped
+from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
+from rayloop.grpo.alarms import Alarms, AlarmSettings
+from rayloop.grpo.collapse import ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
+from rayloop.run.step_metrics import Collected, step_metrics
+
+WELL = {ENTROPY: 0.6, LENGTH: 38.0, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.2}
+
+
+class Watched:
+    def __init__(self, **settings: Any) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._tell)
+
+    def _tell(self, event: Event) -> None:
+        self.told.append(event.record())
+
+    def steps(self, count: int, **changes: float) -> list[str]:
+        """The alarms that ``count`` steps raise, by name."""
+        self.told.clear()
+        for _ in range(count):
+            self.alarms.recorded({**WELL, **changes})
+        return [event["alarm"] for event in self.told]
+
+
+def test_a_run_that_is_well_says_nothing() -> None:
+    assert Watched().steps(50) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "value", "says"),
+    [
+        ("entropy", ENTROPY, 0.001, "entropy is 0.001 nats per token, mean of 5 steps"),
+        ("response_length", LENGTH, 10.0, "answers have 10 tokens, mean of 5 steps, and had 38 at first"),
+        ("equal_groups", EQUAL, 0.95, "95% of the last 5 steps' groups have rewards that are all equal"),
+        ("all_right", RIGHT, 0.9, "90% of the last 5 steps' groups have only right answers"),
+        ("all_wrong", WRONG, 0.9, "90% of the last 5 steps' groups have only wrong answers"),
+    ],
+)
+def test_each_collapse_is_told_once_and_can_end_the_run(name: str, metric: str, value: float, says: str) -> None:
+    watch = Watched()
+    watch.steps(STEPS)
+    assert watch.steps(20, **{metric: value}) == [name]
+    assert says in watch.told[0]["why"]
+    assert watch.steps(20) == []
+    assert watch.steps(20, **{metric: value}) == [name], "again after it was well"
+    limit = {"warn": None, "stop": {"entropy": 0.1, "response_length": 0.5}.get(name, 0.5)}
+    strict = Watched(**{name: limit})
+    strict.steps(STEPS)
+    with pytest.raises(AlarmStopped, match=rf"alarms\.{name}\.stop is {limit['stop']}"):
+        strict.steps(STEPS, **{metric: value})
+
+
+def test_one_odd_step_is_no_collapse() -> None:
+    watch = Watched()
+    assert watch.steps(1, **{EQUAL: 1.0, WRONG: 1.0, ENTROPY: 0.0}) == []
+    assert watch.steps(STEPS) == []
+    assert watch.steps(1, **{EQUAL: 1.0, WRONG: 1.0, ENTROPY: 0.0, LENGTH: 1.0}) == []
+
+
+def test_lengths_are_compared_with_those_before_a_resume() -> None:
+    before, after = Watched(), Watched()
+    before.steps(STEPS)
+    after.alarms.restore(before.alarms.state())
+    assert after.steps(STEPS, **{LENGTH: 10.0}) == ["response_length"]
+    fresh = Watched()
+    fresh.alarms.restore({"graded": True})  # a checkpoint from before these alarms
+    assert fresh.steps(STEPS, **{LENGTH: 10.0}) == []
+
+
+def test_a_floor_that_stops_before_it_warns_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"stop \(0.5\) is above warn \(0.1\)"):
+        AlarmSettings.model_validate({"entropy": {"warn": 0.1, "stop": 0.5}})
+
+
+# The shares of groups -------------------------------------------------------------------------------------------------
+
+
+def group(*outcomes: Outcome, replayed: bool = False) -> Group:
+    version = Version(0, 0)
+    summary = Summary(TrajectoryId(1, 0), 0, "t", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
+    members = tuple(Member(summary, outcome) for outcome in outcomes)
+    extra = (Member(summary, Scored(1.0), replayed=True),) if replayed else ()
+    return Group(1, Task("t", ()), (*extra, *members))
+
+
+def test_groups_that_teach_nothing_are_counted_before_any_filter() -> None:
+    groups = (
+        group(Scored(1.0), Scored(1.5)),
+        group(Scored(1.0), Scored(1.0)),
+        group(Scored(0.0), Scored(0.0), replayed=True),
+        group(Scored(0.1), Scored(0.1)),
+        group(Scored(0.0), Scored(1.0)),
+        group(Scored(0.0), Unscored(UnscoredKind.TIMEOUT)),
+    )
+    found = step_metrics(Collected((), groups), target=4)
+    assert (found[EQUAL], found[RIGHT], found[WRONG]) == (3 / 5, 1 / 5, 1 / 5)
+    assert EQUAL not in step_metrics(Collected((), groups[-1:]), target=4)
