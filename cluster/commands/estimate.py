@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
 from rayloop.estimate.memory import Lengths, Role, memory
-from rayloop.estimate.run import as_json, lines, measured, plan
+from rayloop.estimate.run import as_json, has_steps, lines, measured, plan
 from rayloop.estimate.shape import read_shape
 from rayloop.run.config import RunConfig, read
 
@@ -20,7 +20,11 @@ FACTOR = 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "steps=1000")
     parser.add_argument(
-        "--from", dest="run_folder", type=Path, metavar="RUN", help="a run of it whose steps are measured"
+        "--from",
+        dest="run_folder",
+        type=Path,
+        metavar="RUN",
+        help="a run whose steps are measured (default: its own, if there)",
     )
     parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -30,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0; raises ConfigError."""
     config = read(arguments.config, arguments.overrides)
-    found = measured(arguments.run_folder) if arguments.run_folder else None
+    own = Path(config.output) / config.name
+    folder = arguments.run_folder or (own if has_steps(own) else None)
+    found = measured(folder) if folder else None
+    if found and not arguments.json:
+        print(f"measured: {found.steps} steps of {folder}")
     made = plan(config, found, arguments.step_seconds)
     try:
         lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))

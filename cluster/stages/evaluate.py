@@ -30,7 +30,7 @@ from rayloop.core.groups import Member
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import RIGHT, Item, by_column, summarise, table
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
 from rayloop.measure.solved import pass_rates
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
@@ -91,7 +91,7 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
     columns = {name: {task.id: str(task.extra.get(name, "")) for task in tasks} for name in setting.by}
     return {
         "by": {name: by_column(items, values) for name, values in columns.items()},
-        "pass_at": pass_rates(items, setting.solved.score, setting.solved.least),
+        "pass_at": pass_rates(items, setting.solved.score, setting.solved.least, SAMPLED if setting.greedy else RIGHT),
         "cut": sum(item.cut for item in items),
     }
 

@@ -71,11 +71,13 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
 def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     """Of one rank: FSDP keeps a part of weights, gradients and moments, and the activations of its own micro-batch.
 
-    Members of a group share their prompt in a micro-batch, which is no longer than what a rank has of an update.
+    Members of a group share their prompt in a micro-batch (of several turns each has its own observations), which is no longer than
+    what a rank has of an update.
     """
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
     trained = shape.trained(engine)
-    group = lengths.prompt + algorithm.group_size * lengths.response
+    read = lengths.prompt * (algorithm.group_size if config.environment.episode.max_turns > 1 else 1)
+    group = read + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
     row = max(min(engine.micro_batch_tokens, update), lengths.whole)
     moments = ADAM if config.policy.optimizer.kind == "adamw" else 0
@@ -84,7 +86,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
         "weights": MASTER * (shape.parameters + (trained if engine.lora else 0)) // ranks,
         "gradients": MASTER * trained // ranks,
         "optimizer": moments * trained // ranks,
-        "activations": activations(config, shape, row, row * lengths.images // group),
+        "activations": activations(config, shape, row, row * (read // lengths.prompt) * lengths.images // group),
         "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
     }
 

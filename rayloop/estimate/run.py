@@ -35,9 +35,18 @@ class Measured:
     played_per_trained: float
 
 
+def has_steps(run: Path) -> bool:
+    """Whether a run there has finished steps that say something."""
+    return len(_finished(run)) > WARM
+
+
+def _finished(run: Path) -> list[dict[str, Any]]:
+    return [record for record in RunFolder.at(run.resolve()).metrics if "timing_s/step" in record]
+
+
 def measured(run: Path) -> Measured:
     """From ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
-    records = [record for record in RunFolder.at(run.resolve()).metrics if "timing_s/step" in record]
+    records = _finished(run)
     if len(records) <= WARM:
         raise ConfigError(f"{run} has {len(records)} finished steps, and the first says little: let it do a few more")
     later = records[WARM:]

@@ -47,7 +47,11 @@ class QuestionRows:
             (Message("user", (*self._shown(flat, where, root), text)),),
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
-            {**flat, "root": str(root)},
+            {
+                **flat,
+                "root": str(root),
+                **({"videos": _videos(flat["videos"], where, root)} if flat.get("videos") else {}),
+            },
         )
 
     def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
@@ -56,6 +60,13 @@ class QuestionRows:
         image = image_entry(field(flat, "image", where), where, root)
         before, after = CLUES[:2]
         return (before, image, after) if self._settings.clues else (image,)
+
+
+def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:
+    """Their files below ``root``, as the interpreter wants them: one animated picture, or a list of frames. Raises DataFailure."""
+    if not isinstance(entries, list | tuple) or not all(isinstance(one, str | list | tuple) for one in entries):
+        raise DataFailure(where, f"videos must be a list of paths, or of lists of frames, not {entries!r:.100}")
+    return [str(root / one) if isinstance(one, str) else [str(root / str(frame)) for frame in one] for one in entries]
 
 
 def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:

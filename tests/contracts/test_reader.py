@@ -94,6 +94,7 @@ ROWS: dict[str, list[list[Row]]] = {
             }
             for i in range(2)
         ],
+        [{"id": f"f{i}", "videos": [["a.png"]], "question": "Which?", "answer": str(i)} for i in range(2)],
     ],
     "recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
 }

@@ -102,6 +102,14 @@ def test_activations_follow_what_is_computed_at_once() -> None:
     assert parts(run_of(policy__engine__freeze_vision=True), "policy")["activations"] < whole
 
 
+def test_only_the_first_prompt_is_shared() -> None:
+    """A step of one group of eight, in one micro-batch: 1000 + 8 x 200 tokens, or 8 x 1200 where each turn has its observation."""
+    step = {"algorithm__groups_per_step": 1, "algorithm__group_size": 8, "policy__engine__freeze_vision": True}
+    one = parts(run_of(**step), "policy")["activations"]
+    many = parts(run_of(**step, environment__episode__max_turns=3), "policy")["activations"]
+    assert many / one == pytest.approx(8 * 1200 / 2600)
+
+
 def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     shape, engine = qwen3b(), parts(run_of(), "rollout")
     assert engine["weights"] == 4 * shape.parameters
@@ -157,3 +165,5 @@ def test_the_command_says_it_for_people_and_programs(
     found = json.loads(capsys.readouterr().out)
     assert found["seconds"] == pytest.approx(2.0 * 2.56 * 60)
     assert {role["role"] for role in found["memory"]} == {"driver", "policy", "rollout", "environment", "reward"}
+    assert main(["estimate", str(QUICKSTART), f"output={tmp_path}", "name=run"]) == 0
+    assert f"measured: 3 steps of {run}" in capsys.readouterr().out, "its own run is measured without being named"
