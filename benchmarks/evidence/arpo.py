@@ -5,7 +5,7 @@
 Three seeds, or the one of ``--only``; each is put into the file beside those that are there, with the hash of the configuration
 that it ran and ``--note``, what else the machine did. For each: wall and CPU seconds of the command, success on the held-out seeds
 by page before and after, sampled as in training and greedy, what was gained (paired by task), and once what random clicks earn on
-the same tasks in as many turns. All with 95 % bootstrap intervals. Eight minutes a seed on two quiet cores, and one for random
+the same tasks in as many turns. All with 95 % bootstrap intervals. Nine minutes a seed on two quiet cores, and one for random
 play.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +30,7 @@ from recipes.arpo.random_play import ARM, play
 
 CONFIG = Path("recipes/arpo/quickstart.yaml")
 RUNS = Path("runs/evidence/arpo")
+PICTURE = Path("docs/arpo.png")
 SEEDS = (0, 1, 2)
 CHANCES = 4
 """Episodes of random play for each task."""
@@ -54,6 +55,7 @@ def main() -> None:
         spent = trained(CONFIG, RUNS / f"seed-{seed}", seed, chosen.overrides)
         found["seeds"][str(seed)] = about | spent | recorded(RunFolder.at(RUNS / f"seed-{seed}"))
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    draw(found)
     print("\n".join(markdown(found)))
 
 
@@ -102,6 +104,29 @@ def success(items: Sequence[Item]) -> Interval:
 
 def rounded(value: Interval) -> list[float | None]:
     return [None if number is None else round(number, PLACES) for number in value]
+
+
+def draw(found: Mapping[str, Any]) -> None:
+    """Success by page, sampled: random clicks as bars, and for each seed an arrow from before to after; intervals of ``all``."""
+    from matplotlib.figure import Figure
+
+    chance = {page: value for page, value in found["random"].items() if page != "tasks"}
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axis = figure.subplots()
+    axis.bar(range(len(chance)), [mean for mean, *_ in chance.values()], color="0.85", label="random clicks")
+    for number, (seed, run) in enumerate(sorted(found["seeds"].items())):
+        arm, aside = run["arms"][SAMPLED], 0.2 * (number - (len(found["seeds"]) - 1) / 2)
+        for place, page in enumerate(chance):
+            before, after = (arm[when][page] for when in ("before", "after"))
+            axis.plot([place + aside] * 2, [before[0], after[0]], "-", color=f"C{number}")
+            axis.plot(place + aside, before[0], "o", mfc="white", color=f"C{number}")
+            axis.plot(place + aside, after[0], "o", color=f"C{number}", label="_" if place else f"seed {seed}")
+            if page == "all" and after[1] is not None:
+                axis.vlines(place + aside, *after[1:], color=f"C{number}", alpha=0.3, linewidth=5)
+    axis.set_xticks(range(len(chance)), list(chance), rotation=30, ha="right")
+    axis.set(ylabel="success on held-out seeds", ylim=(0, 1))
+    axis.legend(title="open: before\nfull: after 40 steps")
+    figure.savefig(PICTURE, dpi=100, metadata={"Software": None})
 
 
 def markdown(found: dict[str, Any]) -> list[str]:
