@@ -96,7 +96,14 @@ class RewardActor(Actor):
 
     def _context(self, trajectory: Trajectory, step: int) -> ScoreContext:
         texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
-        return ScoreContext(step, texts, self._settings.timeout)
+        return ScoreContext(step, texts, self._settings.timeout, self._transcript(trajectory))
+
+    def _transcript(self, trajectory: Trajectory) -> str | None:
+        if not getattr(self._source, "transcript", False):
+            return None
+        _prompt, *turns = trajectory.turns
+        tokens = [token for turn in turns for token in turn.token_ids]
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     async def _attempts(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]

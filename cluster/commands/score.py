@@ -24,8 +24,8 @@ from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, Sampling, Trajectory, TrajectoryId
 from rayloop.data.rows import rows
+from rayloop.measure.calibration import calibration_error
 from rayloop.measure.intervals import interval
 from rayloop.rewards.functions import around
 from rayloop.rewards.outcomes import as_outcome
@@ -33,8 +33,6 @@ from rayloop.rewards.saved import Saved, Scoring
 
 TOGETHER = 512
 """Rows that are scored at the same time, so that an embedder or a judge gets batches."""
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
-"""Of a saved completion nobody knows the tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +95,8 @@ class Summary:
     """What all rows of a file come to."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sure: list[tuple[float, float]] = field(default_factory=list)
+    """How sure an answer says that it is, and whether it is right."""
     flags: Counter[str] = field(default_factory=Counter)
     unscored: Counter[str] = field(default_factory=Counter)
     saved: list[Saved] = field(default_factory=list)
@@ -110,6 +110,8 @@ class Summary:
             return
         self.flags.update(outcome.flags)
         self.components += len(outcome.components)
+        if "confidence" in outcome.components and "right" in outcome.components:
+            self.sure.append((outcome.components["confidence"], outcome.components["right"]))
         for name, value in {"reward": outcome.value, **outcome.components}.items():
             self.values[name].append(value)
 
@@ -124,6 +126,9 @@ class Summary:
                 yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + (
                     "" if len(values) == scored else f"  of {len(values)}"
                 )
+        if self.sure:
+            error = calibration_error(*zip(*self.sure, strict=True))
+            yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
         if self.flags:
             yield f"flags{_counts(self.flags)}"
         if self.seconds:
@@ -186,7 +191,9 @@ async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: s
 def _asked(source: Any, saved: Saved) -> Any:
     """What the reward returns, which may be awaitable, or raises."""
     try:
-        return source.score(PLAYED, saved.task, ScoreContext(0, saved.texts))
+        whole = saved.row.get("transcript")
+        context = ScoreContext(saved.step, saved.texts, transcript=whole if isinstance(whole, str) else None)
+        return source.score(saved.trajectory, saved.task, context)
     except Exception as error:
         return error
 

@@ -154,12 +154,14 @@ class Tool(Protocol):
 class ScoreContext:
     """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns.
 
-    ``timeout``: seconds after which scoring is given up (``reward.timeout``).
+    ``timeout``: seconds after which scoring is given up (``reward.timeout``). ``transcript``: all that followed the prompt, with
+    special tokens and what the environment showed; None unless the source asks for it (``RewardSource``).
     """
 
     step: int
     texts: Sequence[str]
     timeout: float = 600.0
+    transcript: str | None = None
 
 
 class RewardSource(Protocol):
@@ -168,7 +170,8 @@ class RewardSource(Protocol):
 
     ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
     may declare what is a failure of something around it, as for a client of a judge: ``infrastructure = True`` (a class attribute)
-    for whatever it raises, or a tuple of exception types. Raising such twice is ``reward_unavailable``, never a number.
+    for whatever it raises, or a tuple of exception types. Raising such twice is ``reward_unavailable``, never a number. One that
+    reads what the policy was shown, too, has a true attribute ``transcript``.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...

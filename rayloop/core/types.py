@@ -176,6 +176,8 @@ class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens).
 
     ``restart``: nothing before it is seen from here on; it has itself what is left of that, the policy's own turns as context.
+    ``executed``: of a sampled turn, whether the environment carried out the action in it (True), or could not (False). None: it
+    was an answer, or nobody says.
     """
 
     role: str
@@ -185,6 +187,7 @@ class Turn:
     version: Version | None = None
     finish: FinishReason | None = None
     restart: bool = False
+    executed: bool | None = None
 
     @property
     def sampled(self) -> bool:

@@ -157,6 +157,8 @@ class _Episode:
             raise self._wrong("step", "return StepResult", step)
         if step.observation is not None:
             self._check("step", "return StepResult with observation Observation or None", step.observation)
+        if step.error is not None or not (step.done or step.observation is None):
+            self.turns[-1] = dataclasses.replace(self.turns[-1], executed=step.error is None)
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
         if step.done or step.observation is None:

@@ -193,6 +193,7 @@ def _turn(turn: Turn) -> Plain:
         "version": None if turn.version is None else _version(turn.version),
         "finish": None if turn.finish is None else str(turn.finish),
         "restart": turn.restart,
+        "executed": turn.executed,
     }
 
 
@@ -205,6 +206,7 @@ def _turn_from(plain: Plain) -> Turn:
         version=None if plain["version"] is None else Version(*plain["version"]),
         finish=None if plain["finish"] is None else FinishReason(plain["finish"]),
         restart=plain.get("restart", False),
+        executed=plain.get("executed"),
     )
 
 

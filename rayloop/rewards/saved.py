@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import Task
+from rayloop.core.types import EndReason, ImageRef, Sampling, Task, Trajectory, TrajectoryId, Turn
 
 TEXTS = ("completion", "completions", "response", "solution_str", "texts", "text", "turns", "messages")
 """Columns in which completions are saved, the first that a row has counts: a text, a list of them (one per turn), messages
 (those of the assistant), or the turns of a run's ``rollouts`` (those that were sampled)."""
 
+PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
+"""Of a saved completion nobody knows the tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One completion: the texts of the sampled turns, and the task with the truth."""
+    """One completion: the texts of the sampled turns, and the task with the truth.
+
+    ``trajectory`` is what else the row says of the episode (``played``), ``step`` the one that a step-aware reward is to assume.
+    """
 
     texts: tuple[str, ...]
     task: Task
     row: Mapping[str, Any]
+    trajectory: Trajectory = PLAYED
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +91,30 @@ def parsed(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> Trajectory:
+    """An episode without tokens: the environment's result from the first of these columns that the row has, and from a run's
+    ``rollouts`` which turns were carried out and which images were shown. Raises DataFailure."""
+    name = next((name for name in results if row.get(name) is not None), None)
+    try:
+        result = None if name is None else float(row[name])
+    except (TypeError, ValueError) as error:
+        raise DataFailure(f"column {name}", f"must be a number, not {row[name or '']!r:.100}") from error
+    turns: Any = row.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        return replace(PLAYED, env_result=result)
+    begun = Turn("prompt", (), _images(row))
+    return replace(PLAYED, env_result=result, turns=(begun, *map(_turn, turns)))
+
+
+def _turn(turn: Mapping[str, Any]) -> Turn:
+    sampled = bool(turn.get("sampled"))
+    return Turn(str(turn.get("role")), (), _images(turn), () if sampled else None, executed=turn.get("executed"))
+
+
+def _images(shown: Mapping[str, Any]) -> tuple[ImageRef, ...]:
+    """Of entries with ``width`` and ``height``; how the model's processor cut them is not saved."""
+    found: Any = shown.get("images")
+    entries = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    return tuple(ImageRef("", int(e.get("width") or 0), int(e.get("height") or 0), (0, 0, 0), 0) for e in entries)

@@ -119,12 +119,13 @@ FORGETS = "(the oldest images leave the context)"
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``."""
+    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``, ``executed`` is ``Turn``'s."""
 
     role: str
     text: str
     sampled: bool
     images: tuple[Mapping[str, Any], ...] = ()
+    executed: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,8 @@ def rollout_record(
 def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
     if turn.restart:
         return RolloutTurn(turn.role, FORGETS, False)
-    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, _entries(turn.images, trajectory))
+    images = _entries(turn.images, trajectory)
+    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, images, turn.executed)
 
 
 def jsonable(value: Any) -> Any:

@@ -43,6 +43,11 @@ METRICS = tuple(
         ("reward/max", "reward", "Largest of the same rewards."),
         ("reward/<source>/mean", "reward", "The mean by data source."),
         ("reward/component/<name>/mean", "reward", "Mean of one component of the reward."),
+        (
+            "reward/calibration_error",
+            "fraction",
+            "Expected calibration error of the confidences that answers state (components `confidence` and `right`).",
+        ),
         ("flag/<name>", "fraction", "Share of scored trajectories that carry this flag."),
         # Held-out tasks
         ("val/reward/mean", "reward", "Mean reward on the held-out tasks."),

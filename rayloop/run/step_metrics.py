@@ -9,6 +9,7 @@ from statistics import mean, pstdev
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.grpo.filters.equal_rewards import equality
+from rayloop.measure.calibration import calibration_error
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,10 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
 def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
     """Over fresh scored members: the policy's performance, before any filter."""
     values: dict[str, list[float]] = defaultdict(list)
+    components: list[Mapping[str, float]] = []
     for member in members:
         if isinstance(member.outcome, Scored) and not member.replayed:
+            components.append(member.outcome.components)
             values["reward"].append(member.outcome.value)
             if member.summary.source:
                 values[f"reward/{member.summary.source}"].append(member.outcome.value)
@@ -99,6 +102,10 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
     }
     if not values["reward"]:
         return {}
+    if sure := [c for c in components if "confidence" in c and "right" in c]:
+        means["reward/calibration_error"] = calibration_error(
+            [c["confidence"] for c in sure], [c["right"] for c in sure]
+        )
     return means | flags | {
         "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
     }  # fmt: skip

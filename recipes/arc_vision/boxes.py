@@ -1,13 +1,25 @@
-"""What to draw over a screenshot: the true box and the answered one."""
+"""Boxes: reading the answered one, comparing it with the true one, and what to draw of both over a screenshot.
+
+An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in its
+pixels. Of several the last counts. Other notations and corners in the wrong order are no box: nothing is guessed.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from rayloop.core.protocols import Box
 from recipes.arc_vision.data import box
-from recipes.arc_vision.reward import parse_box
+
+Size = tuple[float, float]
+"""Width and height, in the unit of an answer that is no fraction."""
+
+_NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"
+_FOUR = r"\[" + ",".join([_NUMBER] * 4) + r"\]"
+_TAG = re.compile(rf"<bbox>\s*{_FOUR}\s*</bbox>")
+_QWEN = re.compile(rf'"bbox_2d"\s*:\s*{_FOUR}')
 
 
 class GroundingBoxes:
@@ -18,5 +30,58 @@ class GroundingBoxes:
         return (box(truth, "ground truth"),)
 
     def answered(self, text: str) -> Sequence[Box]:
-        answer = parse_box(text)
+        """None for an answer in pixels: the image is not at hand."""
+        answer, _ = answered(text)
         return () if answer is None else (answer,)
+
+
+def parse_box(text: str) -> Box | None:
+    """The last ``<bbox>[x1,y1,x2,y2]</bbox>`` of a text; None without one, or when it is no box within 0..1."""
+    found = _TAG.findall(text)
+    if not found:
+        return None
+    x1, y1, x2, y2 = map(float, found[-1])
+    return (x1, y1, x2, y2) if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1 else None
+
+
+def answered(text: str, size: Size | None = None) -> tuple[Box | None, str]:
+    """The answer's box in fractions; else None, and why: ``unparsable``, or ``unknown_size`` for pixels without ``size``."""
+    last = None
+    for notation, mark in ((_TAG, "<bbox>"), (_QWEN, '"bbox_2d"')):
+        if mark in text:
+            for found in notation.finditer(text):
+                last = found if last is None or found.start() > last.start() else last
+    if last is None:
+        return None, "unparsable"
+    x1, y1, x2, y2 = map(float, last.groups())
+    if max(x2, y2) > 1:
+        if size is None:
+            return None, "unknown_size"
+        x1, y1, x2, y2 = x1 / size[0], y1 / size[1], x2 / size[0], y2 / size[1]
+    return ((x1, y1, x2, y2), "") if x1 < x2 <= 1 and y1 < y2 <= 1 else (None, "unparsable")
+
+
+def grounding(answer: Box | None, truth: Box) -> dict[str, float]:
+    """``iou``, ``click`` (1 when the answer's centre lies in the true box) and ``format`` (1) of the answer; all 0 without one."""
+    if answer is None:
+        return {"iou": 0.0, "click": 0.0, "format": 0.0}
+    return {"iou": iou(answer, truth), "click": float(click_hits(answer, truth)), "format": 1.0}
+
+
+def iou(a: Box, b: Box) -> float:
+    """Intersection over union of two boxes, 0..1."""
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    shared = width * height
+    union = area(a) + area(b) - shared
+    return shared / union if union > 0 else 0.0
+
+
+def click_hits(answer: Box, truth: Box) -> bool:
+    """Whether a click on the centre of ``answer`` lands in ``truth``."""
+    x, y = (answer[0] + answer[2]) / 2, (answer[1] + answer[3]) / 2
+    return truth[0] <= x <= truth[2] and truth[1] <= y <= truth[3]
+
+
+def area(of: Box) -> float:
+    return (of[2] - of[0]) * (of[3] - of[1])

@@ -49,6 +49,7 @@ class GroundingRows:
             {
                 **{name: value for name, value in flat.items() if name not in ("image", "bbox")},
                 "instruction": instruction,
+                **_weights(row),
             },
         )
 
@@ -66,6 +67,13 @@ def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         "image": images[0],
         "bbox": field(row, "ground_truth", where),
     }
+
+
+def _weights(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's own weights of the reward's terms, if it has some."""
+    style = row.get("reward_model")
+    weights = style.get("reward_weights") if isinstance(style, Mapping) else None
+    return {} if weights is None else {"reward_weights": weights}
 
 
 def box(values: Any, where: str) -> Box:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Box
 
@@ -82,6 +84,12 @@ def library_box(text: str) -> Box | None:
             if x1 < x2 <= 1 and y1 < y2 <= 1:
                 return x1, y1, x2, y2
     return None
+
+
+def library_small(truth: Box, limit: float) -> bool:
+    """In single precision, and of corners that are both the wrong way round the area is positive."""
+    left, top, right, bottom = np.array(truth, np.float32)
+    return bool((right - left) * (bottom - top) < np.float32(limit))
 
 
 def true_box(values: object, where: str) -> Box:

@@ -1,28 +1,30 @@
 """Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it.
 
-An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` in fractions of the image's width and height. Of several the last counts, and
-anything else is no box: pixels, other notations and corners in the wrong order are not guessed at, except in the variants
-that reproduce the originals (original.py).
+Boxes are read as boxes.py says, except in the variants that reproduce the originals (original.py).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
+from recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
 from recipes.arc_vision.data import box
-from recipes.arc_vision.original import library_box, looks_like_box, trained_box, true_box
+from recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
 
-_NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"
-_ANSWER = re.compile(r"<bbox>\s*\[" + ",".join([_NUMBER] * 4) + r"\]\s*</bbox>")
+_CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
+ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
+"""How they find the answer's box."""
 _NO_AREA = 0.01
 """Counts as the area of a true box without any, which only the originals' variants score."""
 
@@ -63,6 +65,24 @@ class ToolShares(SettingsModel):
     """r_tool after a call is at most this."""
 
 
+class Decay(SettingsModel):
+    """Of r_tool over the steps: it is multiplied by ``max(least, 1 - step / steps)``."""
+
+    steps: int = Field(0, ge=0)
+    """Steps over which paying for tools fades, for example 1000; 0 pays the same at every step."""
+    least: float = Field(0.1, ge=0, le=1)
+    """The share of r_tool that is paid however late it is."""
+
+
+class Completion(SettingsModel):
+    """What calls without an answer cost."""
+
+    penalty: float = Field(0.0, ge=0)
+    """Subtracted from an episode that called tools and gave no box, for example 0.2; 0 for none."""
+    after: int = Field(50, ge=0)
+    """It costs nothing up to this step, so that a young policy may explore its tools."""
+
+
 class Penalties(SettingsModel):
     """What is subtracted from r_gate; several add up."""
 
@@ -81,20 +101,29 @@ class Penalties(SettingsModel):
 class ArcVisionReward:
     """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
 
-    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that were written), ``known_tools`` (those that name
-    a tool), ``penalties`` (how many applied), and of the true box ``small`` and ``edge`` (0 or 1) and ``area``.
-    Flags name each penalty that applied, ``unparsable`` and ``tool_only``.
+    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that count), ``known_tools`` (those that name a tool),
+    ``asked`` (calls that were written), ``penalties`` (how many applied), of the true box ``small`` and ``edge`` (0 or 1) and
+    ``area``; and where the policy says how sure it is, ``confidence`` and ``right`` (as ``click``), which are never paid: the
+    run makes ``reward/calibration_error`` of them. Flags name each penalty that applied, ``unparsable``, ``unknown_size`` (an
+    answer in pixels of an image whose size nobody says), ``tool_only`` and ``incomplete``.
     """
 
     class Settings(SettingsModel):
-        """The defaults are those that Arc Vision trained with."""
+        """The numbers are those that Arc Vision trained with."""
 
-        variant: Literal["strict", "original", "library"] = "strict"
-        """strict: the box of the last turn, in one notation. To reproduce published numbers: ``original`` reads and pays as Arc
-        Vision's training function does (with ``closer: [zoom]``, the only word it knows), ``library`` as the second function of
-        its repository, which has neither ``tool_only`` nor the penalties ``wrong`` and ``excessive``, but takes ``excessive``
-        from r_tool for each call beyond ``max_tools``."""
+        variant: Literal["corrected", "original", "library"] = "corrected"
+        """corrected: the original's mistakes mended (README.md). To reproduce published numbers: ``original`` reads and pays as Arc
+        Vision's training function does, ``library`` as the second function of its repository, which has neither ``tool_only`` nor
+        the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
         weights: Weights = Weights()
+        row_weights: bool = True
+        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Turn it off to set
+        all of them here."""
+        pixels: Literal["image", "shown", "thousandths"] = "image"
+        """What numbers above 1 are: pixels of the image file, of the copy that the model was shown (Qwen2.5-VL writes these), or
+        thousandths of its sides (Qwen3-VL). The originals guess a screen."""
+        patch: int = Field(14, ge=1)
+        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for Qwen2.5-VL, 16 for Qwen3-VL."""
         small_area: float = Field(0.05, ge=0, le=1)
         """A true box that covers less of the image than this is small: looking closer is worth a call."""
         edge_margin: float = Field(0.1, ge=0, lt=0.5)
@@ -107,55 +136,142 @@ class ArcVisionReward:
         penalties: Penalties = Penalties()
         max_tools: int = Field(2, ge=0)
         """More calls than this cost ``penalties.excessive``, once."""
-        tool_only: float = 0.1
-        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0).
-
-        Paying for the question teaches to ask and never to answer: set 0 where calls are carried out.
-        """
+        tool_only: float | None = None
+        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0). None: 0, and in the
+        originals 0.1, which taught to ask and never to answer. Set it to ablate that."""
+        decay: Decay = Decay()
+        completion: Completion = Completion()
         call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
         """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
         waiting: str = "wait"
         """A call whose text contains this word waits."""
-        closer: tuple[str, ...] = ("zoom", "crop")
-        """A call whose text contains one of these words looks closer."""
+        closer: tuple[str, ...] | None = None
+        """A call whose text contains one of these words looks closer. None: zoom and crop; the originals know zoom alone."""
 
     def __init__(self, settings: ArcVisionReward.Settings) -> None:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure when the ground truth is no box; the originals' variants take any four numbers."""
-        read = box if self._settings.variant == "strict" else true_box
-        return arc_vision(context.texts, read(task.ground_truth, f"ground truth of task {task.id}"), self._settings)
+        """Raises DataFailure when the ground truth is no box (the originals' variants take any four numbers), or the row's weights
+        are none."""
+        settings, weights = self._settings, None
+        read = box if settings.variant == "corrected" else true_box
+        if settings.variant == "corrected" and settings.row_weights:
+            weights = _row_weights(task)
+        played = Played(
+            context.texts, _executed(trajectory, context.texts), size_of(trajectory, task, settings), context.step
+        )
+        return arc_vision(played, read(task.ground_truth, f"ground truth of task {task.id}"), settings, weights)
 
 
-def arc_vision(texts: Sequence[str], truth: Box, settings: ArcVisionReward.Settings) -> Scored:
-    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0) of an episode's sampled turns.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode: the sampled turns' ``texts``, and of each whether its call was carried out (None: nobody says, all count).
 
-    Calls are counted over all turns; the answer is the last turn's, or anywhere in the episode for the originals' variants.
+    ``size``: of the image, in the unit of answers that are no fractions, None when it is not known.
     """
-    text = texts[-1] if settings.variant == "strict" else "\n".join(texts)
-    calls = [call.lower() for tag in settings.call_tags for turn in texts for call in _inside(tag, turn)]
-    known = sum(any(word in call for word in (*settings.closer, settings.waiting, "inspect")) for call in calls)
-    area = _area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
-    small = area < settings.small_area
+
+    texts: Sequence[str]
+    executed: Sequence[bool] | None = None
+    size: Size | None = None
+    step: int = 0
+
+
+def arc_vision(
+    played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: Weights | None = None
+) -> Scored:
+    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0).
+
+    ``corrected`` counts calls that were carried out (the environment carries out a turn's last one) and reads the last turn's
+    answer; the originals' variants count what was written, and read an answer anywhere in the episode.
+    """
+    corrected, weights = settings.variant == "corrected", weights or settings.weights
+    text = played.texts[-1] if corrected else "\n".join(played.texts)
+    written = [[call.lower() for tag in settings.call_tags for call in _inside(tag, turn)] for turn in played.texts]
+    calls = asked = [call for turn in written for call in turn]
+    if corrected and played.executed is not None:
+        calls = [turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn]
+    covered = area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
+    small = (
+        library_small(truth, settings.small_area) if settings.variant == "library" else covered < settings.small_area
+    )
     edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
-    found = grounding(READ[settings.variant](text), truth)
-    about = found | {"tools": float(len(calls)), "known_tools": float(known), "penalties": 0.0}
-    about |= {"small": float(small), "edge": float(edge), "area": area}
-    if calls and not _answered(text, settings.variant):
-        paid = settings.tool_only if small or edge else 0.0
-        nothing = grounding(None, truth) | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}
-        return Scored(paid, about | nothing, ("tool_only",))
+    given, unreadable = answered(text, played.size) if corrected else (ORIGINALS[settings.variant](text), "unparsable")
+    found = grounding(given, truth)
+    about = found | {"tools": float(len(calls)), "known_tools": float(_known(calls, settings)), "penalties": 0.0}
+    about |= {"asked": float(len(asked)), "small": float(small), "edge": float(edge), "area": covered}
+    if corrected:
+        about |= _confidence(text, found["click"])
+    if asked and not _answered(text, settings.variant):
+        return _tool_only(about, truth, small or edge, settings, played.step)
     overlap = found["iou"]
     penalties = _penalties(calls, overlap, small, edge, settings)
     tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())
-    weights = settings.weights
+    if settings.decay.steps:
+        tool *= max(settings.decay.least, 1 - played.step / settings.decay.steps)
     value = weights.task * overlap + weights.tool * tool + weights.gate * gate
     if settings.variant == "original" and not math.isfinite(value):
         value = -1.0
-    flags = (*penalties, *(() if found["format"] else ("unparsable",)))
+    cost = _incomplete(settings, played.step) if asked and not found["format"] else 0.0
+    flags = (*penalties, *(() if found["format"] else (unreadable,)), *(("incomplete",) if cost else ()))
     terms = {"r_task": overlap, "r_tool": tool, "r_gate": gate, "penalties": float(len(penalties))}
-    return Scored(value, about | terms, flags)
+    return Scored(value - cost, about | terms, flags)
+
+
+def _tool_only(
+    about: Mapping[str, float], truth: Box, hard: bool, settings: ArcVisionReward.Settings, step: int
+) -> Scored:
+    """Calls, and nothing that looks like an answer."""
+    paid = settings.tool_only if settings.tool_only is not None else 0.1 * (settings.variant != "corrected")
+    paid, cost = paid if hard else 0.0, _incomplete(settings, step)
+    nothing = grounding(None, truth) | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}
+    return Scored(paid - cost, {**about, **nothing}, ("tool_only", *(("incomplete",) if cost else ())))
+
+
+def _incomplete(settings: ArcVisionReward.Settings, step: int) -> float:
+    return settings.completion.penalty if step > settings.completion.after else 0.0
+
+
+def _row_weights(task: Task) -> Weights | None:
+    """Raises DataFailure when the row has some and they are none."""
+    found: Any = task.extra.get("reward_weights")
+    if found is None:
+        return None
+    try:
+        return Weights.model_validate(found)
+    except ValidationError as error:
+        raise DataFailure(f"task {task.id}", f"reward_weights must be task, tool and gate, not {found!r}") from error
+
+
+def _executed(trajectory: Trajectory, texts: Sequence[str]) -> list[bool] | None:
+    """Of a saved completion nobody knows."""
+    turns = trajectory.sampled_turns
+    return [bool(turn.executed) for turn in turns] if turns and len(turns) == len(texts) else None
+
+
+def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings) -> Size | None:
+    """Of the first image; of a saved completion the row's ``image_size`` (width, height)."""
+    if settings.pixels == "thousandths":
+        return 1000, 1000
+    image = next((image for turn in trajectory.turns for image in turn.images), None)
+    if image is None:
+        known: Any = task.extra.get("image_size")
+        return (known[0], known[1]) if isinstance(known, list | tuple) and len(known) == 2 else None
+    _, rows, columns = image.grid
+    width, height = columns * settings.patch, rows * settings.patch
+    if settings.pixels == "image":
+        width, height = image.width, image.height
+    return (width, height) if width and height else None
+
+
+def _confidence(text: str, right: float) -> dict[str, float]:
+    """What the policy says of itself: ``<confidence>0.9</confidence>``, or 90, or 90%."""
+    said = _CONFIDENCE.findall(text)
+    if not said:
+        return {}
+    number, percent = said[-1]
+    value = float(number) / 100 if percent or float(number) > 1 else float(number)
+    return {"confidence": value, "right": right} if value <= 1 else {}
 
 
 def _inside(tag: str, text: str) -> list[str]:
@@ -164,7 +280,20 @@ def _inside(tag: str, text: str) -> list[str]:
 
 def _answered(text: str, variant: str) -> bool:
     """Whether the text is more than calls. The library never asks."""
-    return "<bbox>" in text if variant == "strict" else variant == "library" or looks_like_box(text)
+    if variant == "corrected":
+        return "<bbox>" in text or '"bbox_2d"' in text
+    return variant == "library" or looks_like_box(text)
+
+
+def _closer(settings: ArcVisionReward.Settings) -> tuple[str, ...]:
+    if settings.closer is not None:
+        return settings.closer
+    return ("zoom", "crop") if settings.variant == "corrected" else ("zoom",)
+
+
+def _known(calls: Sequence[str], settings: ArcVisionReward.Settings) -> int:
+    words = (*_closer(settings), settings.waiting, "inspect")
+    return sum(any(word in call for word in words) for call in calls)
 
 
 def _tool_term(calls: int, overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings) -> float:
@@ -183,7 +312,7 @@ def _penalties(
     costs = settings.penalties
     full = settings.variant != "library"
     waited = any(settings.waiting in call for call in calls)
-    looked = any(word in call for call in calls for word in settings.closer)
+    looked = any(word in call for call in calls for word in _closer(settings))
     cases = (
         ("missed_tool", small and not calls and overlap < costs.missed_iou, costs.missed),
         ("unneeded_tools", not small and not edge and len(calls) > 1, costs.unneeded),
@@ -191,42 +320,3 @@ def _penalties(
         ("excessive_tools", full and len(calls) > settings.max_tools, costs.excessive),
     )
     return {flag: cost for flag, applies, cost in cases if applies}
-
-
-def grounding(answer: Box | None, truth: Box) -> dict[str, float]:
-    """``iou``, ``click`` and ``format`` of the answered box; all 0 when there is none."""
-    if answer is None:
-        return {"iou": 0.0, "click": 0.0, "format": 0.0}
-    return {"iou": iou(answer, truth), "click": float(click_hits(answer, truth)), "format": 1.0}
-
-
-def parse_box(text: str) -> Box | None:
-    """The last ``<bbox>[x1,y1,x2,y2]</bbox>`` of a text; None without one, or when it is no box within 0..1."""
-    found = _ANSWER.findall(text)
-    if not found:
-        return None
-    x1, y1, x2, y2 = map(float, found[-1])
-    return (x1, y1, x2, y2) if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1 else None
-
-
-def iou(a: Box, b: Box) -> float:
-    """Intersection over union of two boxes, 0..1."""
-    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
-    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-    shared = width * height
-    union = _area(a) + _area(b) - shared
-    return shared / union if union > 0 else 0.0
-
-
-def click_hits(answer: Box, truth: Box) -> bool:
-    """Whether a click on the centre of ``answer`` lands in ``truth``."""
-    x, y = (answer[0] + answer[2]) / 2, (answer[1] + answer[3]) / 2
-    return truth[0] <= x <= truth[2] and truth[1] <= y <= truth[3]
-
-
-def _area(box: Box) -> float:
-    return (box[2] - box[0]) * (box[3] - box[1])
-
-
-READ: dict[str, Callable[[str], Box | None]] = {"strict": parse_box, "original": trained_box, "library": library_box}
-"""How each variant finds the answer's box."""

@@ -6,34 +6,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
-from rayloop.rewards.saved import Saved, Scoring, parsed, texts_of, truth_of
-from recipes.arc_vision.reward import READ
+from rayloop.rewards.saved import Saved, Scoring, parsed, played, texts_of, truth_of
+from recipes.arc_vision.boxes import answered
+from recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [x1, y1, x2, y2]}``, or a line of a run's ``rollouts``. Raises DataFailure."""
+    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?: [width, height], step?}``, or a line of a run's ``rollouts``.
+
+    Raises DataFailure."""
     name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
     task = Task(name, (), parsed(truth_of(row, TRUTHS, where)), extra=row)
-    return Saved(texts_of(row, where), task, row)
+    return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
 
 
 def settings(variant: str, reward: str | None) -> dict[str, Any]:
-    """The originals know one word for looking closer."""
-    return {"variant": variant} | ({} if variant == "strict" else {"closer": ["zoom"]})
+    return {"variant": variant}
 
 
 def answer(saved: Saved, variant: str) -> str | None:
-    found = READ[variant]("\n".join(saved.texts) if variant != "strict" else saved.texts[-1])
+    if variant in ORIGINALS:
+        found = ORIGINALS[variant]("\n".join(saved.texts))
+    else:
+        found, _ = answered(saved.texts[-1], size_of(saved.trajectory, saved.task, ArcVisionReward.Settings()))
     return None if found is None else "[" + ",".join(f"{value:g}" for value in found) + "]"
 
 
 SCORING = Scoring(
     use="recipes.arc_vision.reward:ArcVisionReward",
-    variants=("strict", "original", "library"),
-    rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "known_tools", "penalties"),
+    variants=("corrected", "original", "library"),
+    rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "asked", "known_tools", "penalties"),
     settings=settings,
     read=read,
     aliases={},

@@ -51,7 +51,7 @@ SUMMARY = Summary(
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
 SAMPLED = Turn(
-    "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True
+    "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True, True
 )
 TRAJECTORY = Trajectory(
     ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
@@ -274,7 +274,7 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     made.restore(state["production"], lambda payload: payload)
     (group,) = made.ready.groups
     payload = group.members[0].payload
-    before_restarts = tuple(dataclasses.replace(turn, restart=False) for turn in TRAJECTORY.turns)
+    before_restarts = tuple(dataclasses.replace(turn, restart=False, executed=None) for turn in TRAJECTORY.turns)
     assert payload == dataclasses.replace(TRAJECTORY, turns=before_restarts)
     assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
     assert [issue.number for issue in made.issuer.reissue] == [1, 2, 3]

@@ -108,6 +108,23 @@ def test_end_reasons(
     assert trajectory.env_result == 0.25
 
 
+@pytest.mark.parametrize(
+    ("steps", "settings", "executed"),
+    [
+        ([], {}, [None]),
+        ([NEXT, {"error": "no", "text": "x"}], {}, [True, False, None]),
+        ([{"error": "no", "done": True}], {}, [False]),
+        ([NEXT] * 2, {"max_turns": 2}, [True, True]),
+        ([{"text": "bye", "done": True}], {}, [None]),
+    ],
+)
+def test_a_turn_says_whether_its_action_was_carried_out(
+    renderer: Renderer, steps: list[Any], settings: dict[str, Any], executed: list[bool | None]
+) -> None:
+    trajectory, _ = run(renderer, scripted(*steps), [("a", END)] * len(executed), **settings)
+    assert [turn.executed for turn in trajectory.sampled_turns] == executed
+
+
 def test_a_turn_cut_by_the_episodes_limit_is_over_length(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(TASK.messages).token_ids)
     trajectory, engine = run(renderer, scripted(), [("a b c", LENGTH)], max_tokens=prompt + 10)

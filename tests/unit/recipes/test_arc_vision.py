@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from rayloop.config.settings import check_components, load
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.core.types import EndReason, ImageRef, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.run.config import RunConfig
-from recipes.arc_vision.data import Box
-from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Weights, arc_vision
+from recipes.arc_vision.data import Box, GroundingRows
+from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Played, Weights
+from recipes.arc_vision.reward import arc_vision as formula
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = ArcVisionReward.Settings()
@@ -29,6 +31,10 @@ EDGE: Box = (0.0, 0.3, 0.4, 0.7)
 LARGE: Box = (0.3, 0.3, 0.7, 0.7)
 ZOOM, WAIT, LOOK = (f"<use_tool>{name}</use_tool>" for name in ("zoom_ui_element", "wait_for_ui", "inspect_element"))
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0.0, 0.0, 0.5, 0.5]}}</tool_call>'
+
+
+def arc_vision(texts: list[str], truth: Box, settings: ArcVisionReward.Settings, **played: Any) -> Scored:
+    return formula(Played(texts, **played), truth, settings)
 
 
 def said(box: Box) -> str:
@@ -57,13 +63,13 @@ def half(box: Box) -> str:
         (said(LARGE), SMALL, (0, 0, -0.3), -0.03, ("missed_tool",)),
         ("I see nothing.", SMALL, (0, 0, -0.3), -0.03, ("missed_tool", "unparsable")),
         ("I see nothing.", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
-        ("<bbox>[30, 30, 70, 70]</bbox>", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
+        ("<bbox>[30, 30, 70, 70]</bbox>", LARGE, (0, 0, 0), 0.0, ("unknown_size",)),
         (ZOOM * 2 + said(LARGE), LARGE, (1, 0.1, -0.25), 0.605, ("unneeded_tools",)),
         (ZOOM * 2 + said(EDGE), EDGE, (1, 0.2, 0), 0.66, ()),
         (ZOOM * 3 + said(SMALL), SMALL, (1, 0.4, -0.4), 0.68, ("excessive_tools",)),
         (ZOOM * 3 + said(SMALL), LARGE, (0, 0, -0.65), -0.065, ("unneeded_tools", "excessive_tools")),
-        (WAIT, SMALL, (0, 0.1, 0), 0.1, ("tool_only",)),
-        (ZOOM * 4, EDGE, (0, 0.1, 0), 0.1, ("tool_only",)),
+        (WAIT, SMALL, (0, 0, 0), 0.0, ("tool_only",)),
+        (ZOOM * 4, EDGE, (0, 0, 0), 0.0, ("tool_only",)),
         (CROP, LARGE, (0, 0, 0), 0.0, ("tool_only",)),
         (ZOOM + "<bbox>none</bbox>", SMALL, (0, 0, 0), 0.0, ("unparsable",)),
         ("<use_tool>zoom", LARGE, (0, 0, 0), 0.0, ("unparsable",)),
@@ -84,7 +90,16 @@ def test_components_say_what_was_asked_and_answered(truth: Box, small: float, ed
     components = arc_vision([CROP + ZOOM + said(truth)], truth, DEFAULTS).components
     area = (truth[2] - truth[0]) * (truth[3] - truth[1])
     penalties = 0 if small or edge else 1
-    expected = {"iou": 1, "click": 1, "format": 1, "tools": 2, "known_tools": 2, "penalties": penalties, "area": area}
+    expected = {
+        "iou": 1,
+        "click": 1,
+        "format": 1,
+        "asked": 2,
+        "tools": 2,
+        "known_tools": 2,
+        "penalties": penalties,
+        "area": area,
+    }
     expected |= {"small": small, "edge": edge}
     assert {name: components[name] for name in expected} == pytest.approx(expected)
     assert set(components) == {*expected, "r_task", "r_tool", "r_gate"}
@@ -107,7 +122,8 @@ def test_only_the_configured_tags_are_calls() -> None:
 @pytest.mark.parametrize(
     ("changes", "text", "truth", "value"),
     [
-        ({"tool_only": 0.0}, ZOOM, SMALL, 0.0),
+        ({"tool_only": 0.1}, ZOOM, SMALL, 0.1),
+        ({"completion": {"penalty": 0.2, "after": 0}}, ZOOM, SMALL, -0.2),
         ({"weights": {"task": 1.0, "tool": 0.0, "gate": 0.0}}, ZOOM * 3 + half(LARGE), LARGE, 0.5),
         ({"small_area": 0.0}, ZOOM + said(SMALL), SMALL, 0.63),
         ({"edge_margin": 0.15}, ZOOM + said(LARGE), (0.14, 0.3, 0.7, 0.7), 0.6 * 4 / 5.6 + 0.3 * 0.2 * 4 / 5.6),
@@ -123,8 +139,9 @@ def test_only_the_configured_tags_are_calls() -> None:
     ],
 )
 def test_every_number_is_a_setting(changes: dict[str, Any], text: str, truth: Box, value: float) -> None:
-    default = arc_vision([text], truth, DEFAULTS).value
-    assert arc_vision([text], truth, ArcVisionReward.Settings.model_validate(changes)).value == pytest.approx(value)
+    default = arc_vision([text], truth, DEFAULTS, step=1).value
+    changed = ArcVisionReward.Settings.model_validate(changes)
+    assert arc_vision([text], truth, changed, step=1).value == pytest.approx(value)
     assert default != pytest.approx(value)
 
 
@@ -195,6 +212,133 @@ def test_both_rewards_measure_the_same_box() -> None:
 def test_a_broken_ground_truth_blames_the_data(reward: IoUReward | ArcVisionReward, truth: Any) -> None:
     with pytest.raises(DataFailure, match="ground truth of task t"):
         reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, [said(LARGE)]))
+
+
+# What ``corrected`` mends --------------------------------------------------------------------------------------------
+
+QWEN = '```json\n[{"bbox_2d": [384, 216, 896, 504], "label": "button"}]\n```'
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "overlap", "flags"),
+    [
+        ("<bbox>[384, 216, 896, 504]</bbox>", (1280, 720), 1.0, ()),
+        (QWEN, (1280, 720), 1.0, ()),
+        (QWEN, (1920, 1080), 0.136612, ()),
+        (QWEN, (640, 480), 0.0, ("unparsable",)),
+        (QWEN, None, 0.0, ("unknown_size",)),
+        ('{"bbox_2d": [0.3, 0.3, 0.7, 0.7]}', None, 1.0, ()),
+        ("<bbox>[0.1, 0.1, 0.2, 0.2]</bbox>" + QWEN, (1280, 720), 1.0, ()),
+        (QWEN + "<bbox>[0.3, 0.3, 0.7, 0.7]</bbox>", None, 1.0, ()),
+        ('{"bbox_2d": [896, 504, 384, 216]}', (1280, 720), 0.0, ("unparsable",)),
+    ],
+)
+def test_pixels_and_qwens_notation_are_read_with_the_size_of_the_image(
+    text: str, size: Any, overlap: float, flags: tuple[str, ...]
+) -> None:
+    scored = arc_vision([text], LARGE, DEFAULTS, size=size)
+    assert (scored.components["iou"], scored.flags) == (pytest.approx(overlap, abs=1e-5), flags)
+
+
+def episode(*turns: Turn) -> Trajectory:
+    """After a prompt with an image of 1000 x 500 pixels, which the model was shown as 560 x 280."""
+    shown = Turn("prompt", (1,), (ImageRef("a", 1000, 500, (1, 20, 40), 200),))
+    return replace(PLAYED, turns=(shown, *turns))
+
+
+def turn(executed: bool | None) -> Turn:
+    return Turn("assistant", (2,), logprobs=(0.0,), executed=executed)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "text"),
+    [("image", "<bbox>[300,150,700,350]</bbox>"), ("shown", "<bbox>[168,84,392,196]</bbox>"),
+     ("thousandths", "<bbox>[300,300,700,700]</bbox>")],
+)  # fmt: skip
+def test_what_pixels_are_is_a_setting(pixels: str, text: str) -> None:
+    reward = ArcVisionReward(ArcVisionReward.Settings.model_validate({"pixels": pixels}))
+    scored = reward.score(episode(turn(None)), Task("t", (), LARGE), ScoreContext(0, [text]))
+    assert isinstance(scored, Scored)
+    assert scored.components["iou"] == pytest.approx(1)
+
+
+def test_of_a_saved_completion_the_row_says_the_size() -> None:
+    task = Task("t", (), LARGE, extra={"image_size": [1280, 720]})
+    scored = ArcVisionReward(DEFAULTS).score(PLAYED, task, ScoreContext(0, [QWEN]))
+    assert isinstance(scored, Scored)
+    assert scored.components["iou"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "executed", "tools", "value"),
+    [(CROP, True, 1, 0.72), (CROP, False, 0, 0.6), (CROP, None, 0, 0.6), (ZOOM + CROP, True, 1, 0.72), ("hm", True, 0, 0.6)],
+)  # fmt: skip
+def test_tools_are_those_that_were_carried_out(first: str, executed: bool | None, tools: int, value: float) -> None:
+    reward = ArcVisionReward(DEFAULTS)
+    played = episode(turn(executed), Turn("tool", (3,)), turn(None))
+    scored = reward.score(played, Task("t", (), SMALL), ScoreContext(0, [first, said(SMALL)]))
+    assert isinstance(scored, Scored)
+    assert (scored.value, scored.components["tools"]) == (pytest.approx(value), tools)
+    assert scored.components["asked"] == len(re.findall("<(?:use_tool|tool_call)>", first))
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 1.0), (250, 0.75), (900, 0.1), (5000, 0.1)])
+def test_what_tools_earn_fades(step: int, share: float) -> None:
+    fading = ArcVisionReward.Settings.model_validate({"decay": {"steps": 1000}})
+    assert arc_vision([ZOOM + said(SMALL)], SMALL, fading, step=step).value == pytest.approx(0.6 + 0.3 * 0.4 * share)
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "flags"), [(50, 0.0, ("tool_only",)), (51, -0.2, ("tool_only", "incomplete"))]
+)
+def test_calls_without_a_box_cost_something_later(step: int, value: float, flags: tuple[str, ...]) -> None:
+    strict = ArcVisionReward.Settings.model_validate({"completion": {"penalty": 0.2}})
+    scored = arc_vision([ZOOM], SMALL, strict, step=step)
+    assert (scored.value, scored.flags) == (pytest.approx(value), flags)
+    assert arc_vision([ZOOM + "<bbox>none</bbox>"], LARGE, strict, step=51).value == pytest.approx(-0.2)
+    assert arc_vision([ZOOM + said(SMALL)], SMALL, strict, step=51).value == pytest.approx(0.72)
+
+
+@pytest.mark.parametrize(
+    ("said_of_itself", "confidence"),
+    [("0.9", 0.9), ("90%", 0.9), ("90", 0.9), ("1", 1.0), ("0.5%", 0.005), ("250", None), ("sure", None)],
+)
+def test_confidence_is_logged_and_never_paid(said_of_itself: str, confidence: float | None) -> None:
+    text = f"<confidence>{said_of_itself}</confidence>{said(LARGE)}"
+    scored = arc_vision([text], LARGE, DEFAULTS)
+    assert (scored.value, scored.components.get("confidence")) == (pytest.approx(0.63), pytest.approx(confidence))
+    assert scored.components.get("right") == (None if confidence is None else 1.0)
+    assert "confidence" not in arc_vision([text], LARGE, ArcVisionReward.Settings(variant="original")).components
+
+
+def test_a_row_may_have_weights_of_its_own() -> None:
+    row = {"reward_weights": {"task": 1.0, "tool": 0.0, "gate": 0.0}}
+    values = []
+    for settings in (
+        DEFAULTS,
+        DEFAULTS.model_copy(update={"row_weights": False}),
+        ArcVisionReward.Settings(variant="original"),
+    ):
+        scored = ArcVisionReward(settings).score(
+            PLAYED, Task("t", (), SMALL, extra=row), ScoreContext(0, [said(SMALL)])
+        )
+        assert isinstance(scored, Scored)
+        values.append(scored.value)
+    assert values == pytest.approx([1.0, 0.6, 0.6])
+    with pytest.raises(DataFailure, match="reward_weights"):
+        ArcVisionReward(DEFAULTS).score(
+            PLAYED, Task("t", (), SMALL, extra={"reward_weights": 3}), ScoreContext(0, ["x"])
+        )
+
+
+def test_the_reader_gives_the_rows_weights_to_the_reward(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 48)).save(tmp_path / "a.png")
+    weights = {"task": 0.5, "tool": 0.4, "gate": 0.1}
+    row = {
+        "images": [{"image": "a.png"}], "ground_truth": list(LARGE), "reward_model": {"reward_weights": weights},
+        "extra_info": {"split": "train", "index": 1, "original_instruction": "x"},
+    }  # fmt: skip
+    assert GroundingRows(GroundingRows.Settings()).task(row, "rows:1", tmp_path).extra["reward_weights"] == weights
 
 
 # The preset --------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import probe
+from recipes.arc_vision.boxes import click_hits, iou, parse_box
 from recipes.arc_vision.data import Box, GroundingRows
-from recipes.arc_vision.reward import IoUReward, click_hits, iou, parse_box
+from recipes.arc_vision.reward import IoUReward
 from recipes.digits.data import DigitRows, rows
 from recipes.digits.prepare import main
 from recipes.digits.reward import SortReward

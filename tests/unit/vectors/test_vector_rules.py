@@ -27,26 +27,24 @@ ZOOM, EXACT = "<use_tool>zoom_ui_element</use_tool>", "<bbox>[0.1, 0.1, 0.2, 0.2
     ("response", "truth", "expected", "outcome"),
     [
         ("<use_tool>zoom</use_tool><box>0.1, 0.1, 0.2, 0.2</box>", SMALL, TOOL_ONLY, "agree"),
-        (ZOOM + "<bbox>[0.1, 0.2", SMALL, TOOL_ONLY, "deviate"),
-        (ZOOM + "<bbox>[1e-1]\n</bbox>", SMALL, TOOL_ONLY, "deviate"),
+        (ZOOM + "<bbox>[0.1, 0.2", SMALL, TOOL_ONLY, "agree"),
+        (ZOOM + "<bbox>[1e-1]\n</bbox>", SMALL, TOOL_ONLY, "agree"),
         (ZOOM + "<bbox>[1e-1]\n</bbox>", SMALL, TOOL_ONLY | {"score": 0.2}, "MISMATCH"),
-        ("<tool_call>wait</tool_call><tool_call>crop</tool_call>" + EXACT, SMALL, {"score": 0.715}, "deviate"),
+        ("<tool_call>wait</tool_call><tool_call>crop</tool_call>" + EXACT, SMALL, {"score": 0.715}, "agree"),
         ("<tool_call>wait</tool_call>" + EXACT, SMALL, {"score": 0.72}, "MISMATCH"),
-        ("<BBOX>[0.8, 0.8, 0.9, 0.9]</BBOX>" + EXACT, SMALL, {"score": -0.03, "iou": 0.0}, "deviate"),
+        ("<BBOX>[0.8, 0.8, 0.9, 0.9]</BBOX>" + EXACT, SMALL, {"score": -0.03, "iou": 0.0}, "agree"),
         (EXACT, SMALL, {"score": 0.0, "iou": 0.0}, "MISMATCH"),
         (EXACT, [0.2, 0.1, 0.1, 0.2], {"score": 0.0}, "MISMATCH"),
     ],
 )
-def test_arc_visions_reasons_hold_under_their_conditions_only(
-    response: str, truth: Any, expected: Any, outcome: str
-) -> None:
+def test_arc_visions_function_is_reproduced(response: str, truth: Any, expected: Any, outcome: str) -> None:
     inputs = {"response": response, "ground_truth": truth}
     assert verdict("arc_vision_custom_reward.score", inputs, expected, "arc_vision") == outcome
 
 
-def test_the_librarys_single_precision_is_set_by_hand_and_nothing_else() -> None:
+def test_the_librarys_single_precision_is_reproduced() -> None:
     exactly = {"response": "<bbox>[0.25, 0.25, 0.5, 0.45]</bbox>", "ground_truth": [0.25, 0.25, 0.5, 0.45]}
-    for expected, outcome in ((0.6, "deviate"), (0.63, "MISMATCH"), (0.5, "MISMATCH")):
+    for expected, outcome in ((0.6, "agree"), (0.63, "MISMATCH"), (0.5, "MISMATCH")):
         assert verdict("arc_vision_reward.compute_score", exactly, expected, "arc_vision") == outcome
     larger = exactly | {"ground_truth": [0.25, 0.25, 0.5, 0.46]}
     assert verdict("arc_vision_reward.compute_score", larger, 0.6, "arc_vision") == "MISMATCH"

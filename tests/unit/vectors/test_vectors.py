@@ -48,35 +48,33 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    # Arc Vision: 5 + 14 answers that are read strictly, 3 true boxes that are none, 7 rewards of its simulated tools.
-    # ARPO: a result of exactly 0.1. PyVision-RL: see vector_rules/judge.py
-    deliberate = (5 + 14 + 3 + 7) + 1 + 12
+    # Arc Vision: 7 rewards of its simulated tools. ARPO: a result of exactly 0.1. PyVision-RL: see vector_rules/judge.py
+    deliberate = 7 + 1 + 12
     summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
     assert summary in capsys.readouterr().out
 
 
-def arc_vision_entry(response: str, score: float) -> dict[str, Any]:
-    inputs = {"response": response, "ground_truth": [0.3, 0.3, 0.7, 0.7]}
-    return {"recipe": "arc_vision", "reward": "arc_vision_custom_reward.score", "inputs": inputs, "expected": score}
+def estimate(expected: float, logp: float = -15.0) -> dict[str, Any]:
+    """Of the KL term of one token, which verl caps at 10."""
+    return entry(recipe="all", reward="low_var_kl", inputs={"logp": [logp], "ref_logp": [0.0]}, expected=[expected])
 
 
 def test_a_deliberate_deviation_is_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, [arc_vision_entry("<bbox>[576, 324, 1344, 756]</bbox>", 0.63)], "--strict") == 0
+    assert run(tmp_path, [estimate(10.0)], "--strict") == 0
     out = capsys.readouterr().out
-    assert "DEVIATES arc_vision: arc_vision_custom_reward.score" in out
-    assert "because  a box is a <bbox> tag with fractions in order" in out
+    assert "DEVIATES all: low_var_kl" in out
+    assert "because  the estimate of one token is bounded by its log-ratio alone" in out
     assert "0 agree, 0 mismatch, 0 unknown, 1 deviate on purpose" in out
 
 
 def test_a_deviation_is_none_when_the_settings_of_the_original_disagree(tmp_path: Path) -> None:
-    assert run(tmp_path, [arc_vision_entry("<bbox>[576, 324, 1344, 756]</bbox>", 0.62)]) == 1
+    assert run(tmp_path, [estimate(9.9)]) == 1
 
 
 def test_a_reason_excuses_only_the_entries_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, [arc_vision_entry("<bbox>[30, 30, 70, 70]</bbox>", 0.0)]) == 0
+    assert run(tmp_path, [estimate(math.exp(1) - 2, -1.0)]) == 0
     assert "1 agree, 0 mismatch, 0 unknown\n" in capsys.readouterr().out
-    assert run(tmp_path, [arc_vision_entry("<bbox>[0.3, 0.3, 0.7, 0.7]</bbox>", 0.6)]) == 1
-    assert run(tmp_path, [arc_vision_entry("I cannot find it.", 0.6)]) == 1
+    assert run(tmp_path, [estimate(10.0, -1.0)]) == 1
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
@@ -160,8 +158,8 @@ def never(*arguments: Any) -> Any:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no answer is a box": (reward.READ, "strict", lambda text: None),
-    "no true box is one": (reward, "box", never),
+    "no answer is a box": (reward.ORIGINALS, "original", lambda text: None),
+    "no true box is one": (reward, "true_box", never),
     "every answer is wrong": (rules, "decide", lambda *a, **k: rules.Decision(False, "number")),
     "every answer is right": (rules, "decide", lambda *a, **k: rules.Decision(True, "exact")),
     "every answer reads XXX": (judge, "extract", lambda text, how: "XXX"),
