@@ -119,7 +119,8 @@ FORGETS = "(the oldest images leave the context)"
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``, ``executed`` is ``Turn``'s."""
+    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``, ``executed`` is
+    ``Turn``'s."""
 
     role: str
     text: str
