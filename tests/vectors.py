@@ -27,10 +27,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rayloop.core.failures import RayloopError
-from tests.vector_rules import algorithm, arc_vision, chart_rvr, judge
+from tests.vector_rules import algorithm, arc_vision, arpo, chart_rvr, pyvision
 from tests.vector_rules.entries import Deviation, Entry, Nothing, Refused, Rule, Unknown
 
-RULES: dict[str, Rule] = {**arc_vision.RULES, **chart_rvr.RULES, **judge.RULES, **algorithm.RULES}
+RULES: dict[str, Rule] = {**arc_vision.RULES, **chart_rvr.RULES, **pyvision.RULES, **arpo.RULES, **algorithm.RULES}
 """The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
 TOLERANCE = 1e-5
 

@@ -84,7 +84,7 @@ def built(scoring: Scoring, variant: str, reward: str | None, options: Sequence[
                 raise ConfigError(f"--with {option}: {part} has no keys of its own")
         place[last] = parse_value(text, f"--with {name}")
     try:
-        return Component.model_validate({"use": scoring.use, "with": chosen}).build()
+        return Component.model_validate({"use": scoring.others.get(variant, scoring.use), "with": chosen}).build()
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc'])) or scoring.use}: {one['msg']}" for one in error.errors())
         raise ConfigError("the reward's settings:\n  " + "\n  ".join(problems)) from error
@@ -127,7 +127,7 @@ class Summary:
                     "" if len(values) == scored else f"  of {len(values)}"
                 )
         if self.sure:
-            error = calibration_error(*zip(*self.sure, strict=True))
+            error = calibration_error([said for said, _ in self.sure], [right for _, right in self.sure])
             yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
         if self.flags:
             yield f"flags{_counts(self.flags)}"

@@ -55,6 +55,7 @@ COMPONENTS = {
         "recipes.chart_rvr.rewards.reward:ChartReward",
         "recipes.chart_rvr.measure:ChartAnswer",
         "recipes.digits.reward:SortReward",
+        "recipes.pyvision.deepeyes:DeepEyesReward",
         "recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),

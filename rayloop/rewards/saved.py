@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayloop.core.failures import DataFailure
@@ -39,7 +39,8 @@ class Scoring:
     ``use`` is the reward's class. ``settings`` makes its ``with`` of a variant and of the one reward that is asked for (None: all).
     ``rewards`` are the components that may be asked for, ``aliases`` other names of them. ``read`` makes a ``Saved`` of a row and
     its place, and raises DataFailure. ``answer`` is what a variant reads as the answer. ``notes`` are lines for the end: what
-    there is to say about all rows together, such as how they compare with columns of the file.
+    there is to say about all rows together, such as how they compare with columns of the file. ``others``: the class of a variant
+    that is another reward than ``use``.
     """
 
     use: str
@@ -50,6 +51,7 @@ class Scoring:
     aliases: Mapping[str, str]
     answer: Callable[[Saved, str], str | None]
     notes: Callable[[Sequence[Saved], str], Sequence[str]] = lambda saved, variant: ()
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 def texts_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from rayloop.core.types import Task, Trajectory
 from recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
 from recipes.arc_vision.data import box
 from recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
+from recipes.arc_vision.simulated import step_rewards
 
 _CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
@@ -104,7 +105,8 @@ class ArcVisionReward:
     Components: those of ``IoUReward``, the three terms, ``tools`` (calls that count), ``known_tools`` (those that name a tool),
     ``asked`` (calls that were written), ``penalties`` (how many applied), of the true box ``small`` and ``edge`` (0 or 1) and
     ``area``; and where the policy says how sure it is, ``confidence`` and ``right`` (as ``click``), which are never paid: the
-    run makes ``reward/calibration_error`` of them. Flags name each penalty that applied, ``unparsable``, ``unknown_size`` (an
+    run makes ``reward/calibration_error`` of them. ``simulated`` is what the original's tools would have paid, which it
+    logs. Flags name each penalty that applied, ``unparsable``, ``unknown_size`` (an
     answer in pixels of an image whose size nobody says), ``tool_only`` and ``incomplete``.
     """
 
@@ -202,6 +204,8 @@ def arc_vision(
     about |= {"asked": float(len(asked)), "small": float(small), "edge": float(edge), "area": covered}
     if corrected:
         about |= _confidence(text, found["click"])
+    elif asked:
+        about["simulated"] = step_rewards(asked)
     if asked and not _answered(text, settings.variant):
         return _tool_only(about, truth, small or edge, settings, played.step)
     overlap = found["iou"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.scanner import read
+from recipes.arpo.original import Broken, parsed
 
 
 class ArpoReward:
     """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): ``result`` is what ``evaluate`` returned, from 0 to 1,
     and ``format`` -1 when the last turn cannot be read in the action grammar, else 0.
 
-    Components: ``success`` (the result) and ``format``; flag ``unparsable``. An episode without a result has no reward: a desktop
-    that could not be asked says nothing about the policy (the original counts 0).
+    Components: ``success`` (the result) and ``format``; flag ``unparsable``, in the original also the name of the error that it
+    raises. An episode without a result has no reward: a desktop that could not be asked says nothing about the policy. (The
+    original counts 0, with the flag ``no_result``.)
     """
 
     class Settings(SettingsModel):
+        variant: Literal["corrected", "original"] = "corrected"
+        """corrected: turns are read by the grammar that acts, and only a result is a reward. original: by ARPO's own parser
+        with its mistakes (README.md), and no result is 0, to repeat a published run."""
         format_weight: float = 0.5
         """How much a last turn that is no action costs. Raise it while the policy still writes such turns."""
 
@@ -26,9 +33,22 @@ class ArpoReward:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        if trajectory.env_result is None:
+        original, result = self._settings.variant == "original", trajectory.env_result
+        if result is None and not original:
             return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None: there is no result")
-        wrong = isinstance(read(context.texts[-1]), Mistake)
-        components = {"success": trajectory.env_result, "format": -1.0 if wrong else 0.0}
-        value = trajectory.env_result + self._settings.format_weight * components["format"]
-        return Scored(value, components, ("unparsable",) if wrong else ())
+        wrong = _original_flags(context.texts[-1]) if original else _flags(context.texts[-1])
+        components = {"success": result or 0.0, "format": -1.0 if wrong else 0.0}
+        value = components["success"] + self._settings.format_weight * components["format"]
+        return Scored(value, components, wrong if result is not None else (*wrong, "no_result"))
+
+
+def _flags(turn: str) -> tuple[str, ...]:
+    return ("unparsable",) if isinstance(read(turn), Mistake) else ()
+
+
+def _original_flags(turn: str) -> tuple[str, ...]:
+    try:
+        parsed(turn)
+    except Broken as error:
+        return "unparsable", str(error)
+    return ()

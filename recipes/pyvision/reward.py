@@ -1,69 +1,139 @@
-"""PyVision's reward: a right answer earns 1, and 0.1 more for each turn whose code was executed. A wrong one earns nothing.
+"""PyVision's reward: a right answer earns 1, and 0.1 more for each turn whose code was executed. A wrong one earns no bonus.
 
 The bonus is what keeps a policy from giving up its tool ("interaction collapse"); it is paid for right answers only.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from typing import Annotated
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from judge.answers import boxed, extract
+from judge.rules.decision import mean_relative_accuracy
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
-from rayloop.core.protocols import RewardSource, ScoreContext
+from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
+from recipes.pyvision import original
+from recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
 
-_ANSWER = re.compile(r"<answer>\s*\\boxed\{(.*)\}\s*</answer>", re.DOTALL)
-LONGEST = 1000
-"""Characters of an answer; a longer one is wrong, and earns no bonus either."""
-
-
-def boxed(text: str) -> str | None:
-    """What stands in the box of the last turn's answer; None without one, or when an answer or a box is nested in it."""
-    found = _ANSWER.findall(text)
-    if len(found) != 1 or not 0 < len(found[0].strip()) < LONGEST or "<answer>" in found[0] or "\\boxed" in found[0]:
-        return None
-    return str(found[0]).strip()
+LONGEST = original.LONGEST
 
 
 class PyVisionReward:
-    """``accuracy + 1[right] * per_call * calls`` of the original. Only the last turn is read, never what code printed.
+    """``accuracy + 1[right] * per_call * calls``.
 
-    ``calls``: turns whose code ran without an error, as the environment counted them (``env_result``). Components: ``accuracy``,
-    ``calls``, ``format`` (1 when the answer is in its box).
+    ``calls``: turns whose code ran, in ``corrected`` without an error; ``original`` counts code that raised or took too long, too
+    (without turns, of a saved completion, what the environment counted). Components: ``accuracy``, ``calls``, ``right``, and
+    ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``, ``undecided`` (no rule decides, and there
+    is no judge), ``no_number``, ``math_timeout``; of the original ``raised`` with the name of its error, and ``judge_failed``.
     """
 
     class Settings(SettingsModel):
+        variant: Literal["corrected", "original"] = "corrected"
+        """corrected: the answer of the last turn, clean code counts. original: the published functions with their mistakes
+        (README.md), which read the first answer of the whole transcript, tool output included; to repeat or ablate a run."""
+        published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = "multi_task_verifier"
+        """Which of the published functions ``original`` is; sources of ``verifiers`` keep their rule. The first is what was
+        trained."""
         per_call: float = Field(0.1, ge=0)
         """Paid for each executed turn of a right answer. The original's 0.1; 0 pays for answers alone."""
         right_from: float = Field(0.5, ge=0, le=1)
         """An accuracy from here on counts as right, where a judge gives shares."""
+        verifiers: dict[str, Kind] = dict(SOURCES)
+        """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative accuracy of numbers), option (a
+        letter), math (equivalence), rules (short answers), judge (``accuracy``). All others: judge if there is one, else rules."""
+        math_timeout: float = Field(5.0, gt=0)
+        """Seconds for one comparison by math-verify; then its process is ended and the answer is wrong. Raise it for long
+        formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``judge.reward:JudgeReward``. Without one the boxed text must equal the
-        ground truth, but for case and blanks."""
+        """The reward source that judges the answer, such as ``judge.reward:JudgeReward``. Without one rules must do: the same text
+        but for case and blanks, the same number, option or list."""
 
     def __init__(self, settings: PyVisionReward.Settings) -> None:
         self._settings = settings
-        self._judge: RewardSource | None = settings.accuracy.build() if settings.accuracy else None
-        self.infrastructure = getattr(self._judge, "infrastructure", ())
+        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout)
+        self.infrastructure = self._verifiers.infrastructure
+        self.transcript = settings.variant == "original"
 
-    async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        answer = boxed(context.texts[-1])
-        calls = int(trajectory.env_result or 0)
-        components = {"accuracy": 0.0, "calls": float(calls), "format": float(answer is not None)}
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+        """A judge that fails leaves the trajectory unscored. Raises what the judge raises, and DataFailure for a task
+        without the truth that its rule needs."""
+        if self._settings.variant == "original":
+            return self._original(trajectory, task, context)
+        answer = extract(context.texts[-1], "tagged_box")
+        components = {"accuracy": 0.0, "calls": calls(trajectory, context), "right": 0.0}
+        components["format"] = float(answer is not None and boxed(context.texts[-1]) is not None)
+        if not answer:
+            return Scored(0.0, components, ("unparsable",))
+        if len(answer) >= LONGEST:
+            return Scored(0.0, components, ("too_long",))
+        judged = self._verifiers.judged(Asked(answer, trajectory, task, context))
+        return at_once(judged, lambda found: self._paid(found, components))
+
+    def _paid(self, found: Judged, components: Mapping[str, float], *, long: bool = False) -> Outcome:
+        """``long``: of the original, whose bonus an overlong answer keeps."""
+        if not isinstance(found, Scored):
+            return found
+        right = found.value >= self._settings.right_from
+        accuracy = 0.0 if long else found.value
+        value = accuracy + right * self._settings.per_call * components["calls"]
+        return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags)
+
+    # The original ------------------------------------------------------------------------------------------------------
+
+    def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+        published, source = self._settings.published, task.source
+        response = context.transcript if context.transcript is not None else "".join(context.texts)
+        components = {"accuracy": 0.0, "calls": original_calls(trajectory, context), "right": 0.0, "format": 0.0}
+        if source in original.BROKEN:
+            return Scored(0.0, components, ("raised", "NameError"))
+        if self._verifiers.kind(source) == "mra":
+            return self._first_numbers(response, task, components)
+        answer = original.verified(response, gate=published == "multi_task_verifier")
         if answer is None:
             return Scored(0.0, components, ("unparsable",))
-        if self._judge is None:
-            accuracy = float(answer.lower() == str(task.ground_truth).strip().lower())
-        else:
-            judged = self._judge.score(trajectory, task, context)
-            outcome = await judged if inspect.isawaitable(judged) else judged
-            if not isinstance(outcome, Scored):
-                return outcome
-            accuracy = outcome.value
-        components["accuracy"] = accuracy
-        bonus = self._settings.per_call * calls if accuracy >= self._settings.right_from else 0.0
-        return Scored(accuracy + bonus, components)
+        components["format"] = 1.0
+        if published == "multi_task_verifier" and source not in original.EXAMPLES:
+            return Scored(0.0, components, ("raised", "UnboundLocalError"))
+        alone = replace(context, texts=[f"<answer>\n\\boxed{{{answer}}}\n</answer>"])
+        asked = Asked(answer, trajectory, task, alone)
+        if published == "general_verifier":
+            return self._never_failing(asked, components)
+        judged = self._verifiers.asked(asked)
+        return at_once(judged, lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
+
+    def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
+        said, true = original.first_number(response), original.first_number(task.ground_truth)
+        if said is None or true is None:
+            return Scored(0.0, components, ("raised", "TypeError"))
+        return self._paid(Scored(mean_relative_accuracy(true, said)), {**components, "format": 1.0})
+
+    async def _never_failing(self, asked: Asked, components: Mapping[str, float]) -> Outcome:
+        """The general verifier calls an answer wrong when its judge fails."""
+        try:
+            found = self._verifiers.asked(asked)
+            found = found if isinstance(found, Scored) or not isinstance(found, Awaitable) else await found
+        except Exception as error:
+            return Scored(0.0, components, ("judge_failed", type(error).__name__))
+        if not isinstance(found, Scored):
+            return Scored(0.0, components, ("judge_failed",))
+        return self._paid(found, components)
+
+
+def calls(trajectory: Trajectory, context: ScoreContext) -> float:
+    """Turns whose code ran without an error."""
+    turns = trajectory.sampled_turns
+    return float(sum(turn.executed is True for turn in turns) if turns else trajectory.env_result or 0)
+
+
+def original_calls(trajectory: Trajectory, context: ScoreContext) -> float:
+    """Turns whose code was run at all."""
+    turns = trajectory.sampled_turns
+    if len(turns) != len(context.texts):
+        return float(trajectory.env_result or 0)
+    told = zip(turns, context.texts, strict=True)
+    return sum(original.step_reward(text, turn.executed is not None, 1.0) for turn, text in told)

@@ -30,6 +30,9 @@ from tests.support.pages import write_snippets
 BOX = (0.1, 0.1, 0.5, 0.5)
 RIGHT_BOX, WRONG_BOX = "<bbox>[0.1,0.1,0.5,0.5]</bbox>", "<bbox>[0.6,0.6,0.9,0.9]</bbox>"
 THOUGHT, UNEMBEDDED = "<think>It is said.</think><answer>", {"weights": {"process": 0}}
+BOXED_3, BOXED_4 = r"<answer>\boxed{3}</answer>", r"<answer>\boxed{4}</answer>"
+ORIGINAL_3, ORIGINAL_4 = "<answer>\n\\boxed{3}\n</answer>", "<answer>\n\\boxed{4}\n</answer>"
+ORIGINAL = {"variant": "original"}
 ODD = [
     "",
     " ",
@@ -130,7 +133,14 @@ CASES = [
     Case("recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=EMBEDDED, per="group"),
     Case("recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"),
     Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25),
-    Case("recipes.pyvision.reward:PyVisionReward", r"<answer>\boxed{3}</answer>", r"<answer>\boxed{4}</answer>"),
+    Case("recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4),
+    Case("recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4, options={"verifiers": {"sums": "mra"}}),
+    Case("recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=ORIGINAL | {"published": "vl_agent"}),
+    Case("recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>"),
+    Case("recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>", options=ORIGINAL),
+    Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
+    Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
+    Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
     Case("recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     Case("judge.reward:JudgeReward", "<answer>red</answer>", "<answer>blue</answer>", "red", options={"rules_first": False}),

@@ -4,25 +4,21 @@ The two rewards are asked as a run asks them, with ``variant``: what differs is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
-from rayloop.core.protocols import ScoreContext, StepResult
+from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from recipes.arc_vision.reward import ArcVisionReward
-from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown
+from recipes.arc_vision.simulated import Simulated
+from tests.vector_rules.entries import Entry, Rule, Unknown
 
 TRAINED = ArcVisionReward.Settings(variant="original")
 LIBRARY = ArcVisionReward.Settings(variant="library")
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
-
-NO_STEP_REWARDS = (
-    "the simulated tools' step rewards never reached the original's trainer; tools here act, and pay nothing"
-)
-
 
 # Rules ---------------------------------------------------------------------------------------------------------------
 
@@ -60,14 +56,21 @@ def library(entry: Entry, file: Sequence[Entry]) -> Any:
     return _score(entry, LIBRARY)
 
 
-def step_reward(entry: Entry, file: Sequence[Entry]) -> Deviation:
-    """Ours is that an environment's answer to a turn has no reward in it."""
+def step_reward(entry: Entry, file: Sequence[Entry]) -> float | list[float]:
+    """The same call again and again: as often as the name says, or as there are rewards."""
     entry.only("region", "zoom_factor", "duration", "type")
-    steps = entry.expected if isinstance(entry.expected, list) else [entry.expected]
-    if not steps or any(type(step) not in (int, float) for step in steps):
-        raise Unknown(f"{entry.expected!r} are no rewards of steps")
-    paid = [field.name for field in fields(StepResult) if "reward" in field.name]
-    return Deviation(paid or None, NO_STEP_REWARDS, instead=None)
+    if any(value is None for value in entry.inputs.values()):
+        raise Unknown("an argument that is none")
+    name = {"Zoom": "zoom_ui_element", "Wait": "wait_for_ui", "Inspect": "inspect_element"}[
+        entry.reward.partition("Tool")[0]
+    ]
+    times = re.search(r"x(\d+)|(\d+) (?:times|calls)|those (\d+)", entry.reward)
+    count = int(next(filter(None, times.groups()))) if times else 1
+    tools = Simulated()
+    paid = [tools.call(name, entry.inputs) for _ in range(count)]
+    if ".calc_reward" in entry.reward:
+        return tools.gain
+    return paid if isinstance(entry.expected, list) else paid[-1]
 
 
 RULES: dict[str, Rule] = {

@@ -50,7 +50,7 @@ class PythonInterpreter:
 
     The task's images are there at full resolution, as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, the path of
     an animated image or a list of paths, one a frame) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``.
-    ``evaluate`` gives how many turns ran code, which a reward may count.
+    ``evaluate`` gives how many turns ran code, with or without an error; which did without, each turn says (``Turn.executed``).
     """
 
     class Settings(SettingsModel):
@@ -67,6 +67,9 @@ class PythonInterpreter:
         the task's own prompt says so."""
         role: str = "user"
         """The role under which results are shown: user as PyVision has it, or tool when the chat template has one."""
+        forbidden: tuple[str, ...] = ()
+        """Regular expressions of code that is refused before it runs. No protection, which is the sandbox's work: set them
+        to repeat a run whose environment had some, as PyVision's had (``recipes/pyvision/original.py``)."""
         fps: float = Field(1.0, gt=0)
         """Frames per second that a video's reader tells. Set it to what your frames were taken at."""
         sandbox: SandboxSettings = SandboxSettings()
@@ -103,6 +106,8 @@ class PythonInterpreter:
             return StepResult(done=True)
         if code is None:
             return self._refused("there is neither code nor an answer in this turn")
+        if text.forbidden(code, self._settings.forbidden):
+            return self._refused("there is a call in this code that is forbidden")
         if self._interpreter is None:
             self._begin()
         assert self._interpreter is not None

@@ -6,6 +6,7 @@ From PyVision-RL's agent loop: its tags and names of images are kept letter by l
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 STOP = "</code>"
 """What ends a sampled turn (``rollout.sampling.stop``), so that the policy does not invent the result."""
@@ -33,6 +34,11 @@ def code(turn: str) -> str | None:
     """The last fenced block within ``<code>``, else the last fence of Python; None without one."""
     found = _CELL.findall(turn) or _FENCE.findall(turn)
     return found[-1] if found else None
+
+
+def forbidden(code: str, expressions: Sequence[str]) -> bool:
+    """Whether one of the regular expressions is found in the code."""
+    return any(re.search(expression, code) for expression in expressions)
 
 
 def answer(turn: str) -> str | None:

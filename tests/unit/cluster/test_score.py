@@ -155,3 +155,58 @@ def test_an_interval_of_many_items_picks_them_in_blocks(monkeypatch: pytest.Monk
     whole = interval(values)
     monkeypatch.setattr(intervals, "PICKED", 170)
     assert interval(values) == whole
+
+
+BOXED = "<answer>\n\\boxed{blue}\n</answer>"
+CODE = {
+    "role": "assistant",
+    "text": "<code>\n```python\nx\n```\n</code>",
+    "sampled": True,
+    "executed": True,
+    "images": [],
+}
+SEEN = {"role": "user", "text": "...", "sampled": False, "images": [{"width": 9, "height": 9}]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "variant", "row", "value"),
+    [
+        ("digits", "corrected", {"completion": "1 2 3", "ground_truth": [1, 2, 4]}, 2 / 3),
+        ("arpo", "corrected", {"completions": ["Action: wait()"], "env_result": 0.25}, 0.25),
+        ("arpo", "original", {"completion": "Action: press(key='a')", "eval_result": 1}, 0.5),
+        ("arpo", "corrected", {"completion": "no", "components": {"success": 1.0}}, 0.5),
+        ("pyvision", "corrected", {"completion": BOXED, "answer": "blue", "calls": 3}, 1.3),
+        ("pyvision", "corrected", {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"}, 1.2),
+        ("pyvision", "original", {"completion": "x", "transcript": BOXED, "answer": "blue", "data_source": "vstar"}, 1.0),
+        ("pyvision", "deepeyes", {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"}, 2.0),
+        ("pyvision", "deepeyes-original", {"completion": "blue", "answer": "blue"}, 0.8),
+        ("arc_vision", "corrected", {"completion": "<bbox>[300,300,700,700]</bbox>", "ground_truth": [0.3, 0.3, 0.7, 0.7],
+                                     "image_size": [1000, 1000]}, 0.63),
+        ("arc_vision", "library", {"completion": "[0.3,0.3,0.7,0.7]", "ground_truth": [0.3, 0.3, 0.7, 0.7]}, 0.63),
+    ],
+)  # fmt: skip
+def test_every_recipe_scores_what_was_saved(
+    recipe: str, variant: str, row: dict[str, Any], value: float, asked: Asked, file: Callable[..., Path]
+) -> None:
+    (line,), _ = asked(recipe, file(row), "--variant", variant)
+    assert line["value"] == pytest.approx(value)
+    assert {"components", "flags", "answer"} <= set(line)
+
+
+def test_every_recipe_with_a_reward_can_be_scored() -> None:
+    assert recipes.having("score") == ["arc_vision", "arpo", "chart_rvr", "digits", "pyvision"]
+
+
+def test_a_saved_episode_without_a_result_has_no_reward(asked: Asked, file: Callable[..., Path]) -> None:
+    lines, err = asked("arpo", file({"completion": "Action: wait()"}, {"completion": "x", "env_result": "much"}))
+    assert [line["unscored"] for line in lines] == ["invalid_reward", "bad_data"]
+    assert "0 scored (corrected), 2 unscored" in err
+
+
+def test_stated_confidences_are_told_with_their_calibration(asked: Asked, file: Callable[..., Path]) -> None:
+    rows = [
+        {"completion": f"<confidence>0.9</confidence><bbox>{box}</bbox>", "ground_truth": [0.1, 0.1, 0.2, 0.2]}
+        for box in ("[0.1,0.1,0.2,0.2]", "[0.5,0.5,0.9,0.9]")
+    ]
+    _, err = asked("arc_vision", file(*rows))
+    assert "expected calibration error of 2 stated confidences: 0.4000" in err

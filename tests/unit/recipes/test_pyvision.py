@@ -1,8 +1,7 @@
-"""The recipe of PyVision: scenes, rows, demonstrations as the supervised stage learns them, and the reward."""
+"""The recipe of PyVision: scenes, rows, and demonstrations as the supervised stage learns them."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from pathlib import Path
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Scored, Unscored, UnscoredKind
-from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.core.types import ImageSource, Message, Task
 from rayloop.sft.stage import Examples, SftConfig
 from recipes.pyvision.data import Demonstrations, QuestionRows, answered, code
-from recipes.pyvision.reward import PyVisionReward, boxed
 from recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 
 SHOWN = 112
@@ -106,61 +101,3 @@ def test_who_hesitates_guesses(vision_folder: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(DataFailure, match="seen"):
         Demonstrations(Demonstrations.Settings(hesitant=0)).answer(bare, random.Random(0))
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (answered("cyan"), "cyan"),
-        ("I looked. <answer> \\boxed{ 4 } </answer>", "4"),
-        ("<answer>\n4\n</answer>", None),
-        ("\\boxed{4}", None),
-        (answered("4") + answered("5"), None),
-        (answered("\\boxed{4}"), None),
-        (answered(" "), None),
-        (answered("4" * 1000), None),
-    ],
-)
-def test_what_counts_as_the_answer(text: str, found: str | None) -> None:
-    assert boxed(text) == found
-
-
-def judged(text: str, calls: float | None, **settings: Any) -> Any:
-    trajectory = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE, calls)
-    reward = PyVisionReward(PyVisionReward.Settings.model_validate(settings))
-    task = Task("t", (Message("user", ("How many?",)),), "Cyan")
-    return asyncio.run(reward.score(trajectory, task, ScoreContext(0, ["<code>x</code>", text])))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("text", "calls", "value"),
-    [(answered("cyan"), 4, 1.4), (answered("cyan"), 0, 1.0), (answered("cyan"), None, 1.0), (answered("black"), 4, 0.0),
-     ("cyan", 2, 0.0)],
-)  # fmt: skip
-def test_calls_are_paid_for_when_the_answer_is_right(text: str, calls: float | None, value: float) -> None:
-    outcome = judged(text, calls)
-    assert isinstance(outcome, Scored)
-    assert outcome.value == pytest.approx(value)
-    assert outcome.components["calls"] == (calls or 0)
-    assert outcome.flags == (() if re.search("answer", text) else ("unparsable",))
-
-
-class Half:
-    async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Scored:
-        return Scored(0.5)
-
-
-class Lost:
-    infrastructure = (TimeoutError,)
-
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Unscored:
-        return Unscored(UnscoredKind.TIMEOUT, "the judge")
-
-
-def test_a_judge_can_say_what_is_right() -> None:
-    accuracy = {"use": f"{__name__}:Half"}
-    assert judged(answered("blue"), 2, accuracy=accuracy).value == pytest.approx(0.7)
-    assert judged(answered("blue"), 2, accuracy=accuracy, right_from=0.6).value == 0.5
-    lost = Component.model_validate({"use": f"{__name__}:Lost"})
-    assert isinstance(judged(answered("blue"), 2, accuracy=lost), Unscored)
-    assert PyVisionReward(PyVisionReward.Settings(accuracy=lost)).infrastructure == (TimeoutError,)

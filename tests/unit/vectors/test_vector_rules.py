@@ -50,10 +50,21 @@ def test_the_librarys_single_precision_is_reproduced() -> None:
     assert verdict("arc_vision_reward.compute_score", larger, 0.6, "arc_vision") == "MISMATCH"
 
 
-@pytest.mark.parametrize(("expected", "outcome"), [([0.3, 0.24], "deviate"), (0.3, "deviate"), ("much", "unknown")])
-def test_rewards_of_simulated_steps_must_be_rewards(expected: Any, outcome: str) -> None:
-    inputs = {"region": [0, 0, 1, 1], "zoom_factor": 2.0}
-    assert verdict("ZoomTool.execute", inputs, expected, "arc_vision") == outcome
+@pytest.mark.parametrize(
+    ("name", "inputs", "expected"),
+    [
+        ("ZoomTool.execute x4", {"region": [0, 0, 1, 1], "zoom_factor": 2.0}, [-0.05, -0.05, -0.2, -0.2]),
+        ("ZoomTool.execute x2", {"region": [-1, 0, 0.5, 2], "zoom_factor": 0.1}, [0.1 - 0.15, 0.1 - 0.15]),
+        ("ZoomTool.execute x2", {}, [0.3, 0.24]),
+        ("WaitTool.execute x2", {"duration": 9.0}, [0.15, -0.2]),
+        ("WaitTool.execute x3", {"duration": 0.1}, [0.15, 0.105, -0.1]),
+        ("InspectTool.execute x4", {"type": "properties"}, [0.15, 0.12, 0.096, -0.05]),
+        ("InspectTool.execute x3", {"type": "structure"}, [0.1, 0.08, -0.05]),
+    ],
+)
+def test_rewards_of_simulated_steps_are_reproduced(name: str, inputs: dict[str, Any], expected: list[float]) -> None:
+    assert verdict(name, inputs, expected, "arc_vision") == "agree"
+    assert verdict(name, inputs, [value + 0.01 for value in expected], "arc_vision") == "MISMATCH"
 
 
 def boxed(answer: str) -> str:
@@ -72,24 +83,27 @@ RAISES = {"raises": "TimeoutError"}
         ("multi_task", boxed("navy"), "blue", "1", RIGHT, "agree"),
         ("multi_task", boxed("navy"), "blue", "0", WRONG, "agree"),
         ("multi_task", boxed("navy"), "blue", " 1\n", RIGHT, "agree"),
-        ("multi_task", boxed("7"), "5", "1", RIGHT, "deviate"),
+        ("multi_task", boxed("7"), "5", "1", RIGHT, "agree"),
         ("multi_task", boxed("7"), "5", "0", RIGHT, "MISMATCH"),
-        ("multi_task", "<answer>navy</answer>", "blue", "1", WRONG, "deviate"),
-        ("multi_task", boxed("navy") + "<answer>", "blue", "1", WRONG, "deviate"),
-        ("multi_task", boxed("navy").replace("\n", "\r\n"), "blue", "1", WRONG, "deviate"),
-        ("multi_task", boxed("navy") + "<|vision_start|><|image_pad|>", "blue", "1", WRONG, "deviate"),
+        ("multi_task", boxed("x" * 1000), "blue", "1", RIGHT, "MISMATCH"),
+        ("general", boxed("x" * 1000), "blue", "correct: yes", RIGHT, "agree"),
+        ("general", boxed("navy"), "blue", "Correct: no, or correct: yes", WRONG, "agree"),
+        ("multi_task", "<answer>navy</answer>", "blue", "1", WRONG, "agree"),
+        ("multi_task", boxed("navy") + "<answer>", "blue", "1", WRONG, "agree"),
+        ("multi_task", boxed("navy").replace("\n", "\r\n"), "blue", "1", WRONG, "agree"),
+        ("multi_task", boxed("navy") + "<|vision_start|><|image_pad|>", "blue", "1", WRONG, "agree"),
         ("multi_task", boxed("navy"), "blue", "TimeoutError('down')", RAISES, "agree"),
         ("multi_task", boxed("navy"), "blue", "ConnectionError('down')", RAISES, "agree"),
-        ("multi_task", boxed("navy"), "blue", "Judgement: 10/10 wrong", RIGHT, "deviate"),
-        ("multi_task", boxed("x" * 1000), "blue", "1", {"score": 0.0, "is_answer_right": True}, "deviate"),
-        ("general", boxed("navy"), "blue", "TimeoutError('down')", WRONG, "deviate"),
+        ("multi_task", boxed("navy"), "blue", "Judgement: 10/10 wrong", RIGHT, "agree"),
+        ("multi_task", boxed("x" * 1000), "blue", "1", {"score": 0.0, "is_answer_right": True}, "agree"),
+        ("general", boxed("navy"), "blue", "TimeoutError('down')", WRONG, "agree"),
         ("general", boxed("navy"), "blue", "correct: yes", RIGHT, "agree"),
-        ("general", boxed("navy"), "blue", "1", WRONG, "deviate"),
-        ("vl", "<answer>navy</answer>", "blue", "TimeoutError('down')", WRONG, "deviate"),
+        ("general", boxed("navy"), "blue", "1", WRONG, "agree"),
+        ("vl", "<answer>navy</answer>", "blue", "TimeoutError('down')", WRONG, "agree"),
         ("vl", "navy", "blue", "TimeoutError('down')", WRONG, "agree"),
     ],
 )
-def test_the_verifiers_reasons_hold_under_their_conditions_only(
+def test_the_verifiers_are_reproduced(
     name: str, response: str, truth: str, reply: str, expected: Any, outcome: str
 ) -> None:
     full = {"multi_task": "multi_task_verifier", "general": "general_verifier", "vl": "vl_agent"}[name]
@@ -99,7 +113,7 @@ def test_the_verifiers_reasons_hold_under_their_conditions_only(
 
 def test_only_a_source_without_examples_makes_the_original_fail() -> None:
     inputs = {"response": boxed("navy"), "ground_truth": "blue", "judge_reply": "1"}
-    for source, outcome in (("chart", "deviate"), ("deepeyes", "MISMATCH")):
+    for source, outcome in (("chart", "agree"), ("deepeyes", "MISMATCH")):
         row = inputs | {"data_source": source}
         assert verdict("multi_task_verifier.compute_score", row, {"raises": "UnboundLocalError"}) == outcome
 
@@ -109,25 +123,27 @@ def test_only_a_source_without_examples_makes_the_original_fail() -> None:
     [
         (boxed("blue"), "red", "MISMATCH"),
         (boxed("a\\}"), "a\\}", "agree"),
-        (boxed("a}b"), "a}b", "deviate"),
-        (boxed("\\boxed{x}"), "\\boxed{x}", "deviate"),
-        ("<answer>blue</answer>", None, "deviate"),
+        (boxed("a}b"), "a}b", "agree"),
+        (boxed("\\boxed{x}"), "\\boxed{x}", "agree"),
+        ("<answer>blue</answer>", None, "agree"),
+        (boxed("hack") + boxed("blue"), "hack", "agree"),
+        ("<answer>\n\\boxed{a" + boxed("b"), "a<answer>\n\\boxed{b", "agree"),
         ("none", "blue", "MISMATCH"),
     ],
 )
-def test_a_plain_answer_block_has_no_excuse(text: str, expected: Any, outcome: str) -> None:
+def test_the_first_block_is_read(text: str, expected: Any, outcome: str) -> None:
     assert verdict("env.extract_answer (verifier)", {"text": text}, expected) == outcome
 
 
 @pytest.mark.parametrize(
     ("response", "truth", "score", "outcome"),
     [
-        ("8.5", "10", 0.7, "agree"), ("1,000", "1000", 0.0, "deviate"), ("12,345.6", "10", 0.6, "deviate"),
+        ("8.5", "10", 0.7, "agree"), ("1,000", "1000", 0.0, "agree"), ("12,345.6", "10", 0.6, "agree"),
         ("1,00", "1", 1.0, "agree"), ("１２", "12", 1.0, "agree"), ("0.00001", 1e-05, 1.0, "agree"),
         ("1000", "1000", 0.0, "MISMATCH"),
     ],
 )  # fmt: skip
-def test_numbers_are_read_alike_but_for_thousands(response: str, truth: Any, score: float, outcome: str) -> None:
+def test_the_first_number_is_read_up_to_a_comma(response: str, truth: Any, score: float, outcome: str) -> None:
     inputs, expected = {"response": response, "ground_truth": truth}, {"score": score, "is_answer_right": score >= 0.5}
     assert verdict("rule_match_verify.compute_score_rule_mra", inputs, expected) == outcome
 

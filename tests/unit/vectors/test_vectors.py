@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import make_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from judge.rules import decision as rules
 from rayloop.core.failures import DataFailure
 from rayloop.grpo.advantage import advantages as group
 from rayloop.grpo.loss import policy_loss
 from recipes.arc_vision import reward
-from tests.vector_rules import advantages, algorithm, arc_vision, judge
+from recipes.pyvision import reward as paid
+from tests.vector_rules import advantages, algorithm, pyvision
 from tests.vectors import check, main, matches, read
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "vectors").glob("*.json"))
@@ -48,8 +48,7 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    # Arc Vision: 7 rewards of its simulated tools. ARPO: a result of exactly 0.1. PyVision-RL: see vector_rules/judge.py
-    deliberate = 7 + 1 + 12
+    deliberate = 1  # ARPO's replay: a result of exactly 0.1
     summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
     assert summary in capsys.readouterr().out
 
@@ -160,17 +159,15 @@ def never(*arguments: Any) -> Any:
 BROKEN: dict[str, tuple[Any, str, Any]] = {
     "no answer is a box": (reward.ORIGINALS, "original", lambda text: None),
     "no true box is one": (reward, "true_box", never),
-    "every answer is wrong": (rules, "decide", lambda *a, **k: rules.Decision(False, "number")),
-    "every answer is right": (rules, "decide", lambda *a, **k: rules.Decision(True, "exact")),
-    "every answer reads XXX": (judge, "extract", lambda text, how: "XXX"),
-    "no number is near another": (rules, "mean_relative_accuracy", lambda wanted, got: float(wanted == got)),
+    "every reply is a no": (pyvision.original, "verdict", lambda reply: False),
+    "every answer reads XXX": (pyvision.original, "answer", lambda text: "XXX"),
+    "no number is near another": (paid, "mean_relative_accuracy", lambda wanted, got: float(wanted == got)),
     "the KL term is tripled": (
         algorithm, "policy_loss", lambda *a, **k: replace(policy_loss(*a, **k), loss=3 * policy_loss(*a, **k).loss)
     ),
     "advantages are halved": (
         advantages, "advantages", lambda *a: replace(group(*a), values=tuple(v / 2 for v in group(*a).values))
     ),
-    "steps are paid": (arc_vision, "StepResult", make_dataclass("Paying", ["reward"])),
 }  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""Whether two mathematical texts mean the same, by ``math-verify`` in a process of its own that can be killed.
+
+Sympy may compute for hours on what a policy writes, and its own deadlines need signals of the main thread. So one child reads
+pairs and answers them; a pair that takes too long costs the child, and the next pair gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from importlib.util import find_spec
+
+from rayloop.core.failures import ConfigError, InfrastructureFailure
+
+LONGEST = 1000
+"""Characters of an expression; a longer one is not parsed."""
+_MEMORY = 2 << 30
+"""Bytes of address space of the child."""
+_STARTING = 60.0
+"""Seconds in which the child must have imported sympy."""
+_CHILD = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
+from math_verify import parse, verify
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    gold, said = json.loads(line)
+    try:
+        found = bool(verify(*(parse(text, parsing_timeout=None) for text in (gold, said)), timeout_seconds=None))
+    except Exception:
+        found = False
+    print(json.dumps(found), flush=True)
+"""
+
+
+class MathVerifier:
+    """One child process, started with the first pair. Calls from several threads wait for each other."""
+
+    def __init__(self, timeout: float) -> None:
+        """Raises ConfigError without ``math-verify``."""
+        if find_spec("math_verify") is None:
+            raise ConfigError('mathematical answers need math-verify: pip install "rayloop[math]"')
+        self._timeout, self._lock = timeout, threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+
+    def same(self, reference: str, answer: str) -> bool | None:
+        """Whether ``answer`` is equivalent to ``reference``, both with or without ``$``; None when that took too long, or the child
+        died of it. Raises InfrastructureFailure when no child can be started."""
+        if reference.strip() == answer.strip():
+            return True
+        if len(answer) >= LONGEST:
+            return False
+        with self._lock:
+            child = self._child = self._child or self._started()
+            assert child.stdin is not None
+            try:
+                child.stdin.write(json.dumps([_marked(reference), _marked(answer)]) + "\n")
+                child.stdin.flush()
+            except OSError:
+                self._end()
+                return None
+            found = _line(child, self._timeout)
+            if found is None:
+                self._end()
+            return None if found is None else found == "true"
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _started(self) -> subprocess.Popen[str]:
+        code = _CHILD.format(memory=_MEMORY)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        if _line(child, _STARTING) != '"ready"':
+            child.kill()
+            child.wait()
+            raise InfrastructureFailure(f"math-verify did not start within {_STARTING:g} seconds")
+        return child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with suppress(OSError):  # what was never read is lost
+                    assert pipe is not None
+                    pipe.close()
+
+
+def _line(child: subprocess.Popen[str], timeout: float) -> str | None:
+    """The next line of the child, None when it did not come in time. It writes whole lines, one for each that it reads."""
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], timeout)
+    return child.stdout.readline().strip() or None if ready else None
+
+
+def _marked(text: str) -> str:
+    """In dollars, or math-verify would not take LaTeX for such."""
+    return text if "$" in text or "\\boxed" in text else f"${text}$"

@@ -1,0 +1,172 @@
+"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original`` of ``ArpoReward``.
+
+Nothing is carried out here: the code that the original would run is a text, made to find out whether making it fails. What acts in
+our environments is read by ``rayloop/envs/grammar``.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rayloop.data.images import smart_resize
+
+WIDTH, HEIGHT = 1920, 1080
+"""Pixels of its screens, whatever the real one is."""
+_ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
+_POINTED = {
+    "click": "click({x}, {y}, button='left')",
+    "left_single": "click({x}, {y}, button='left')",
+    "left_double": "doubleClick({x}, {y}, button='left')",
+    "right_single": "click({x}, {y}, button='right')",
+    "hover": "moveTo({x}, {y})",
+}
+_QUOTED = re.compile(r"(?:type|finished)\(content='(.*?)'\)")
+_BOX = re.compile(r"(start_box|end_box)='\((\d+),(\d+)\)'")
+
+
+class Broken(Exception):
+    """The original raises here; the message is the name of its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One call: its name, its inputs (boxes as a list of fractions, written out), and the code that it would run."""
+
+    name: str | None
+    inputs: Mapping[str, str]
+    code: str
+
+
+def resized(height: int, width: int) -> tuple[int, int]:
+    """Height and width of the picture that the model's pixels are meant on."""
+    return smart_resize(height, width, 28, 3136, 2_116_800)
+
+
+def parsed(text: str) -> list[Parsed]:
+    """The calls behind the last ``Action:``, blank lines between them. Raises Broken."""
+    text = text.strip()
+    before, mark, written = text.rpartition("Action:")
+    if not mark:
+        raise Broken("AssertionError")
+    calls = [_call(_repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
+    found = [(name, {key: _input(key, value) for key, value in given.items() if value != ""}) for name, given in calls]
+    thought = before.partition("Thought:")[2].strip()
+    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{thought}\n'''\n"
+    return [Parsed(name, inputs, _code(start, name, inputs)) for name, inputs in found]
+
+
+def add_box_token(text: str) -> str:
+    """Puts the box tokens back that decoding took away: around ``(x,y)`` without a blank, and nowhere else."""
+    if "Action: " not in text or "start_box=" not in text:
+        return text
+    before, *actions = text.split("Action: ")
+    put = [_BOX.sub(r"\1='<|box_start|>(\2,\3)<|box_end|>'", action.strip()) for action in actions]
+    return f"{before}Action: " + "\n\n".join(put)
+
+
+def _repaired(call: str) -> str:
+    """A text with its quotes escaped; what stands around the call becomes part of the text."""
+    for name in ("type", "finished"):
+        if f"{name}(content" in call:
+            call = f"{name}(content='{_escaped(_QUOTED.sub(_inside, call))}')"
+    return call
+
+
+def _inside(found: re.Match[str]) -> str:
+    return found[1]
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(?<!\\)'", r"\\'", text)
+
+
+def _call(text: str) -> tuple[str | None, dict[str, object]]:
+    """Name and keyword arguments of a call in Python's syntax; positional ones are not looked at."""
+    try:
+        call = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Broken("ValueError") from error
+    if not isinstance(call, ast.Call):
+        raise Broken("ValueError")
+    name = getattr(call.func, "id", getattr(call.func, "attr", None))
+    return name, {
+        str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None for one in call.keywords
+    }
+
+
+def _input(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise Broken("AttributeError")
+    value = value.lstrip()
+    if "start_box" not in name and "end_box" not in name:
+        return value
+    high, wide = resized(HEIGHT, WIDTH)
+    try:
+        numbers = [float(part) for part in value.replace("(", "").replace(")", "").split(",")]
+    except ValueError as error:
+        raise Broken("ValueError") from error
+    shares = [number / (high if i % 2 else wide) for i, number in enumerate(numbers)]
+    return str(shares * 2 if len(shares) == 2 else shares)
+
+
+def _point(box: str, short: str = "ValueError") -> tuple[float, float]:
+    """The middle of a box in pixels of the screen. ``short``: the error for another number of numbers than four."""
+    numbers = [float(part) for part in box.strip("[]").split(",")]
+    if not all(map(math.isfinite, numbers)):
+        raise Broken("NameError")  # it evaluates the text, and nan and inf are no names
+    if len(numbers) != 4:
+        raise Broken(short)
+    x1, y1, x2, y2 = numbers
+    return round((x1 + x2) / 2 * WIDTH, 3), round((y1 + y2) / 2 * HEIGHT, 3)
+
+
+def _code(start: str, name: str | None, inputs: Mapping[str, str]) -> str:
+    box, end = inputs.get("start_box"), inputs.get("end_box")
+    if name == "finished":
+        return "finished"
+    if name == "press":
+        raise Broken("UnboundLocalError")  # it looks at the key of another branch
+    if name in _POINTED:
+        if box is None:
+            raise Broken("TypeError")
+        x, y = _point(box, "UnboundLocalError")
+        return f"{start}\npyautogui.{_POINTED[name].format(x=x, y=y)}"
+    if name in ("drag", "select"):
+        if not box or not end:
+            return start
+        (x, y), (to_x, to_y) = _point(box), _point(end)
+        return f"{start}\npyautogui.moveTo({x}, {y})\n\npyautogui.dragTo({to_x}, {to_y}, duration=1.0)\n"
+    if name == "scroll":
+        return start + _scrolled(box, inputs.get("direction", "").lower())
+    if name == "hotkey":
+        keys = _ARROWS.get(key := inputs.get("key", inputs.get("hotkey", "")), key).split()
+        pressed = ", ".join(repr(" " if one == "space" else one) for one in keys)
+        return f"{start}\npyautogui.hotkey({pressed})" if key else start
+    if name in ("keydown", "keyup"):
+        key = inputs.get("key", inputs.get("press", ""))
+        key = " " if key == "space" else _ARROWS.get(key, key)
+        return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({key!r})" if key else start
+    if name == "type":
+        return start + _typed(_escaped(inputs.get("content", "")))
+    return f"{start}\n# Unrecognized action type: {name}"
+
+
+def _scrolled(box: str | None, direction: str) -> str:
+    """Left and right do nothing."""
+    place = ", x={}, y={}".format(*_point(box)) if box else ""
+    amount = 5 if "up" in direction else -5 if "down" in direction else None
+    return "" if amount is None else f"\npyautogui.scroll({amount}{place})"
+
+
+def _typed(content: str) -> str:
+    """A new line at the end is the Enter key."""
+    if not content:
+        return ""
+    submits = content.endswith(("\n", "\\n"))
+    shown = content.rstrip("\\n").rstrip("\n") if submits else content
+    code = f"\npyautogui.write('{shown}', interval=0.1)\ntime.sleep(0.5)\n"
+    return f"{code}\npyautogui.press('enter')" if submits else code

@@ -1,0 +1,36 @@
+"""Scores saved episodes on screens: ``python -m cluster score arpo FILE.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayloop.core.types import Task
+from rayloop.rewards.saved import Saved, Scoring, played, texts_of
+
+RESULTS = ("env_result", "eval_result", "result", "success")
+"""Columns of what the environment found."""
+
+
+def read(row: Mapping[str, Any], where: str) -> Saved:
+    """``{completions, env_result}``, or a line of a run's ``rollouts`` (where it is a component). Raises DataFailure."""
+    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
+    components: Any = row.get("components")
+    found = {**(components if isinstance(components, Mapping) else {}), **row}
+    return Saved(texts_of(row, where), Task(name, ()), row, played(found, RESULTS))
+
+
+def answer(saved: Saved, variant: str) -> str | None:
+    """What the last turn does."""
+    return saved.texts[-1].rpartition("Action:")[2].strip() or None
+
+
+SCORING = Scoring(
+    use="recipes.arpo.reward:ArpoReward",
+    variants=("corrected", "original"),
+    rewards=("success", "format"),
+    settings=lambda variant, reward: {"variant": variant},
+    read=read,
+    aliases={"eval_result": "success", "format_reward": "format"},
+    answer=answer,
+)

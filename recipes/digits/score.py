@@ -1,0 +1,37 @@
+"""Scores saved sortings of digits: ``python -m cluster score digits FILE.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Task
+from rayloop.rewards.saved import Saved, Scoring, parsed, texts_of, truth_of
+
+TRUTHS = ("ground_truth", "truth", "gold", "label")
+"""Columns of the digits in order."""
+
+
+def read(row: Mapping[str, Any], where: str) -> Saved:
+    """``{completion, ground_truth: [1, 2, 3]}``, or a line of a run's ``rollouts``. Raises DataFailure."""
+    truth = parsed(truth_of(row, TRUTHS, where))
+    if not isinstance(truth, list) or not truth or not all(isinstance(digit, int) for digit in truth):
+        raise DataFailure(where, f"the truth must be a list of digits, not {truth!r:.100}")
+    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
+    return Saved(texts_of(row, where), Task(name, (), truth), row)
+
+
+def answer(saved: Saved, variant: str) -> str | None:
+    return saved.texts[-1].strip() or None
+
+
+SCORING = Scoring(
+    use="recipes.digits.reward:SortReward",
+    variants=("corrected",),
+    rewards=("exact", "format"),
+    settings=lambda variant, reward: {},
+    read=read,
+    aliases={},
+    answer=answer,
+)

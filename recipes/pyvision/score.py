@@ -1,0 +1,50 @@
+"""Scores saved answers to questions about images: ``python -m cluster score pyvision FILE.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from judge.answers import extract
+from rayloop.core.types import Message, Task
+from rayloop.rewards.saved import Saved, Scoring, played, texts_of, truth_of
+from recipes.pyvision import original
+
+TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
+"""Columns of the true answer."""
+CALLS = ("calls", "tool_turns_executed", "tool_cnt")
+"""Columns of how many turns ran code."""
+
+
+def read(row: Mapping[str, Any], where: str) -> Saved:
+    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of a run's ``rollouts``. Raises
+    DataFailure.
+
+    ``transcript``: all that followed the prompt, tool output included, which the original reads."""
+    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
+    question = row.get("question", row.get("prompt"))
+    messages = (Message("user", (question,)),) if isinstance(question, str) else ()
+    source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")
+    task = Task(name, messages, truth_of(row, TRUTHS, where), source, row)
+    return Saved(texts_of(row, where), task, row, played(row, CALLS))
+
+
+def answer(saved: Saved, variant: str) -> str | None:
+    if variant.endswith("original"):
+        whole = saved.row.get("transcript")
+        text = whole if isinstance(whole, str) else "".join(saved.texts)
+        return original.answer(text) if variant == "original" else original.deepeyes(text).answer
+    return extract(saved.texts[-1], "tagged_box")
+
+
+DEEPEYES = "recipes.pyvision.deepeyes:DeepEyesReward"
+SCORING = Scoring(
+    use="recipes.pyvision.reward:PyVisionReward",
+    variants=("corrected", "original", "deepeyes", "deepeyes-original"),
+    rewards=("accuracy", "calls", "right", "format", "tool", "looked"),
+    settings=lambda variant, reward: {"variant": "original" if variant.endswith("original") else "corrected"},
+    read=read,
+    aliases={"acc_score": "accuracy", "is_answer_right": "right"},
+    answer=answer,
+    others={"deepeyes": DEEPEYES, "deepeyes-original": DEEPEYES},
+)

@@ -1,0 +1,122 @@
+"""Whether an answer is right: by a rule that suits its data source, or by a judge. The rules are the judge's own
+(``judge/rules``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from judge.mathematics import MathVerifier
+from judge.reward import question as question_of
+from judge.reward import reference
+from judge.rules.decision import decide, mean_relative_accuracy
+from judge.rules.quantities import first_number
+from rayloop.config.settings import Component
+from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Outcome, Scored
+from rayloop.core.protocols import RewardSource, ScoreContext
+from rayloop.core.types import Task, Trajectory
+
+Kind = Literal["mra", "option", "math", "rules", "judge"]
+SOURCES: Mapping[str, Kind] = {"vsi_numerical": "mra", "*_rule_verifiable": "mra"}
+"""Of PyVision-RL's router: every other source is a judge's."""
+Judged = Outcome
+"""``Scored`` with the accuracy as its value, or why there is none."""
+WRONG, RIGHT = Scored(0.0), Scored(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer, and what a judge is given; its context's last text holds the answer in its form."""
+
+    answer: str
+    trajectory: Trajectory
+    task: Task
+    context: ScoreContext
+
+
+class Verifiers:
+    """One of them for each data source."""
+
+    def __init__(self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float) -> None:
+        """Raises ConfigError where math is asked for and math-verify is not installed."""
+        self._sources = sources
+        self._judge: RewardSource | None = judge.build() if judge else None
+        self._math = MathVerifier(math_timeout) if "math" in sources.values() else None
+        self.has_judge = self._judge is not None
+        self.infrastructure = getattr(self._judge, "infrastructure", ())
+        self._kinds: dict[str, Kind] = {}
+
+    def kind(self, source: str) -> Kind:
+        """Of the first pattern that fits, an exact name before all."""
+        if source not in self._kinds:
+            other: Kind = "rules" if self._judge is None else "judge"
+            fitting = (kind for pattern, kind in self._sources.items() if fnmatchcase(source, pattern))
+            self._kinds[source] = self._sources.get(source, next(fitting, other))
+        return self._kinds[source]
+
+    def judged(self, asked: Asked) -> Judged | Awaitable[Judged]:
+        """The accuracy, from 0 to 1. Raises DataFailure for a task without the truth that the rule needs, and what a judge
+        raises."""
+        match self.kind(asked.task.source):
+            case "mra":
+                return _relative(asked)
+            case "option":
+                return _option(asked)
+            case "math":
+                return self._equivalent(asked)
+            case "rules":
+                return _ruled(asked)
+        return self.asked(asked)
+
+    def asked(self, asked: Asked) -> Judged | Awaitable[Judged]:
+        """Of the judge, and of the rules where there is none."""
+        if self._judge is None:
+            return _ruled(asked)
+        return self._judge.score(asked.trajectory, asked.task, asked.context)
+
+    async def _equivalent(self, asked: Asked) -> Judged:
+        assert self._math is not None
+        same = await asyncio.to_thread(self._math.same, reference(asked.task), asked.answer)
+        return Scored(0.0, flags=("math_timeout",)) if same is None else RIGHT if same else WRONG
+
+
+def at_once(found: Judged | Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome | Awaitable[Outcome]:
+    """``then`` of what was found, now if it is there."""
+    return _later(found, then) if isinstance(found, Awaitable) else then(found)
+
+
+async def _later(found: Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome:
+    return then(await found)
+
+
+def _ruled(asked: Asked) -> Judged:
+    """Right, wrong, or wrong with the flag ``undecided``."""
+    true, said = str(asked.task.ground_truth).strip(), asked.answer
+    if said == true or said.casefold() == true.casefold():
+        return RIGHT
+    found = decide(reference(asked.task), said, question=question(asked.task))
+    return Scored(0.0, flags=("undecided",)) if found.correct is None else RIGHT if found.correct else WRONG
+
+
+def _relative(asked: Asked) -> Judged:
+    truth = asked.task.ground_truth
+    true = truth if isinstance(truth, int | float) else first_number(str(truth))
+    if true is None:
+        raise DataFailure(f"task {asked.task.id}", f"the ground truth {truth!r:.60} has no number, which mra compares")
+    said = first_number(asked.answer)
+    return Scored(0.0, flags=("no_number",)) if said is None else Scored(mean_relative_accuracy(true, said))
+
+
+def _option(asked: Asked) -> Judged:
+    """The letter, as ``B``, ``(B)``, ``B. red`` or the option's own words; anything else is wrong."""
+    found = decide(reference(asked.task), asked.answer, question=question(asked.task))
+    return RIGHT if found.correct else WRONG
+
+
+def question(task: Task) -> str:
+    """A saved completion may come without."""
+    return question_of(task) if task.messages else ""
