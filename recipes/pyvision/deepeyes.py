@@ -45,10 +45,12 @@ class DeepEyesReward:
         do."""
 
     def __init__(self, settings: DeepEyesReward.Settings) -> None:
-        """Raises ConfigError when math-verify is needed and not installed."""
+        """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""
         self._settings = settings
         kinds: Mapping[str, Kind] = {**dict.fromkeys(settings.mathematics, "math"), **settings.verifiers}
         self._verifiers = Verifiers(kinds, settings.accuracy, settings.math_timeout)
+        if "math" in settings.verifiers.values():
+            _ = self._verifiers.math  # refuses at once what would fail later
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 

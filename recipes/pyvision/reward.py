@@ -54,8 +54,11 @@ class PyVisionReward:
         but for case and blanks, the same number, option or list."""
 
     def __init__(self, settings: PyVisionReward.Settings) -> None:
+        """Raises ConfigError when math-verify is asked for and not installed."""
         self._settings = settings
         self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout)
+        if "math" in settings.verifiers.values():
+            _ = self._verifiers.math  # refuses at once what would fail later
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from judge.mathematics import MathVerifier
@@ -42,13 +43,16 @@ class Verifiers:
     """One of them for each data source."""
 
     def __init__(self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float) -> None:
-        """Raises ConfigError where math is asked for and math-verify is not installed."""
-        self._sources = sources
+        self._sources, self._math_timeout = sources, math_timeout
         self._judge: RewardSource | None = judge.build() if judge else None
-        self._math = MathVerifier(math_timeout) if "math" in sources.values() else None
         self.has_judge = self._judge is not None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
         self._kinds: dict[str, Kind] = {}
+
+    @cached_property
+    def math(self) -> MathVerifier:
+        """Raises ConfigError where math-verify is not installed."""
+        return MathVerifier(self._math_timeout)
 
     def kind(self, source: str) -> Kind:
         """Of the first pattern that fits, an exact name before all."""
@@ -79,8 +83,7 @@ class Verifiers:
         return self._judge.score(asked.trajectory, asked.task, asked.context)
 
     async def _equivalent(self, asked: Asked) -> Judged:
-        assert self._math is not None
-        same = await asyncio.to_thread(self._math.same, reference(asked.task), asked.answer)
+        same = await asyncio.to_thread(self.math.same, reference(asked.task), asked.answer)
         return Scored(0.0, flags=("math_timeout",)) if same is None else RIGHT if same else WRONG
 
 

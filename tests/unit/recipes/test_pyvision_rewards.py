@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayloop.config.settings import Component
-from rayloop.core.failures import DataFailure
+from rayloop.config.settings import Component, check_components, load
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageRef, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.run.config import RunConfig
 from recipes.pyvision.data import answered
 from recipes.pyvision.deepeyes import DeepEyesReward
 from recipes.pyvision.reward import PyVisionReward
 
+ROOT = Path(__file__).parents[3]
 CODE = "<code>\n```python\nprint(1)\n```\n</code>"
 ZOOM = '<tool_call>{"name": "crop", "arguments": {}}</tool_call>'
 IMAGE = ImageRef("a", 28, 28, (1, 2, 2), 1)
@@ -300,6 +303,20 @@ def test_an_answer_that_takes_math_verify_too_long_is_wrong(monkeypatch: pytest.
     scored = outcome(pyvision(verifiers={"m": "math"}), [answered("slow")], episode(None), "2", "m")
     assert (scored.value, scored.flags) == (0.0, ("math_timeout",))
     assert outcome(pyvision(verifiers={"m": "math"}), [answered("2")], episode(None), "2", "m").value == 1.0
+
+
+def test_math_verify_is_asked_for_at_the_start_where_a_source_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("judge.mathematics.find_spec", lambda name: None)
+    for made in (pyvision, deepeyes):
+        made()
+        with pytest.raises(ConfigError, match="math-verify"):
+            made(verifiers={"m": "math"})
+
+
+def test_the_preset_of_deepeyes_is_valid() -> None:
+    config = load(ROOT / "recipes/pyvision/deepeyes.yaml", [], RunConfig)
+    check_components(config)
+    assert isinstance(config.reward.source.build(), DeepEyesReward)
 
 
 def test_a_judge_is_given_the_answer_in_its_form() -> None:
