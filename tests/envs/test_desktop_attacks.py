@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,20 @@ libc.shmat.restype = ctypes.c_void_p
 CODE
 time.sleep(60)
 """
+
+
+def test_what_forks_share_counts_once() -> None:
+    desktop = Desktop(DesktopLimits(total_mb=512))
+    try:
+        shared = "kept = b'x' * 200_000_000\nfor _ in range(5): os.fork() or time.sleep(60)\nopen('up', 'w')"
+        desktop.put("fill.py", FILLS.replace("CODE", shared).encode())
+        desktop.launch(["xterm"])
+        desktop.type("/usr/bin/python3 fill.py\n", 0.001, 0.1)
+        eventually(lambda: "up" in desktop.tell(), "five forks", 20, 0.1)
+        time.sleep(1)
+        desktop.screenshot()
+    finally:
+        desktop.close()
 
 
 @pytest.mark.parametrize("how", FILL)

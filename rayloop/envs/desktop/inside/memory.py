@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 
-_OWN = ("RssAnon:", "RssShmem:")
+_OWN, _SHARE = ("RssAnon:", "RssShmem:"), ("Pss_Anon:", "Pss_Shmem:")
 BLOCK = 512
 CALM, ALERT = 0.5, 0.05
 """Seconds between two looks: while little is filled, and beyond a quarter of the limit."""
@@ -29,28 +29,32 @@ class Watch:
         own = os.getpid()
         while True:
             now = used(own)
-            if now > self._limit:
+            if now > self._limit and (now := used(own, exact=True)) > self._limit:
                 self.filled = now
                 with suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)
             time.sleep(ALERT if now > self._limit // 4 else CALM)
 
 
-def used(but: int) -> int:
+def used(but: int, exact: bool = False) -> int:
     """Bytes that are in memory: written pages of every process but ``but``, and what lies in memory without a process:
     anonymous files (memfd) and System V segments. What is mapped and open at once counts twice; files of folders in memory,
-    which have sizes of their own, do not count."""
+    which have sizes of their own, do not count. What forks share counts for each, or once when ``exact``, which takes longer."""
     whole, seen = _segments(), set[int]()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != but:
             with suppress(OSError):
-                whole += _pages(name)
+                whole += _pages(name, exact)
                 whole += _anonymous_files(name, seen)  # refused for processes of another user, such as X's
     return whole
 
 
-def _pages(pid: str) -> int:
-    with open(f"/proc/{pid}/status") as file:
+def _pages(pid: str, exact: bool) -> int:
+    if exact:
+        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+            if found := [int(line.split()[1]) << 10 for line in file if line.startswith(_SHARE)]:
+                return sum(found)
+    with open(f"/proc/{pid}/status") as file:  # another user's, and older kernels
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(_OWN))
 
 
