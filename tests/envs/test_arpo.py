@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,11 @@ pytest.importorskip("playwright", reason="make test-env installs playwright")
 
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
+from rayloop.run.folder import RunFolder
 from recipes.arpo.demonstrations import TURNS, demonstrated, record
 from recipes.arpo.pages import PAGES, WARM_PAGES, rows
 from recipes.arpo.random_play import ARM, play
+from tests.support.runs import ledger_closes
 
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
@@ -42,3 +47,25 @@ def test_chance_wins_now_and_then() -> None:
     assert len(items) == 2 * len(PAGES)
     assert {item.arm for item in items} == {ARM}
     assert 0 < sum(item.reward or 0.0 for item in items) < len(items)
+
+
+@pytest.mark.timeout(300)
+def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path) -> None:
+    """As it is shipped, but on two tasks that come again each step."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",)))
+    )
+    command = [
+        sys.executable, "-m", "cluster", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
+        f"data.train={tmp_path / 'rows.jsonl'}", "steps=3", "evaluation.every=0", "checkpoint.every=3",
+        "algorithm.groups_per_step=2", "algorithm.group_size=6", "publish.parity=warn",
+    ]  # fmt: skip
+    assert subprocess.run(command, timeout=280).returncode == 0
+    folder = RunFolder(tmp_path / "runs", "arpo-quickstart")
+    assert [step["step"] for step in folder.metrics] == [1, 2, 3]
+    saved = json.loads((folder.path / "checkpoints/step_000003/driver.json").read_text())
+    assert any(saved["production"]["finished"]["replay"].values()), "most clicks on this page succeed"
+    ledger_closes(next(event["ledger"] for event in folder.events if event["event"] == "finished"))
+    played = [json.loads(line) for file in folder.rollouts.files().values() for line in file.read_text().splitlines()]
+    assert {record["components"]["success"] for record in played} <= {0.0, 1.0}
+    assert all(record["turns"] for record in played)

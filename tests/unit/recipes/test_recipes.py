@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from recipes.digits.data import DigitRows, rows
 from recipes.digits.prepare import main
 from recipes.digits.reward import SortReward
 
+ROOT = Path(__file__).parents[3]
 GROUNDING = Path(__file__).parents[2] / "data" / "grounding"
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
@@ -176,3 +178,12 @@ def test_prepare_writes_rows_that_the_reader_reads(tmp_path: Path) -> None:
 def test_rows_without_digits_are_refused(digits: Any) -> None:
     with pytest.raises(DataFailure, match="rows:1"):
         DigitRows(DigitRows.Settings()).task({"id": "a", "digits": digits}, "rows:1", Path())
+
+
+@pytest.mark.parametrize("recipe", ["arc_vision", "pyvision", "arpo", "chart_rvr"])
+def test_what_shows_a_feature_is_there(recipe: str) -> None:
+    table = (ROOT / f"recipes/{recipe}/README.md").read_text().partition("## Features of the original")[2]
+    shown = [name for name in re.findall(r"`([\w/.]+)`", table) if "/" in name and not name.endswith("/")]
+    places = [ROOT, ROOT / f"recipes/{recipe}"]
+    assert len(shown) > 5
+    assert [name for name in shown if not any((place / name).exists() for place in places)] == []
