@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from judge.rules.plain import is_blank, says_nothing
 from judge.rules.quantities import compare, quantity
@@ -91,7 +92,7 @@ def decide(
         return Decision(False, "too_long", f"{max_length} characters or more")
     if len(reference) > _LONGEST:
         return UNDECIDED
-    asked = Question(question[-_LONGEST:], exact)
+    asked = _question(question[-_LONGEST:], exact)
     wanted, got = asked.plain(reference), asked.plain(answer)
     if asked.same_text(wanted, got):
         return Decision(True, "exact", "the same text")
@@ -110,6 +111,12 @@ def decide(
     if same_list(wanted, got, asked):
         return Decision(True, "list", "the same items in the same order")
     return UNDECIDED
+
+
+@lru_cache(maxsize=256)
+def _question(text: str, exact: bool) -> Question:
+    """The answers of a group are to one question, which is looked at once."""
+    return Question(text, exact)
 
 
 def _nothing(reference: str, answer: str, asked: Question) -> Decision:

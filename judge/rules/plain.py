@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 from judge.rules.numerals import NUMERALS
 
@@ -76,6 +77,7 @@ _ROUNDS = 8
 """Layers of mark-up that are taken off; a text with more keeps the rest."""
 
 
+@lru_cache(maxsize=256)
 def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
     """One spelling of a text. Never empty unless the text is blank. Linear in its length.
 

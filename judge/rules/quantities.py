@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from judge.rules.numerals import MAGNITUDES, WHOLE, WORDS
@@ -106,6 +107,7 @@ class Quantity:
         return _DECIMAL_OR_THOUSANDS.fullmatch(self.digits) is not None
 
 
+@lru_cache(maxsize=4096)
 def quantity(text: str) -> Quantity | None:
     """The whole plain text (judge/rules/plain.py) as one quantity, or None. Commas separate thousands; zeros in front: a code."""
     if len(text) > _LONGEST:

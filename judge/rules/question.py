@@ -248,7 +248,7 @@ class Question:
 
         Empty too when they are ambiguous. Texts that do not tell options apart, or that the question goes on behind, are "".
         """
-        found, rest = self._lettered(_MARKER)
+        found, rest = self._offered
         distinct = len(set(found.values())) == len(found) and all(found.values())
         if self.ambiguous:
             return {}
@@ -257,9 +257,13 @@ class Question:
     @cached_property
     def ambiguous(self) -> bool:
         """An option's text is, or ends with, another one's letter, as in "A. B B. A": a letter could mean either."""
-        found = self._lettered(_LOOSE_MARKER)[0] | self._lettered(_MARKER)[0]
+        found = self._lettered(_LOOSE_MARKER)[0] | self._offered[0]
         ends = {letter: re.search(r"(?:^|[^\W\d_]\s)(\w)\W*$", text) for letter, text in found.items()}
         return any(end is not None and end.group(1).upper() in found.keys() - {letter} for letter, end in ends.items())
+
+    @cached_property
+    def _offered(self) -> tuple[dict[str, str], str]:
+        return self._lettered(_MARKER)
 
     def _lettered(self, markers: re.Pattern[str]) -> tuple[dict[str, str], str]:
         """The options' plain texts by letter, and all that follows the last marker."""

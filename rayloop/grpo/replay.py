@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
 from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored
 from rayloop.core.seeds import derive
@@ -102,6 +103,14 @@ class ReplayBuffer:
         if not fresh_enough:
             return None
         return random.Random(derive(self._seed, "replay", group.task.id, group.issue)).choice(fresh_enough)
+
+    def stats(self) -> dict[str, Any]:
+        """How many successes there are of how many tasks, and of each task how many and the steps of the oldest and newest."""
+        steps = {
+            task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members
+        }
+        tasks = {task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)} for task, s in steps.items()}
+        return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.enabled else {}
 
     def state(self) -> dict[str, tuple[Member, ...]]:
         """The stored members per task, oldest first. Payloads are references: checkpoints write what they refer to."""

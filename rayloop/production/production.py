@@ -149,7 +149,7 @@ class Production:
         """What the step takes, and what happened since the one before, which is then forgotten."""
         finished, self.finished.groups = tuple(self.finished.groups), []
         dropped, self.ready.dropped = self.ready.dropped, Counter()
-        return Collected(groups, finished, dict(dropped), self.finished.acceptance.value)
+        return Collected(groups, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
 
     def published(self, version: Version) -> None:
         """Engines serve ``version``, and what the step before took is trained: until then it fills the bound on staleness."""

@@ -32,6 +32,8 @@ def as_outcome(result: Any) -> Outcome:
 
 def _number(value: Any) -> float | None:
     """``float(value)`` if that is finite, None for all else; arrays and tensors have to be without dimensions."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
         return None
     try:

@@ -84,6 +84,11 @@ class RunFolder:
             self.config.rename(_aside(self.config))
         self.config.write_text(text, encoding="utf-8")
 
+    def write_replay(self, step: int, stats: Mapping[str, Any]) -> None:
+        """What the replay buffer held at ``step``, in place of what was known of it before."""
+        found = {"schema_version": SCHEMA_VERSION, "step": step, **stats}
+        write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
+
     def truncate_after(self, step: int) -> int:
         """After a restore: move what was recorded of later steps aside, so that no step is on record twice.
 

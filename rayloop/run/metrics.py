@@ -122,6 +122,8 @@ METRICS = tuple(
         ),
         ("rollout/all_right", "fraction", "Share of finished groups with rewards of 1 or above only."),
         ("rollout/all_wrong", "fraction", "Share of finished groups with rewards of 0 or below only."),
+        ("replay/stored", "trajectories", "Stored successes in the replay buffer (ARPO), if replay is on."),
+        ("replay/tasks", "tasks", "Tasks of which it has any; `replay_buffer_stats.json` names them."),
         ("rollout/replayed", "groups", "Trained groups with a stored success in them (ARPO)."),
         ("rollout/reissued", "attempts", "Episodes played again because infrastructure failed, since the run began."),
         ("rollout/cache", "fraction", "Use of the fullest engine's cache of keys and values, when last asked (vLLM)."),

@@ -145,6 +145,8 @@ class Reporter:
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
         self.folder.metrics.append({**record, "step": step})
+        if collected.replay:
+            self.folder.write_replay(step, collected.replay)
         self.loggers.log(step, record)
         self.updates.append(("step", record))
         self._evaluation = {}

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, pstdev
+from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.grpo.filters.equal_rewards import equality
@@ -17,13 +18,15 @@ class Collected:
     """What a step is about: the ``groups`` it trains on (issue order), and what happened since the step before.
 
     ``finished``: the groups that ended, as they were after the filters. ``dropped``: how many trajectories became stale or
-    surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average.
+    surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average. ``replay``:
+    what the replay buffer holds (``ReplayBuffer.stats``), empty when it is off.
     """
 
     groups: tuple[Group, ...]
     finished: tuple[Group, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     acceptance: float = 1.0
+    replay: Mapping[str, Any] = field(default_factory=dict)
 
 
 def step_metrics(collected: Collected, target: int) -> dict[str, float]:
@@ -41,6 +44,7 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         **_reward_metrics(members),
         **_equal_groups(finished),
         **{name: float(count) for name, count in collected.dropped.items()},
+        **{f"replay/{name}": float(collected.replay[name]) for name in ("stored", "tasks") if collected.replay},
     }
     if played:
         summaries = [m.summary for m in played]

@@ -120,3 +120,15 @@ def test_a_stored_sample_forgets_its_groups_statistics() -> None:
     buffer.store(annotated)
     (stored,) = buffer.state()["task"]
     assert (stored.advantage, stored.reference) == (None, None)
+
+
+def test_it_says_what_it_holds_and_nothing_when_it_is_off() -> None:
+    buffer = buffer_with_success()
+    buffer.store(make_group(1, [1.0, 1.0, 0.0], task_id="other", first_version=Version(0, 7)))
+    stats = buffer.stats()
+    assert (stats["stored"], stats["tasks"]) == (3, 2)
+    assert stats["per_task"]["other"] == {"stored": 2, "oldest_step": 7, "newest_step": 7}
+    assert ReplayBuffer(ReplaySettings(), seed=1).stats() == {}
+    again = ReplayBuffer(ReplaySettings(enabled=True), seed=1)
+    again.restore(buffer.state())
+    assert again.stats() == stats

@@ -76,7 +76,10 @@ def test_what_the_driver_records_is_in_the_table() -> None:
         for i, (outcome, fate) in enumerate(outcomes)
     )
     group = Group(0, Task("t", ()), members)
-    produced = step_metrics(Collected((group,), (group,)), target=4)
+    held = {"stored": 3, "tasks": 2, "per_task": {}}
+    produced = step_metrics(Collected((group,), (group,), replay=held), target=4)
+    assert (produced["replay/stored"], produced["replay/tasks"]) == (3.0, 2.0)
+    assert "replay/stored" not in step_metrics(Collected((group,), (group,)), target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
     assert produced["response_length/clip_ratio"] == pytest.approx(1 / 3)
     names = ("rollout/images_sent", "rollout/images_sent_again", "rollout/image_bytes_sent")

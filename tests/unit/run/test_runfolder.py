@@ -202,3 +202,12 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["fate"], scored["unscored"]) == ("filtered: too_long", None)
     assert (unscored["reward"], unscored["unscored"], unscored["fate"]) == (None, "timeout: judge", "kept")
+
+
+def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "run")
+    folder.path.mkdir()
+    for step in (1, 2):
+        folder.write_replay(step, {"stored": step, "tasks": 1, "per_task": {"a": {"stored": step}}})
+    found = json.loads((folder.path / "replay_buffer_stats.json").read_text())
+    assert (found["step"], found["stored"], found["per_task"]) == (2, 2, {"a": {"stored": 2}})
