@@ -102,7 +102,7 @@ class Driver:
         await self.verify()
         async with background(self.produce(), self.supervise()):  # a dead producer cancels collect(): no silent hang
             await self.evaluate()
-            while self.step < self.config.steps:
+            while not self.done:
                 collected = await self.collect()
                 report = await self.train(collected.groups)
                 self.step += 1
@@ -174,6 +174,11 @@ class Driver:
         """Whether there is a complete checkpoint of the current version."""
         return self.saved is not None and self.saved[0] == self.version and complete(self.saved[1].folder) is not None
 
+    @property
+    def done(self) -> bool:
+        """Whether all steps are trained, or held-out rewards have not become better for too long (``evaluation.patience``)."""
+        return self.step >= self.config.steps or self.reporter.given_up
+
     async def run_and_rebuild(self) -> None:
         """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
         for restarts in range(self.config.recovery.policy_restarts + 1):
@@ -209,8 +214,8 @@ class Driver:
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
             self.reporter.event(incidents.Changed(changed))
-        if self.step >= self.config.steps:
-            self.reporter.event(incidents.AlreadyDone(advice=f"raise steps above {self.step} to go on"))
+        if self.done:
+            self.reporter.already_done(self.step)
         self.version, self.lost = Version(lineage, self.step), False
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
             self.saved = self.version, checkpoint
@@ -295,7 +300,7 @@ class Driver:
     @timed("testing")
     async def evaluate(self) -> None:
         """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step."""
-        every, last = self.config.evaluation.every, self.step == self.config.steps
+        every, last = self.config.evaluation.every, self.done
         if not self.held_out or not (last or self.step % every == 0):
             return
         controls = self.config.evaluation.controls and (last or self.step == 0)
@@ -346,15 +351,16 @@ class Driver:
     @timed("save_checkpoint")
     async def checkpoint(self) -> None:
         """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
-        last = self.stopping.is_set() or self.step == self.config.steps
-        due = last or self.failed_saves or self.step % self.config.checkpoint.every == 0
+        c, last = self.config.checkpoint, self.stopping.is_set() or self.done
+        best = c.keep_best and self.reporter.is_best(self.step)
+        due = last or best or self.failed_saves or self.step % c.every == 0
         if not due or self.on_disk():
             return
         try:
             began = time.monotonic()
             ours = about(self.config, self.hashes, len(self.production.dataset))
             state = await capture(self.state, self.production.lose, self.config.policy.step_timeout)
-            saved = await self.checkpoints.save(self.step, state, self.services.policy.save, ours)
+            saved = await self.checkpoints.save(self.step, state, self.services.policy.save, ours, best=best)
             self.failed_saves, self.saved = 0, (self.version, saved)
             self.reporter.event(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), self.step)
         except CheckpointError as error:

@@ -29,6 +29,7 @@ from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.groups import Member
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
+from rayloop.data.subset import evenly
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
 from rayloop.measure.solved import pass_rates
@@ -54,7 +55,7 @@ def evaluate(
     twice the room each time. Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` belongs to another
     model, configuration or file.
     """
-    tasks = [*_read(data, config)][: config.evaluation.limit]
+    tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}

@@ -161,8 +161,18 @@ class Checkpoint(Event, by="cluster/driver.py"):
     seconds: float
 
 
+class EarlyStop(Event, by="rayloop/run/reporter.py"):
+    """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as finished. To do: use
+    `checkpoints/best` if `checkpoint.keep_best` was on; raise `evaluation.patience` to go on."""
+
+    evaluations: int
+    """How many in a row."""
+    best: Mapping[str, float]
+    """The best held-out `reward` and its `step`."""
+
+
 class Finished(Event, by="rayloop/run/reporter.py"):
-    """All steps are trained."""
+    """All steps are trained, or an `early_stop` came before."""
 
     ledger: Mapping[str, int]
 

@@ -24,8 +24,9 @@ class Changed(Event, by="cluster/driver.py"):
     """Key: then, now."""
 
 
-class AlreadyDone(Event, by="cluster/driver.py"):
-    """The restored checkpoint has all the steps that were asked for. To do: follow `advice`, or leave it."""
+class AlreadyDone(Event, by="rayloop/run/reporter.py"):
+    """The restored checkpoint has all the steps that were asked for, or its run had stopped early. To do: follow
+    `advice`, or leave it."""
 
     advice: str
     """Which key to raise."""

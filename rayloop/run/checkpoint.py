@@ -7,6 +7,7 @@
         COMPLETE                        JSON: step, lineage, the size of every file, and what it says of its run
                                         (rayloop/run/identity.py); written last, then the folder is renamed
     checkpoints/latest                  name of the checkpoint written last
+    checkpoints/best                    link to the checkpoint of the best held-out reward (``checkpoint.keep_best``)
     checkpoints/lineage                 number of restores so far
 
 A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
@@ -30,7 +31,7 @@ from rayloop.core.failures import CheckpointError, ConfigError, NotSaved, Preemp
 from rayloop.core.files import sync, write_whole
 from rayloop.run.plain_files import read, write
 
-MARKER, TRAINER = "COMPLETE", "trainer"
+MARKER, TRAINER, BEST = "COMPLETE", "trainer", "best"
 STRUCTURE, TENSORS = "driver.json", "driver.safetensors"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
@@ -159,9 +160,10 @@ class CheckpointStore:
         )
 
     async def save(
-        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]], about: Mapping[str, Any] = NOTHING
-    ) -> Checkpoint:
-        """Write a checkpoint and prune old ones. ``about`` goes into the marker.
+        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]],
+        about: Mapping[str, Any] = NOTHING, *, best: bool = False,
+    ) -> Checkpoint:  # fmt: skip
+        """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
 
         Raises CheckpointError, with the bytes at stake, unless it is complete; nothing half-done stays.
         """
@@ -180,7 +182,7 @@ class CheckpointStore:
             raise CheckpointError(self._explain(step, error, written)) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
-        for why in await asyncio.to_thread(self._tidy, final):
+        for why in await asyncio.to_thread(self._tidy, final, best):
             self._warn(f"{final.name} is complete, but {why}")
         return Checkpoint(final, step, self.lineage, about)
 
@@ -210,15 +212,22 @@ class CheckpointStore:
         write_whole(aside / MARKER, json.dumps(marker, indent=1).encode())
         os.replace(aside, final)
 
-    def _tidy(self, final: Path) -> list[str]:
+    def _tidy(self, final: Path, best: bool) -> list[str]:
         """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
 
         def name() -> None:
             sync(self.folder)
             write_whole(self.folder / "latest", final.name.encode())
 
+        def link() -> None:
+            aside = self.folder / f"{BEST}.new"
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(final.name)
+            os.replace(aside, self.folder / BEST)
+
         failed = []
-        for what, act in (("not named as the latest", name), ("an older one could not be removed", self._prune)):
+        acts = [("not named as the best", link)] * best
+        for what, act in (*acts, ("not named as the latest", name), ("an older one could not be removed", self._prune)):
             try:
                 act()
             except OSError as error:
@@ -226,7 +235,10 @@ class CheckpointStore:
         return failed
 
     def _prune(self) -> None:
+        best = (self.folder / BEST).resolve()
         for old in self.newest_first()[self.keep :]:
+            if old.folder.resolve() == best:
+                continue
             condemned = old.folder.with_name(old.folder.name + ".tmp")
             os.replace(old.folder, condemned)
             shutil.rmtree(condemned)

@@ -324,6 +324,10 @@ def _problems(c: RunConfig) -> Any:
     a, stale = c.algorithm, c.algorithm.staleness.max_staleness
     if a.group_size == 1 and a.advantage.kind != "raw":
         yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
+    unmeasured = c.data.eval is None or not c.evaluation.every
+    if unmeasured and (c.checkpoint.keep_best or c.evaluation.patience):
+        key = "checkpoint.keep_best" if c.checkpoint.keep_best else "evaluation.patience"
+        yield f"{key} goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
     if a.filtering.carry_over and stale == 0:
         yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
     if c.rollout.deterministic and stale > 0:

@@ -21,6 +21,9 @@ class CheckpointSettings(SettingsModel):
     is slow."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
+    keep_best: bool = False
+    """The checkpoint of the best held-out reward is saved whenever an evaluation is the best so far, and stays besides ``keep``, as
+    ``checkpoints/best``. On for runs that may get worse, and with ``evaluation.patience``."""
     resume: LocalPath = "auto"
     """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
     folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
@@ -39,7 +42,11 @@ class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     limit: int | None = Field(None, gt=0)
-    """Rows evaluated; None: all. Set it when evaluation takes longer than what it tells is worth."""
+    """Rows evaluated, as many of each data source and spread over the file, always the same; None: all. Set it
+    when evaluation takes longer than what it tells is worth."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never. Set it, with
+    ``checkpoint.keep_best``, where more steps may only overfit. The controls of the last step are then left out."""
     greedy: bool = True
     """The likeliest answer instead of a sampled one: less noise, but not the policy that is trained."""
     samples: int = Field(0, ge=0)

@@ -61,6 +61,8 @@ class Reporter:
         self._evaluation: dict[str, float] = {}
         self.best: dict[str, float] | None = None
         """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
+        self.worse: list[int] = []
+        """The steps of the evaluations since then; saved with the run too. A resume repeats one, which counts once."""
         self._lengths = LengthRatio()
         self._step = 0
         shown = config.model_dump(mode="json", by_alias=True)
@@ -91,11 +93,12 @@ class Reporter:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain values."""
-        return {"best": self.best, "lengths": self._lengths.state()}
+        return {"best": self.best, "worse": list(self.worse), "lengths": self._lengths.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken."""
         self.best = state["best"]
+        self.worse = list(state.get("worse", ()))  # older checkpoints have none
         self._lengths.restore(state["lengths"])
 
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
@@ -116,12 +119,32 @@ class Reporter:
         self._evaluation = metrics(items, summary["arms"])
         reward = self._evaluation.get("val/reward/mean")
         if reward is not None and (self.best is None or reward > self.best["reward"]):
-            self.best = {"reward": reward, "step": step}
+            self.best, self.worse = {"reward": reward, "step": step}, []
+        elif reward is not None and self.best is not None and step > max([self.best["step"], *self.worse]):
+            self.worse.append(step)
         if self.best is not None:
             self._evaluation |= {"val/best": self.best["reward"], "val/best_step": float(self.best["step"])}
         self.event(events.Evaluated(self._evaluation), step)
         if summary["differences"]:
             self.event(events.Controls(**summary), step)
+        if self.best is not None and self.given_up:
+            self.event(events.EarlyStop(len(self.worse), self.best), step)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether ``evaluation.patience`` is at its end."""
+        patience = self.config.evaluation.patience
+        return patience is not None and len(self.worse) >= patience
+
+    def already_done(self, step: int) -> None:
+        """There is nothing to do after ``step``: say what to change for more."""
+        patience = self.given_up and len(self.worse)
+        key, value = ("evaluation.patience", patience) if patience else ("steps", step)
+        self.event(incidents.AlreadyDone(advice=f"raise {key} above {value} to go on"))
+
+    def is_best(self, step: int) -> bool:
+        """Whether no evaluation had a better reward than the one after ``step``."""
+        return self.best is not None and self.best["step"] == step
 
     def step(
         self, step: int, report: Mapping[str, float], collected: Collected, ledger: Mapping[str, int],

@@ -9,6 +9,7 @@ from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
+from rayloop.data.subset import evenly
 from rayloop.run.config import RunConfig
 
 
@@ -26,10 +27,13 @@ def training_rows(config: RunConfig, tell: Tell) -> Dataset:
 
 
 def held_out_rows(config: RunConfig, tell: Tell) -> list[Task]:
-    """The first ``evaluation.limit`` of ``data.eval``; none when the run does not evaluate. Raises as ``training_rows``."""
+    """``evaluation.limit`` of ``data.eval``, evenly over its sources; none when the run does not evaluate.
+
+    Raises as ``training_rows``.
+    """
     if not config.evaluation.every or config.data.eval is None:
         return []
-    return [*_read(config.data.eval, config, tell)][: config.evaluation.limit]
+    return evenly([*_read(config.data.eval, config, tell)], config.evaluation.limit)
 
 
 def _read(path: str, config: RunConfig, tell: Tell) -> Dataset:

@@ -100,6 +100,18 @@ def test_a_later_lineage_is_newer_whatever_its_steps(tmp_path: Path) -> None:
     assert [c.folder.name for c in rolled_back.newest_first()] == ["step_000010-1", "step_000006"]
 
 
+def test_the_best_stays_until_a_better_one_is_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2, 3, 4, 5):
+        asyncio.run(store.save(step, {}, lambda folder: write_weights(folder, 0), best=step in (2, 4)))
+        if step == 3:
+            assert steps(store) == [3, 2]
+    assert steps(store) == [5, 4]
+    named = store.find(str(tmp_path / "best"))
+    assert named is not None
+    assert named.step == 4
+
+
 def test_what_a_crash_left_aside_is_cleared_by_the_next_save(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     (tmp_path / "step_000003.tmp" / "trainer").mkdir(parents=True)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.driver import Driver
+from rayloop.core.types import Version
+from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.step_metrics import Collected
 from tests.support.drivers import made_driver
@@ -44,3 +46,49 @@ def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(
     driver = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, steps=3)), tmp_path)
     asyncio.run(driver.run())
     assert alive == [0, 0, 0]
+
+
+class Policy:
+    """Saves nothing."""
+
+    async def save(self, folder: str) -> None: ...
+
+
+class Services:
+    policy = Policy()
+
+
+def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = [0.1, 0.2, 0.6, 0.3, 0.5, 0.9, 0.9]
+
+    async def evaluate(self: Driver) -> None:
+        self.reporter.evaluated(self.step, [Item(RIGHT, "t", "", reward=rewards[self.step])], {})
+
+    async def collect(self: Driver) -> Any:
+        return Collected(())
+
+    async def publish(self: Driver) -> None:
+        self.version = Version(1, self.step)
+
+    async def nothing(self: Driver, *_: Any) -> dict[str, float]:
+        return {}
+
+    monkeypatch.setattr(Driver, "collect", collect)
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    monkeypatch.setattr(Driver, "publish", publish)
+    for name in ("restore", "verify", "produce", "supervise", "train", "record"):
+        monkeypatch.setattr(Driver, name, nothing)
+    config = settings(tmp_path, tmp_path, steps=6)
+    config["data"]["eval"] = config["data"]["train"]
+    config["evaluation"] = {"every": 1, "patience": 2}
+    config["checkpoint"] = {"every": 100, "keep": 1, "keep_best": True}
+    (tmp_path / "evaluations").mkdir()
+    driver = made_driver(RunConfig.model_validate(config), tmp_path, services=Services())
+    monkeypatch.setattr(driver.services, "policy", Policy())
+    asyncio.run(driver.run())
+    assert driver.step == 4, "two evaluations after step 2 were no better"
+    assert [found.step for found in driver.checkpoints.newest_first()] == [4, 2]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
+    assert (tmp_path / "events.jsonl").read_text().count('"early_stop"') == 1

@@ -246,7 +246,7 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
 def test_the_reporter_goes_on_where_it_was(tmp_path: Path) -> None:
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     new, before, after = (Reporter(config, tmp_path, lambda *_: Silent()) for _ in range(3))
-    before.best = {"reward": 0.75, "step": 10}
+    before.best, before.worse = {"reward": 0.75, "step": 10}, [12, 14]
     before._lengths.observe([4, 5], [6])
     for part in (lambda r: r, lambda r: r._lengths):
         assert all(shown(value) != shown(fields(part(new))[name]) for name, value in fields(part(before)).items())
