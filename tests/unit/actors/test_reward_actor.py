@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -118,6 +119,29 @@ def test_anything_else_is_no_reward(returned: Any) -> None:
 def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
     outcome = as_outcome(Scored(1.0, {"good": 1, "nan": math.nan, "none": None, "text": "x"}, ("seen",)))  # type: ignore[dict-item]
     assert outcome == Scored(1.0, {"good": 1.0}, ("seen", "invalid_component"))
+
+
+class Reader:
+    """A source that reads what the policy was shown, too."""
+
+    transcript = True
+    read: ClassVar[list[str | None]] = []
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Scored:
+        self.read.append(context.transcript)
+        return Scored(0.0)
+
+
+def test_a_source_that_asks_for_it_sees_all_that_followed_the_prompt(text_folder: Path) -> None:
+    said = trajectory(text_folder)
+    shown = Turn("tool", tuple(load_tokenizer(text_folder).encode("<|im_start|>It is 4<|im_end|>").ids))
+    played = replace(said, turns=(*said.turns, shown, said.turns[-1]))
+    actor = RewardActor(
+        ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:Reader"))
+    )
+    asyncio.run(actor.score(TASK, 5, played))
+    turn = "The answer is 3<|im_end|>"
+    assert Reader.read == [f"{turn}<|im_start|>It is 4<|im_end|>{turn}"]
 
 
 def test_unscored_passes_through(text_folder: Path, grader: str) -> None:

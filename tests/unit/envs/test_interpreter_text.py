@@ -1,6 +1,9 @@
 """Which part of a turn is code, and which an answer."""
 
+import pytest
+
 from rayloop.envs.interpreter import text
+from recipes.pyvision.original import FORBIDDEN
 
 
 def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None:
@@ -17,3 +20,12 @@ def test_an_answer_is_the_last_one_and_not_empty() -> None:
     assert text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>") == "\\boxed{B}"
     assert text.answer("<answer> \n</answer>") is None
     assert text.answer("\\boxed{A}") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [("input('x')", True), ("my_input(1)", True), ("os.system('ls')", True), ("subprocess.run(['ls'])", False), ("x = 1", False)],
+)  # fmt: skip
+def test_code_with_a_forbidden_call_is_found(code: str, refused: bool) -> None:
+    assert text.forbidden(code, FORBIDDEN) is refused
+    assert not text.forbidden(code, ())

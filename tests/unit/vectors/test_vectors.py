@@ -48,7 +48,7 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    deliberate = 1  # ARPO's replay: a result of exactly 0.1
+    deliberate = 1 + 3  # ARPO's replay: a result of exactly 0.1; what PyVision's environment shows of a failure
     summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
     assert summary in capsys.readouterr().out
 
@@ -78,7 +78,7 @@ def test_a_reason_excuses_only_the_entries_it_is_about(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
 def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every entry alone, each number moved by 1e-3, each string and each expected error replaced.
+    """Every entry alone, each number moved by a thousandth, each string and each expected error replaced.
 
     What our code answers otherwise on purpose, and no settings express, then still does.
     """
@@ -88,7 +88,7 @@ def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pyte
             return {key: change(item) for key, item in value.items() if key != "raises"}
         if isinstance(value, list):
             return [change(item) for item in value]
-        return f"{value}?" if isinstance(value, str) else value + 1e-3
+        return f"{value}?" if isinstance(value, str) else value + max(1e-3, 1e-3 * abs(value))
 
     (path,) = (path for path in FILES if path.stem == name)
     for row in json.loads(path.read_text()):
