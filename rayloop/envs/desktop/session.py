@@ -19,6 +19,7 @@ from typing import Any
 from PIL import Image
 
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.envs.browser import processes
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
 from rayloop.sandbox import bubblewrap, seccomp, uids
@@ -159,8 +160,12 @@ class Desktop:
     def close(self) -> None:
         """End it. Whatever runs in it is gone with the first process of its namespace. May be called again."""
         self._channel.close()
+        driver = processes.tree(self._process.pid)[1:2]  # which is told nothing when root's bwrap ends
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
+        for pid in driver:
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(DYING)
         for user in self._users:

@@ -257,7 +257,7 @@ def confine(settings: dict[str, Any]) -> None:
             os.set_inheritable(name, False)  # else every program could answer the host in the driver's place
     prctl = ctypes.CDLL(None).prctl
     prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
-    prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # bwrap's own is forgotten with the change of user
+    prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # an ordinary user's; root's bwrap may not signal another user
     os.umask(0o022)
     os.chdir(os.environ["HOME"])
 
@@ -265,7 +265,7 @@ def confine(settings: dict[str, Any]) -> None:
 def end_with_the_host(connection: socket.socket) -> None:
     """End, and with it the whole namespace, when the host's end is closed, also while X does not answer.
 
-    Sooner than by the signal for a parent's death, and also when that parent went before the signal was asked for.
+    As root the signal for a parent's death does not come: bwrap has given up the right to signal another user's processes.
     """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
