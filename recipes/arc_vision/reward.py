@@ -189,7 +189,7 @@ def arc_vision(
     """
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
-    written = [[call.lower() for tag in settings.call_tags for call in _inside(tag, turn)] for turn in played.texts]
+    written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]
     calls = asked = [call for turn in written for call in turn]
     if corrected and played.executed is not None:
         calls = [turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn]
@@ -278,7 +278,8 @@ def _confidence(text: str, right: float) -> dict[str, float]:
     return {"confidence": value, "right": right} if value <= 1 else {}
 
 
-def _inside(tag: str, text: str) -> list[str]:
+def inside(tag: str, text: str) -> list[str]:
+    """What stands between ``<tag>`` and ``</tag>``, each time that it does."""
     return re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
 
 

@@ -1,0 +1,123 @@
+"""``python -m recipes.arc_vision.telemetry RUN``: what a policy did with its tools, from the rollouts that a run has kept.
+
+Four files of valid JSONL in ``RUN/telemetry``, with the names and fields that Arc Vision planned for its detailed logs; a line for
+each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
+
+    reasoning_traces.jsonl     what it wrote before it answered, and how long that was
+    tool_effectiveness.jsonl   whether an answer after a call was any good, by difficulty
+    tool_patterns.jsonl        which tools it asked for
+    contradictions.jsonl       only where what it did and what came of it do not fit together
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.files import write_whole
+from rayloop.rewards.saved import texts_of
+from rayloop.run.folder import RunFolder
+from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
+from recipes.arc_vision.data import box
+from recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
+
+FILES = ("reasoning_traces", "tool_effectiveness", "tool_patterns", "contradictions")
+TOOLS = ("zoom", "crop", "wait", "inspect")
+"""Words by which a call is named, the first that it has; other calls are counted and have no name."""
+UNSURE = ("unclear", "difficult", "hard to see", "not sure")
+"""What reasoning says of a box that asks for a closer look."""
+SNIPPET = 200
+"""Characters of the reasoning beside a contradiction."""
+
+
+def telemetry(run: Path) -> dict[str, int]:
+    """Write the four files, replacing earlier ones. Returns the lines of each. Raises ConfigError without rollouts, DataFailure
+    for ground truths that are no boxes."""
+    files = RunFolder.at(run).rollouts.files()
+    if not files:
+        raise ConfigError(f"{run} has no rollouts: give a run folder of a run with keep_rollouts above 0")
+    lines: dict[str, list[str]] = {name: [] for name in FILES}
+    for file in files.values():
+        written = file.stat().st_mtime
+        for number, record in enumerate(JsonLines(file), start=1):
+            for name, found in _lines(record, f"{file}:{number}"):
+                who = {key: record[key] for key in ("step", "group", "sample", "task")}
+                lines[name].append(encode({"schema_version": SCHEMA_VERSION, "timestamp": written, **who, **found}))
+    folder = run / "telemetry"
+    folder.mkdir(exist_ok=True)
+    for name, every in lines.items():
+        write_whole(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in every).encode(), durable=False)
+    return {name: len(every) for name, every in lines.items()}
+
+
+def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of a file and a line for it, of one trajectory; nothing of one that was not played."""
+    texts, settings = texts_of(record, where), ArcVisionReward.Settings()
+    if not texts:
+        return
+    truth = box(record["truth"], where)
+    found = arc_vision(Played(texts), truth, settings).components
+    calls = [call.lower() for tag in settings.call_tags for text in texts for call in inside(tag, text)]
+    names = [name for call in calls if (name := next((tool for tool in TOOLS if tool in call), ""))]
+    reasoning = "\n".join(
+        part for tag in ("reasoning", "think") for text in texts for part in inside(tag, text)
+    ).strip()
+    overlap, small, edge = found["iou"], bool(found["small"]), bool(found["edge"])
+    yield "reasoning_traces", {
+        "prompt_length": record["length"] - record["sampled_tokens"], "response_length": record["sampled_tokens"],
+        "reasoning_text": reasoning, "reasoning_length": len(reasoning), "tools_used": names,
+        "tool_invocations": len(calls), "actual_iou": overlap, "ground_truth_bbox": truth,
+        "has_reasoning": bool(reasoning), "has_tool_calls": bool(calls),
+    }  # fmt: skip
+    yield "tool_effectiveness", {
+        "tool_used": bool(calls), "tools_used": names, "tool_count": len(calls), "actual_iou": overlap,
+        "bbox_area": found["area"], "is_small_object": small, "is_edge_object": edge,
+        "tool_effective": bool(calls) and overlap > 0.5, "performance_category": _performance(overlap),
+        "difficulty_category": "hard" if small else "medium" if edge else "easy",
+    }  # fmt: skip
+    yield "tool_patterns", {
+        "tools_used": names, "tool_count": len(calls), "actual_iou": overlap, "ground_truth_area": found["area"],
+        "used_zoom": "zoom" in names or "crop" in names, "used_wait": "wait" in names, "used_inspect": "inspect" in names,
+        "multiple_tools": len(calls) > 1,
+    }  # fmt: skip
+    odd = _contradictions(len(calls), overlap, reasoning)
+    if any(odd.values()):
+        snippet = reasoning[:SNIPPET]
+        yield "contradictions", {**odd, "contradiction_count": sum(odd.values()), "reasoning_snippet": snippet}
+
+
+def _performance(overlap: float) -> str:
+    return "excellent" if overlap > 0.8 else "good" if overlap > 0.5 else "poor" if overlap > 0.1 else "failed"
+
+
+def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, bool]:
+    return {
+        "unnecessary_tool_use": calls > 0 and overlap > 0.8,
+        "missed_tool_opportunity": calls == 0 and overlap < 0.3,
+        "ineffective_tool_use": calls > 0 and overlap < 0.5,
+        "reasoning_tool_mismatch": calls == 0 and any(word in reasoning.lower() for word in UNSURE),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 2 with one line that says why there is nothing to read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.arc_vision.telemetry", description="See the recipe's README."
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    run: Path = parser.parse_args(arguments).run
+    try:
+        counts = telemetry(run)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{run / 'telemetry'}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The traces that Arc Vision planned, from a run's rollouts: every line is JSON, with the fields that they were to have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayloop.core.failures import DataFailure
+from rayloop.run.folder import RolloutDump, RolloutRecord, RolloutTurn
+from recipes.arc_vision.telemetry import FILES, main, telemetry
+
+LARGE, SMALL = [0.3, 0.3, 0.7, 0.7], [0.4, 0.4, 0.5, 0.5]
+ZOOM = "<use_tool>zoom_ui_element</use_tool>"
+WAIT = '<tool_call>{"name": "wait_for_ui"}</tool_call>'
+
+
+def said(box: list[float]) -> str:
+    return f"<bbox>{box}</bbox>"
+
+
+def record(truth: Any, *texts: str, sample: int = 0) -> RolloutRecord:
+    turns = [
+        turn for text in texts for turn in (RolloutTurn("assistant", text, True), RolloutTurn("tool", ZOOM, False))
+    ]
+    return RolloutRecord(
+        3,
+        sample,
+        0,
+        "row-1",
+        "arc_vision",
+        "find it",
+        (),
+        tuple(turns[:-1]),
+        "done",
+        0.5,
+        truth=truth,
+        length=90,
+        sampled_tokens=20,
+    )
+
+
+def written(folder: Path, *records: RolloutRecord) -> dict[str, list[dict[str, Any]]]:
+    RolloutDump(folder / "rollouts").write(7, records, {})
+    telemetry(folder)
+    return {
+        name: [json.loads(line) for line in (folder / "telemetry" / f"{name}.jsonl").read_text().splitlines()]
+        for name in FILES
+    }
+
+
+def test_a_good_answer_after_two_calls(tmp_path: Path) -> None:
+    text = "<reasoning>It is hard to see.</reasoning>" + ZOOM
+    found = written(tmp_path, record(SMALL, text, WAIT, said(SMALL)))
+    (trace,), (effect,), (pattern,), (odd,) = (found[name] for name in FILES)
+    assert {key: trace[key] for key in ("step", "group", "sample", "task")} == {
+        "step": 7,
+        "group": 3,
+        "sample": 0,
+        "task": "row-1",
+    }
+    assert (trace["prompt_length"], trace["response_length"]) == (70, 20)
+    assert (trace["reasoning_text"], trace["reasoning_length"], trace["has_reasoning"]) == (
+        "It is hard to see.",
+        18,
+        True,
+    )
+    assert (trace["tools_used"], trace["tool_invocations"], trace["has_tool_calls"]) == (["zoom", "wait"], 2, True)
+    assert (trace["actual_iou"], trace["ground_truth_bbox"]) == (1.0, SMALL)
+    assert (effect["tool_effective"], effect["performance_category"], effect["difficulty_category"]) == (
+        True,
+        "excellent",
+        "hard",
+    )
+    assert effect["bbox_area"] == pattern["ground_truth_area"] == pytest.approx(0.01)
+    assert [pattern[f"used_{tool}"] for tool in ("zoom", "wait", "inspect")] == [True, True, False]
+    assert pattern["multiple_tools"]
+    assert odd["unnecessary_tool_use"]
+    assert (odd["contradiction_count"], odd["reasoning_snippet"]) == (1, "It is hard to see.")
+
+
+@pytest.mark.parametrize(
+    ("texts", "kinds"),
+    [
+        ((said(LARGE),), []),
+        ((said([0.0, 0.0, 0.1, 0.1]),), ["missed_tool_opportunity"]),
+        ((ZOOM, said([0.0, 0.0, 0.1, 0.1])), ["ineffective_tool_use"]),
+        (("<reasoning>I am NOT SURE.</reasoning>" + said(LARGE),), ["reasoning_tool_mismatch"]),
+    ],
+)
+def test_only_contradictions_are_written_as_such(texts: tuple[str, ...], kinds: list[str], tmp_path: Path) -> None:
+    odd = written(tmp_path, record(LARGE, *texts))["contradictions"]
+    assert [[name for name, value in line.items() if value is True] for line in odd] == [kinds] * bool(kinds)
+
+
+@pytest.mark.parametrize(
+    ("answer", "iou", "category"),
+    [
+        ([0.3, 0.3, 0.7, 0.66], 0.9, "excellent"),
+        ([0.3, 0.3, 0.7, 0.54], 0.6, "good"),
+        ([0.3, 0.3, 0.7, 0.38], 0.2, "poor"),
+        ([0.0, 0.0, 0.1, 0.1], 0.0, "failed"),
+    ],
+)
+def test_performance_by_overlap(answer: list[float], iou: float, category: str, tmp_path: Path) -> None:
+    (effect,) = written(tmp_path, record(LARGE, said(answer)))["tool_effectiveness"]
+    assert (effect["actual_iou"], effect["performance_category"]) == (pytest.approx(iou), category)
+    assert (effect["tool_used"], effect["tool_effective"], effect["difficulty_category"]) == (False, False, "easy")
+
+
+def test_the_command_counts_lines_and_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "keep_rollouts above 0" in capsys.readouterr().err
+    written(tmp_path, record(LARGE, said(LARGE)), record(LARGE, said(LARGE), sample=1))
+    assert main([str(tmp_path)]) == 0
+    assert "reasoning_traces 2, tool_effectiveness 2, tool_patterns 2, contradictions 0" in capsys.readouterr().out
+    with pytest.raises(DataFailure, match=r"step_000007\.jsonl:1"):
+        written(tmp_path, record("no box", said(LARGE)))
