@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 from rayloop.core.failures import CheckpointError
 from rayloop.core.seeds import derive
 
 
 class TaskCursor:
-    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch."""
+    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch.
 
-    def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
+    ``tiers`` [count]: the first epoch visits those of the lowest tier first, and so on; empty: all are alike.
+    """
+
+    def __init__(self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()) -> None:
         if count < 1:
             raise ValueError(f"a cursor needs at least one task, not {count}")
         self._count, self._seed, self._shuffle = count, seed, shuffle
+        self._tiers = tuple(tiers)
         self._begin(0, 0)
 
     def next(self) -> int:
@@ -29,20 +34,22 @@ class TaskCursor:
         """How often ``next`` has returned ``index``."""
         return self._epoch + (self._rank[index] < self._position)
 
-    def state(self) -> dict[str, int | bool]:
+    def state(self) -> dict[str, int | bool | str]:
         """Plain values for a checkpoint."""
         return {
             "count": self._count,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "order": sha256(repr(self._tiers).encode()).hexdigest()[:16] if self._tiers else "",
             "epoch": self._epoch,
             "position": self._position,
         }
 
-    def restore(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken. Raises CheckpointError when data, seed or shuffling have changed."""
+    def restore(self, state: Mapping[str, int | bool | str]) -> None:
+        """Continue where ``state`` was taken. Raises CheckpointError when data, seed, shuffling or tiers have changed."""
+        state = {"order": "", **state}  # older checkpoints have none
         here = self.state()
-        fixed = [name for name in ("count", "seed", "shuffle") if state[name] != here[name]]
+        fixed = [name for name in ("count", "seed", "shuffle", "order") if state[name] != here[name]]
         changed = [f"{name}: {state[name]} then, {here[name]} now" for name in fixed]
         if changed:
             raise CheckpointError(f"the checkpoint visits other tasks than this run ({'; '.join(changed)})")
@@ -53,4 +60,6 @@ class TaskCursor:
         self._order = list(range(self._count))
         if self._shuffle:
             random.Random(derive(self._seed, "epoch", epoch)).shuffle(self._order)
+        if self._tiers and epoch == 0:
+            self._order.sort(key=self._tiers.__getitem__)
         self._rank = {index: rank for rank, index in enumerate(self._order)}

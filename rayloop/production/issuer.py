@@ -19,6 +19,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.staleness import open_slots
 from rayloop.production.playing import Issue
 from rayloop.run.config import RunConfig
+from rayloop.run.order import Order
 
 
 class Issuer:
@@ -28,7 +29,9 @@ class Issuer:
         self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]
     ) -> None:
         self.config, self.dataset, self.ledger = config, dataset, ledger
-        self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle)
+        order: Order | None = config.data.order and config.data.order.build()
+        tiers = [order.tier(task) for task in dataset] if order else ()
+        self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle, tiers)
         self.next_number = 0
         self.reissue: list[Issue] = []
         """Groups that were in flight when their run ended, to be played again under their numbers."""

@@ -54,6 +54,9 @@ class DataSettings(SettingsModel):
     other rows."""
     shuffle: bool = True
     """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
+    order: Annotated[Component, Role("order", ("tier",))] | None = None
+    """A curriculum: which rows the first epoch visits first, for example ``{use: "recipes.arc_vision.curriculum:LargeFirst"}`` or
+    ``rayloop.run.order:BySolveRate``. Set it when most rows are too hard at first. None: all are alike."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
 

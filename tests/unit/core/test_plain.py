@@ -153,7 +153,7 @@ OF_THE_PROCESS = {
     "Blame": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
-    "TaskCursor": {"_count", "_seed", "_shuffle"},
+    "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
     "Ledger": set(),
     "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "loggers"},
     "LengthRatio": {"_keep"},
