@@ -29,7 +29,7 @@ class Issuer:
         self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]
     ) -> None:
         self.config, self.dataset, self.ledger = config, dataset, ledger
-        order: Order | None = config.data.order and config.data.order.build()
+        order: Order | None = None if config.data.order is None else config.data.order.build()
         tiers = [order.tier(task) for task in dataset] if order else ()
         self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle, tiers)
         self.next_number = 0
