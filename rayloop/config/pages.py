@@ -73,6 +73,7 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
+    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "recipes.arc_vision.curriculum:LargeFirst"),
     ("Blind priors", "evaluation.blind"): (
         "recipes.arc_vision.controls:BlindBox",
         "recipes.chart_rvr.controls:BlindChart",
