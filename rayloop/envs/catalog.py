@@ -12,6 +12,7 @@ from rayloop.envs.settings import EnvironmentKind
 
 FAMILIES: Mapping[str, str] = {
     "desktop": "rayloop.envs.desktop.catalog:DESKTOPS",
+    "interpreter": "rayloop.envs.interpreter.catalog:INTERPRETERS",
     "miniwob": "rayloop.envs.browser.catalog:MINIWOB",
     "scripted": "rayloop.envs.scripted:SCRIPTED",
 }

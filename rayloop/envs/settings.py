@@ -18,7 +18,8 @@ class EnvironmentKind(Component):
 
     isolation: Literal["thread", "process"] = "thread"
     """``process``: each instance has a process of its own, so one that hangs or crashes costs its own episode only. Choose it for
-    browsers, interpreters and whatever else may hang or kill its process. ``thread`` costs little, but a hang costs the actor.
+    native code and whatever of yours may hang or kill its process; the shipped browsers, interpreters and desktops have processes
+    of their own already. ``thread`` costs little, but a hang costs the actor.
     A class that says ``immediate = True`` is called without a thread, unless ``process`` is chosen."""
 
     @property

@@ -105,7 +105,9 @@ class PythonInterpreter:
         if text.answer(turn) is not None:
             return StepResult(done=True)
         if code is None:
-            return self._refused("there is neither code nor an answer in this turn")
+            return self._refused(
+                "there is neither code (a ```python block, closed by ```) nor an <answer> in this turn"
+            )
         if text.forbidden(code, self._settings.forbidden):
             return self._refused("there is a call in this code that is forbidden")
         if self._interpreter is None:

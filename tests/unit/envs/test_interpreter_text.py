@@ -3,6 +3,7 @@
 import pytest
 
 from rayloop.envs.interpreter import text
+from rayloop.envs.interpreter.catalog import INTERPRETERS, dots
 from recipes.pyvision.original import FORBIDDEN
 
 
@@ -29,3 +30,11 @@ def test_an_answer_is_the_last_one_and_not_empty() -> None:
 def test_code_with_a_forbidden_call_is_found(code: str, refused: bool) -> None:
     assert text.forbidden(code, FORBIDDEN) is refused
     assert not text.forbidden(code, ())
+
+
+def test_a_typed_line_is_code_or_an_answer() -> None:
+    assert text.code(INTERPRETERS.turn("print(1)")) == "print(1)\n"
+    assert text.answer(INTERPRETERS.turn("answer 7")) == "\\boxed{7}"
+    written = "<code>\n```python\n1\n```\n</code>"
+    assert INTERPRETERS.turn(written) == written
+    assert dots(3) == dots(3) != dots(4)
