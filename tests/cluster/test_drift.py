@@ -34,8 +34,12 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         driver.looked.append(step)  # type: ignore[attr-defined]
         return 5.0
 
+    def recorded(step: int, *rest: Any) -> dict[str, float]:
+        driver.steps.append(step)  # type: ignore[attr-defined]
+        return {}
+
     monkeypatch.setattr(driver.publisher, "observe", observe)
-    monkeypatch.setattr(driver.reporter, "step", lambda step, *rest: driver.steps.append(step))  # type: ignore[attr-defined]
+    monkeypatch.setattr(driver.reporter, "step", recorded)
     return driver
 
 
