@@ -179,7 +179,7 @@ def test_what_forks_share_counts_once() -> None:
         desktop.type("/usr/bin/python3 fill.py\n", 0.001, 0.1)
         eventually(lambda: "up" in desktop.tell(), "five forks", 20, 0.1)
         time.sleep(1)
-        desktop.screenshot()
+        assert desktop.screenshot(), "the desktop was not spoiled"
     finally:
         desktop.close()
 
