@@ -15,10 +15,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
 from cluster.roles.session import serve_details
-from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.threads import call_within
 from serve_apps.http_options import LOOPBACK
 
 POLL = 1.0
+ASKED = 5.0
+"""Seconds for one look at Serve's status; Ray itself would wait a minute for a cluster that is gone, and then end the process."""
 PROXY = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
 
@@ -128,7 +131,9 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
     while still():
         time.sleep(POLL)
         try:
-            application = ray_serve.status().applications.get(name)
+            application = call_within(ASKED, ray_serve.status).applications.get(name)
+        except DeadlineExceeded:
+            continue
         except (RayError, RayServeException) as error:
             raise ServeFailed(f"somebody else ended Ray Serve, or its cluster: {str(error).splitlines()[0]}") from error
         if application is None:
