@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
+from benchmarks.evidence.seeds import trained
+from benchmarks.measure import machine
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 
-CONFIG = "recipes/arc_vision/quickstart.yaml"
+CONFIG = Path("recipes/arc_vision/quickstart.yaml")
 RUNS = Path("runs/evidence/quickstart")
 PROMISED = {"sampled": 0.10, "greedy": 0.05}
 LIMIT = 240.0
@@ -46,19 +43,7 @@ def main() -> None:
 def measured(seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """One run from its command to its end. Raises BenchFailed when it fails."""
     folder = RUNS / f"seed-{seed}"
-    own = [f"output={RUNS}", f"name={folder.name}", f"seed={seed}", "checkpoint.resume=never"]
-    command = [sys.executable, "-m", "cluster", "train", CONFIG, *overrides, *own]
-    print("+ " + " ".join(command), flush=True)
-    began = time.monotonic()
-    run = subprocess.Popen(command)
-    tree = Tree(run.pid)
-    while run.poll() is None:
-        tree.look()
-        time.sleep(EVERY)
-    wall = time.monotonic() - began
-    if run.returncode:
-        raise BenchFailed(f"seed {seed} ended with {run.returncode}; what it said is above")
-    spent = {"wall_s": round(wall, 1), "cpu_s": round(tree.seconds)}
+    spent = trained(CONFIG, folder, seed, [*overrides, "checkpoint.resume=never"])
     return {"seed": seed, **spent, **recorded(RunFolder.at(folder))}
 
 

@@ -335,6 +335,11 @@ def test_a_film_is_not_guessed_at(tmp_path: Path) -> None:
     assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == [str(tmp_path / "b.gif")]
 
 
+def osworld(folder: Path, listed: str) -> list[str]:
+    """The words of ``data prepare osworld``, from ``folder`` to its ``out``."""
+    return ["data", "prepare", "osworld", "--out", str(folder / "out"), "--from", str(folder), "--list", listed]
+
+
 def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
     listed = {"chrome": ["1", "2"], "os": ["3"]}
     for domain, ids in listed.items():
@@ -342,17 +347,7 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
             task = {"id": name, "instruction": f"Do {name}.", "evaluator": {"func": "exact"}, "config": []}
             written(tmp_path / f"examples/{domain}/{name}.json", task)
     written(tmp_path / "some.json", listed)
-    command = [
-        "data",
-        "prepare",
-        "osworld",
-        "--out",
-        str(tmp_path / "out"),
-        "--from",
-        str(tmp_path),
-        "--list",
-        "some.json",
-    ]
+    command = osworld(tmp_path, "some.json")
     assert main(command) == 0
     rows = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
     assert [(row["osworld"], row["data_source"]) for row in rows] == [
@@ -381,17 +376,7 @@ def test_rows_that_were_never_solved_are_left_out(
         for n, result in enumerate(each)
     ]
     written(tmp_path / "played/items.jsonl", items)
-    command = [
-        "data",
-        "prepare",
-        "osworld",
-        "--out",
-        str(tmp_path / "out"),
-        "--from",
-        str(tmp_path),
-        "--list",
-        "list.json",
-    ]
+    command = osworld(tmp_path, "list.json")
     assert main([*command, "--solvable-by", str(tmp_path / "played")]) == 0
     rows = [json.loads(line)["id"] for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
     assert rows == ["os/1", "os/3", "os/4"]
