@@ -96,7 +96,7 @@ def test_errors_are_fed_back_or_end_the_episode(make: Make) -> None:
     assert not result.done
     assert "line 2, in <module>" in shown(result)
     assert "ZeroDivisionError" in (result.error or "")
-    assert "neither code nor an answer" in shown(environment.step("I wonder."))
+    assert "neither code (a ```python block, closed by ```) nor an <answer>" in shown(environment.step("I wonder."))
     assert "1" in shown(run(environment, "print(x)"))
     assert run(make(on_error="stop"), "1 / 0").done
 
