@@ -79,9 +79,9 @@ async def _turns(instance: Instance, ask: Ask, tell: Tell, pictures: Pictures) -
         step: StepResult = await instance.call("step", text, timeout=DEFAULTS.step_timeout)
         if step.error is not None:
             tell(f"not carried out: {visible(step.error)}")
-        if step.observation is not None and not step.done:
+        if step.observation is not None:
             _show(step.observation, tell, pictures)
-        else:
+        if step.done or step.observation is None:
             tell("the episode is over")
             return
 

@@ -81,8 +81,9 @@ class Observation:
 class StepResult:
     """The environment's answer to one turn.
 
-    ``observation`` None or ``done`` ends the episode. ``error`` marks an action the environment could not use: the
-    episode ends as ACTION_ERROR when ``done`` is set, else the policy sees the observation and may correct itself.
+    ``observation`` None or ``done`` ends the episode; an observation beside ``done`` is for people only (``env play``).
+    ``error`` marks an action the environment could not use: the episode ends as ACTION_ERROR when ``done`` is set, else the
+    policy sees the observation and may correct itself.
     """
 
     observation: Observation | None = None

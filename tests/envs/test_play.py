@@ -27,4 +27,4 @@ def test_a_page_is_played_by_hand(
     assert said.startswith("user: Click the button.\npicture of 160x210 pixels")
     assert "not carried out: " in said
     assert said.endswith("the episode is over\nresult: 0\n")
-    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(160, 210)] * 3
+    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(160, 210)] * 4

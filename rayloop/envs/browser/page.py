@@ -102,9 +102,8 @@ class PageEnvironment:
         over = self._seen(screen)
         self._sound = True
         info = {"refused": dict(self._tab.refused)}
-        if over or ends:
-            return StepResult(done=True, info=info)
-        return StepResult(Observation((Message(self._settings.role, self._parts(screen, tree)),)), info=info)
+        shown = Observation((Message(self._settings.role, self._parts(screen, tree)),))
+        return StepResult(shown, done=over or ends, info=info)
 
     def evaluate(self) -> float | None:
         raise NotImplementedError

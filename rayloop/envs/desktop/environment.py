@@ -96,7 +96,7 @@ class DesktopTasks:
             return self._refused(f"{len(turn.actions)} actions in one turn, {self._settings.max_actions} are allowed")
         for number, action in enumerate(turn.actions):
             if isinstance(action, Finished | CallUser):
-                return StepResult(done=True)
+                return StepResult(self._shown(self._look(0)), done=True)
             try:
                 self._hands.carry_out(action)
             except ValueError as error:

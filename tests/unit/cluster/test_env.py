@@ -53,14 +53,15 @@ def test_a_row_of_a_run_is_played(
     Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n')
     Path("run.yaml").write_text(
         "{name: mine, steps: 1, model: {path: nowhere}, data: {train: rows.jsonl}, environment: {episode: {environment: "
-        "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: no, error: not so}], result: 0.5}}}}, "
+        "{use: 'rayloop.envs.scripted:ScriptedTool', "
+        "with: {steps: [{text: no, error: not so}, {text: last, done: true}], result: 0.5}}}}, "
         "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}"
     )
     assert played(monkeypatch, "a\nb\n", "run.yaml", "--row", "2") == 0
     said = capsys.readouterr().out
     assert said.startswith("user: two\\x1b[2J\n")
     assert "not carried out: not so\nuser: no\n" in said
-    assert said.endswith("the episode is over\nresult: 0.5\n")
+    assert said.endswith("user: last\nthe episode is over\nresult: 0.5\n"), "the last look belongs to the episode"
     assert played(monkeypatch, "", "run.yaml", "--row", "3") == 2
 
 
