@@ -30,6 +30,7 @@ from rayloop.view.reader import (
     open_run,
     rollout_groups,
     series,
+    tint_note,
 )
 from rayloop.view.words import gained
 
@@ -99,6 +100,7 @@ def content(folder: RunFolder, groups: int) -> Record:
     drawn = charts(metrics, list(evaluations.values()))
     images = Images(folder.rollouts.path)
     reader = box_reader(config)
+    shown = evenly(recorded, groups)
     return {
         "name": folder.path.name,
         "facts": facts(config, events, metrics),
@@ -110,9 +112,25 @@ def content(folder: RunFolder, groups: int) -> Record:
         "controls": list(by_step(events, "controls").values()),
         "incidents": [event for event in events if event["event"] not in ROUTINE],
         "recorded": len(recorded),
-        "groups": [_group(members, images, reader) for members in evenly(recorded, groups)],
+        "groups": [_group(members, images, reader) for members in shown],
+        "notes": notes(config, len(recorded), len(shown)),
         "images": images.found,
     }
+
+
+def notes(config: Mapping[str, Any], recorded: int, shown: int) -> list[str]:
+    """What a reader must know of the groups on the page: which they are, and how their pictures differ from the originals."""
+    if not recorded:
+        return []
+    keep = config.get("keep_rollouts")
+    some = "some groups" if keep is None else f"at most {keep} groups"
+    part = f"all {recorded} of them" if shown == recorded else f"{shown} of these {recorded}, evenly spread (--groups)"
+    tint = tint_note(config)
+    return [
+        f"A selection: the run wrote down {some} of each step, those that it began first (keep_rollouts), and this page shows "
+        f"{part}. They are examples; what is true of the whole run is in the curves and the ledger.",
+        *([tint] if tint else []),
+    ]
 
 
 def facts(config: Mapping[str, Any], events: Sequence[Record], metrics: Sequence[Record]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from rayloop.data.images import decode
 from rayloop.measure.controls import RIGHT
 from rayloop.run.folder import RunFolder
 from rayloop.run.jsonl import JsonLines
-from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series
+from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series, tint_note
 from rayloop.view.words import gained, sampled
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
     handles = [_rectangle((0, 0, 1, 1), 1, 1, kind) for kind in STYLES]
     labels = ["true", f"before (step {first})", f"after (step {last})"]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    if note := tint_note(configuration(folder)):
+        figure.suptitle(note, fontsize=8)
     return figure
 
 

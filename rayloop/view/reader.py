@@ -41,6 +41,17 @@ def box_reader(config: Mapping[str, Any]) -> BoxReader | None:
     return Component.model_validate(named).build() if named else None
 
 
+def tint_note(config: Mapping[str, Any]) -> str:
+    """A sentence about the colours of the recorded images; empty when they have none but their own."""
+    tint = (config.get("model") or {}).get("position_tint")
+    if not tint:
+        return ""
+    return (
+        "Pictures are as the model was shown them, coloured by position: red grows to the right, blue downwards "
+        f"(model.position_tint: {tint}). The originals are without these colours."
+    )
+
+
 def by_step(events: Iterable[Record], name: str) -> dict[int, Record]:
     """Step -> the event called ``name``. What a later restore superseded is left out."""
     found: dict[int, Record] = {}

@@ -28,7 +28,8 @@ TRUTH = [0.1, 0.2, 0.5, 0.6]
 READER = GroundingBoxes()
 CONFIG = """
 steps: 3
-model: {path: some/model}
+keep_rollouts: 3
+model: {path: some/model, position_tint: 0.3}
 report: {boxes: {use: "recipes.arc_vision.boxes:GroundingBoxes"}}
 """
 
@@ -145,6 +146,18 @@ def test_groups_carry_boxes_verdicts_and_each_image_once(folder: RunFolder) -> N
     assert image["uri"].startswith("data:image/webp;base64,")
 
 
+def test_a_reader_is_told_what_the_groups_are_and_why_their_pictures_are_coloured(folder: RunFolder) -> None:
+    which, colours = content(folder, groups=2)["notes"]
+    assert "at most 3 groups of each step" in which
+    assert "shows 2 of these 5" in which
+    assert "shows all 5 of them" in content(folder, groups=200)["notes"][0]
+    assert "model.position_tint: 0.3" in colours
+    folder.write_config("steps: 3\n")
+    (which,) = content(folder, groups=200)["notes"]
+    assert "some groups of each step" in which
+    assert "data.notes.map" in write_page(folder.path, None, groups=2).read_text()
+
+
 def test_an_image_that_is_gone_is_told(folder: RunFolder) -> None:
     for file in folder.rollouts.images.iterdir():
         file.unlink()
@@ -229,6 +242,7 @@ def test_the_curves_show_both_kinds_of_answers_with_their_start_and_interval(fol
 def boxed_pages(folder: RunFolder) -> list[Any]:
     figure = boxes(folder, READER)
     assert figure is not None
+    assert "coloured by position" in figure.get_suptitle()
     return [axes for axes in figure.axes if len(axes.patches) == 2 and "0.00 → 0.75" in axes.get_title()]
 
 
