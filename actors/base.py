@@ -27,6 +27,12 @@ def dump() -> str:
     return "\n\n".join(parts)
 
 
+def hide_gpus() -> None:
+    """An actor that was given no GPU does not see those of its machine: it would take memory that vLLM counts as free."""
+    if ray.is_initialized() and not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 class Actor:
     """Base of all actors."""
 
@@ -34,6 +40,7 @@ class Actor:
         # A worker that is a subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD: every child would seem to end with code 0.
         # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
+        hide_gpus()
         return super().__new__(cls)
 
     @ray.method(concurrency_group="debug")

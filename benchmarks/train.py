@@ -67,7 +67,7 @@ def _train(arguments: argparse.Namespace) -> int:
     computing = trainer.measure()
     seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
-        ceilings.append(_ceiling(arguments.dtype))
+        ceilings.append(ceiling(arguments.dtype))
         began, spent = time.perf_counter(), time.process_time()
         trainer.train([batch])
         seconds.append(time.perf_counter() - began)
@@ -97,12 +97,12 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rate(arguments: argparse.Namespace, update: float, ceiling: float) -> dict[str, float]:
-    flops = _flops(arguments)
+def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str, float]:
+    operations = flops(_config(arguments), arguments.sequences, arguments.prompt, arguments.answer)
     return {
-        "gflops": round(flops / update / 1e9, 2),
-        "ceiling_gflops": round(ceiling / 1e9, 2),
-        "mfu": round(flops / update / ceiling, 3),
+        "gflops": round(operations / update / 1e9, 2),
+        "ceiling_gflops": round(most / 1e9, 2),
+        "mfu": round(operations / update / most, 3),
     }
 
 
@@ -133,7 +133,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[Train
         images = tuple(image.ref for image in prompt.images)
         pages = {image.ref.sha256: image.data for image in prompt.images if image.data is not None}
         for member in range(config.algorithm.group_size):
-            made.append(_item((number, member), prompt.token_ids, sampling.max_tokens, sampling, images, pages))
+            made.append(train_item((number, member), prompt.token_ids, sampling.max_tokens, sampling, images, pages))
     return config.model, made
 
 
@@ -148,11 +148,13 @@ def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainIte
     rng, made = np.random.default_rng(0), []
     for number in range(arguments.sequences // arguments.group):
         prompt = tuple(rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist())
-        made += [_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)]
+        made += [
+            train_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)
+        ]
     return ModelSettings(path=str(arguments.model), kernels=arguments.kernels), made
 
 
-def _item(
+def train_item(
     number: tuple[int, int],
     prompt: TokenIds,
     answer: int,
@@ -172,21 +174,20 @@ def _item(
     return TrainItem(trajectory, float(rng.choice([-1, 1])))
 
 
-def _flops(arguments: argparse.Namespace) -> float:
-    """Of one update: forward and backward."""
-    c = _config(arguments)
-    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
-    width = heads * c.get("head_dim", hidden // heads)
-    cache = c["num_key_value_heads"] * (width // heads)
-    layer = hidden * (2 * width + 2 * cache) + 3 * hidden * c["intermediate_size"]
-    length = arguments.prompt + arguments.answer
+def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int) -> float:
+    """Of one update of so many sequences with a text model's configuration: forward and backward."""
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    width = heads * config.get("head_dim", hidden // heads)
+    cache = config["num_key_value_heads"] * (width // heads)
+    layer = hidden * (2 * width + 2 * cache) + 3 * hidden * config["intermediate_size"]
+    length = prompt + answer
     per_sequence = (
-        6 * (layers * layer * length + hidden * c["vocab_size"] * arguments.answer) + 6 * length**2 * width * layers
+        6 * (layers * layer * length + hidden * config["vocab_size"] * answer) + 6 * length**2 * width * layers
     )
-    return float(arguments.sequences * per_sequence)
+    return float(sequences * per_sequence)
 
 
-def _ceiling(dtype: str) -> float:
+def ceiling(dtype: str) -> float:
     """FLOP/s of square matrix products, the best of three."""
     import torch
 

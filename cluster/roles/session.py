@@ -25,14 +25,15 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def session(
-    needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None
-) -> Iterator[None]:
+    needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None,
+    store: int = OBJECT_STORE,
+) -> Iterator[None]:  # fmt: skip
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
     ``needed``: resource -> sum over the actors. A private cluster is given as many logical CPUs, so that a laptop can hold
     all roles; its files live below ``temporary`` (rayloop/launch/ray_variables.py makes it). What its actors printed is kept
     in ``logs``; a cluster that was joined keeps its own logs. ``namespace`` is Ray's, in which actors have their names; None: one
-    that nobody knows.
+    that nobody knows. ``store``: bytes of a private cluster's object store.
     """
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
@@ -51,7 +52,7 @@ def session(
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
         others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
-        start(folder, num_cpus=cpus, resources=others, namespace=namespace)
+        start(folder, store=store, num_cpus=cpus, resources=others, namespace=namespace)
         try:
             yield
         finally:

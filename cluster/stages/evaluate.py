@@ -30,11 +30,12 @@ from rayloop.core.groups import Member
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.data.subset import evenly
+from rayloop.doctor.checks import parameter_shapes, parameters
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
 from rayloop.measure.solved import pass_rates
 from rayloop.run.config import RunConfig
-from rayloop.run.demand import bundles, total
+from rayloop.run.demand import bundles, store, total
 from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
@@ -68,7 +69,8 @@ def evaluate(
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
     why = ""
     if missing:
-        with session(total(bundles(config, trains=False)), address, temporary, _logs(out)):
+        room = store(config, parameters(parameter_shapes(config.model.path)))
+        with session(total(bundles(config, trains=False)), address, temporary, _logs(out), store=room):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
     items = [

@@ -27,9 +27,10 @@ from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import NotSaved, RayloopError
 from rayloop.core.signals import STOP, handling
+from rayloop.doctor.checks import parameter_shapes, parameters
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
-from rayloop.run.demand import bundles, total
+from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import check as check_fit
 from rayloop.run.identity import identity
@@ -67,7 +68,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     ):
         hashes = _fitting(config, folder, origin)
         names = namespace(folder.path)
-        with session(total(bundles(config)), address, temporary, folder.logs, names), _findable(folder, names):
+        room = store(config, parameters(parameter_shapes(config.model.path)))
+        with session(total(bundles(config)), address, temporary, folder.logs, names, room), _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
             result = _run(config, folder, origin, hashes, progress, check)

@@ -25,7 +25,7 @@ from rayloop.doctor.finding import Finding
 from rayloop.launch.addresses import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
-from rayloop.run.demand import bundles, total
+from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
 from rayloop.run.preflight import preflight
 
 HEADER = """# doctor
@@ -55,12 +55,13 @@ def checks(
     internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
     alone = config is not None and address is None
     kept = config.checkpoint.keep + 1 if config else 0
+    store = store_wanted(config, parameters(shapes)) if config and alone else OBJECT_STORE
     tested = software.fitting_set()
     return {
         "python": partial(software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()),
         "packages": partial(software.packages, software.pins(tested), software.supported_packages(), file=tested),
         "configuration": partial(configuration, config),
-        "shared memory": partial(machine.shared_memory, Path("/dev/shm"), OBJECT_STORE),
+        "shared memory": partial(machine.shared_memory, SHARED_MEMORY, store),
         "memory": partial(machine.memory, tensor_bytes(config, shapes) if config and alone and shapes else 0),
         "disk": partial(
             machine.disk,
@@ -68,7 +69,7 @@ def checks(
             checkpoint_bytes(config, shapes) if config and shapes else None,
             kept,
         ),
-        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), OBJECT_STORE),
+        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
         "open files": partial(machine.open_files, *resource.getrlimit(resource.RLIMIT_NOFILE)),
         "cores": partial(machine.cores, len(os.sched_getaffinity(0)), environment),
         "gpus": partial(
@@ -146,6 +147,11 @@ def parameter_shapes(model: str) -> dict[str, list[int]] | None:
         with safe_open(file, "np") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     return shapes or None
+
+
+def parameters(shapes: Mapping[str, list[int]] | None) -> int:
+    """All that a model has; 0 where its files are not here."""
+    return sum(map(math.prod, (shapes or {}).values()))
 
 
 def trained(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:

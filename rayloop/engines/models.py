@@ -39,7 +39,7 @@ from rayloop.engines.linear import use_fastest
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
 
-GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose images are grids of patches with M-RoPE positions."""
 
 POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -50,6 +50,13 @@ def has_vision(config: PreTrainedConfig) -> bool:
     return "vision_config" in config.sub_configs
 
 
+def _experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer; 0 of a dense model."""
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(int(getattr(text, name, None) or 0) for name in names)
+
+
 def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model with its pretrained weights, in eval mode on the CPU.
 
@@ -58,6 +65,11 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
+        if experts := _experts(config):
+            raise ConfigError(
+                f"model.path {settings.path}: {config.model_type} is a mixture of {experts} experts, one tensor here and many "
+                "in its checkpoint: they cannot be published. Use a dense model"
+            )
         vision = has_vision(config)
         if vision and config.model_type not in GRID_MODELS:
             raise ConfigError(
@@ -208,7 +220,10 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     Raises ConfigError for a model whose checkpoint is not a plain renaming of its parameters.
     """
     names = [name for name, _ in model.named_parameters()]
-    tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
+    try:
+        tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
+    except (IndexError, RuntimeError, ValueError):  # a conversion of tensors of other shapes
+        tags = {}
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
         raise ConfigError(

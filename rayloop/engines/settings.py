@@ -90,9 +90,9 @@ class VllmEngineSettings(EngineChoice):
     max_model_len: int | None = Field(None, ge=1)
     """Tokens of a prompt and its turn together. None: ``environment.episode.max_tokens``, which is what an episode can need; for a
     judge the model's own limit. Lower it when the cache cannot hold one sequence."""
-    memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache; with ``kv_cache_bytes`` only what must be
-    free at the start. Lower it when something else needs the GPU's memory."""
+    memory_fraction: float | None = Field(None, gt=0, le=1)
+    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache, which must be free at the start. None: 0.9, and
+    with ``kv_cache_bytes``, which then decides alone, next to nothing. Lower it when something else needs the GPU's memory."""
     kv_cache_bytes: int | None = Field(None, gt=0)
     """Size of the cache of keys and values per GPU. Set it on CPU, and when something else shares the GPU."""
     max_sequences: int = Field(256, ge=1)

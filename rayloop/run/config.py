@@ -40,6 +40,7 @@ from rayloop.run.lifetime import (
     PreemptionSettings,
     RecoverySettings,
     ReportSettings,
+    with_time_to_compile,
 )
 from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
 
@@ -62,9 +63,9 @@ class DataSettings(SettingsModel):
 
 
 class SamplingSettings(SettingsModel):
-    temperature: float = Field(1.0, gt=0)
-    """The policy's temperature, for sampling and for every log-prob of the trainer alike. Lower it only when answers fall
-    apart: groups then differ less."""
+    temperature: float = Field(1.0, gt=0, le=2)
+    """The policy's temperature, for sampling and for every log-prob of the trainer alike; 2 is vLLM's limit. Lower it only when
+    answers fall apart: groups then differ less."""
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
@@ -257,6 +258,12 @@ class RunConfig(SettingsModel):
     """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them in the report, at
     the cost of disk."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _slow_start(cls, data: Any) -> Any:
+        """An engine that compiles when it starts on a GPU has the time for it, unless the configuration says how much."""
+        return with_time_to_compile(data) if isinstance(data, Mapping) else data
+
     @model_validator(mode="after")
     def _across_parts(self) -> RunConfig:
         for problem in (*_problems(self), *_engine_problems(self), *_transport_problems(self)):
@@ -294,14 +301,17 @@ class RunConfig(SettingsModel):
     @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as parity."""
-        bf16 = "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
-        return self.publish.tolerance or (0.05 if bf16 else 1e-3)
+        return self.publish.tolerance or (0.05 if self.rounds else 1e-3)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether trainer or engine computes in bfloat16, so that their log-probs differ by its rounding."""
+        return "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
 
     @property
     def drift(self) -> float:
         """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
-        bf16 = "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
-        return max(self.publish.tolerance or 0.0, 0.1 if bf16 else 1e-3)
+        return max(self.publish.tolerance or 0.0, 0.1 if self.rounds else 1e-3)
 
 
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:

@@ -1,10 +1,20 @@
-"""What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts. Needs no Ray."""
+"""What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts, and the object store's size. Needs no Ray."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import Placement, RunConfig
+from rayloop.transports.settings import CudaIpcTransport, FilesystemTransport
+
+SHARED_MEMORY = Path("/dev/shm")
+VERSIONS = 2.5
+"""Publications that the object store has room for: one is loaded by the last engines while the next is made."""
+ROOM = 0.9
+"""Share of the free shared memory that a private cluster's store may have."""
 
 
 def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
@@ -39,3 +49,21 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, amount in bundle.items():
             sums[name] = sums.get(name, 0.0) + amount
     return sums
+
+
+def published(config: RunConfig, parameters: int) -> int:
+    """Bytes of one publication in the object store, of a model with so many parameters; 0 where it takes another way."""
+    if isinstance(config.publish.transport, CudaIpcTransport | FilesystemTransport):
+        return 0
+    return parameters * (2 if config.policy.engine.dtype == "bfloat16" else 4)
+
+
+def store_wanted(config: RunConfig, parameters: int) -> int:
+    """Bytes of a private cluster's object store: what a run needs anyway, and the publications that exist at once."""
+    return OBJECT_STORE + int(VERSIONS * published(config, parameters))
+
+
+def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
+    """As ``store_wanted``, within what the shared memory has free: what does not fit, Ray writes to a disk and reads again."""
+    room = int(ROOM * shutil.disk_usage(shared_memory).free) if shared_memory.is_dir() else OBJECT_STORE
+    return max(OBJECT_STORE, min(store_wanted(config, parameters), room))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
+
+COMPILING = ("vllm", "sglang")
+"""Engines that compile and capture graphs when they start on a GPU."""
+COMPILED = 1200.0
+"""Seconds that they have for it by default (``recovery.start_timeout``); nothing has measured it yet (benchmarks/gpu)."""
 
 
 class CheckpointSettings(SettingsModel):
@@ -82,14 +87,25 @@ class RecoverySettings(SettingsModel):
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an actor may leave a health check unanswered before it is replaced. Raise it for nodes that are very busy."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds for placing and starting an actor. Raise it for vLLM on GPUs (it compiles), where nodes come late, and for large
-    models on slow storage; the policy's ranks have 600 at least."""
+    """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
+    and for large models on slow storage; the policy's ranks have 600 at least."""
     stall_report: float = Field(30.0, gt=0)
     """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks. Raise it when steps
     are so long that it tells nothing."""
     stall_timeout: float = Field(4500.0, gt=0)
     """The same before the run stops. Above the longest single call, a step of the trainer or an episode, or the two race: raise it
     with them (docs/choosing_settings.md has the order of all durations)."""
+
+
+def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings as given, with ``recovery.start_timeout`` if they leave it out and the engine needs more than the default."""
+    rollout, recovery = data.get("rollout"), data.get("recovery", {})
+    if not (isinstance(rollout, Mapping) and isinstance(recovery, Mapping)) or "start_timeout" in recovery:
+        return dict(data)
+    engine, placement = rollout.get("engine"), rollout.get("placement")
+    compiles = isinstance(engine, Mapping) and engine.get("kind") in COMPILING
+    on_gpu = isinstance(placement, Mapping) and placement.get("num_gpus")
+    return {**data, "recovery": {**recovery, "start_timeout": COMPILED}} if compiles and on_gpu else dict(data)
 
 
 class PreemptionSettings(SettingsModel):

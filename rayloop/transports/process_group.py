@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read by NCCL's constructor. Else a broadcast that is late or fails raises nothing: PyTorch's watchdog ends the process, be it the
+policy's first rank or a rollout actor."""
+CONSTRUCTING = threading.Lock()
+LOOK = 0.05
+"""Seconds between two looks at who has come."""
 
 
 class Membership:
@@ -34,7 +44,8 @@ class Membership:
     def join(self, host: str, port: int, name: str, size: int) -> None:
         """Be one of ``size`` members of the group ``name``, the first one where the place was opened.
 
-        Raises RuntimeError when the others do not come in time, or were enough without this one.
+        Raises RuntimeError when the others do not come in time, or were enough without this one. They meet at the store first: a
+        communicator of NCCL that waits for a member can neither be bounded nor interrupted.
         """
         if self._group is not None and name == self._name:
             return
@@ -44,8 +55,23 @@ class Membership:
         rank = 0 if self._server else store.add("joined", 1)
         if rank >= size:
             raise RuntimeError(f"{rank} receivers came to a meeting of {size - 1}")
-        form = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
+        self._meet(store, rank, size)
+        form = _nccl if self._backend == "nccl" else dist.ProcessGroupGloo
         self._group, self._name = form(store, rank, size, self._timeout), name
+
+    def _meet(self, store: dist.Store, rank: int, size: int) -> None:
+        """The first member sees the others come, and then lets all begin. Raises RuntimeError after ``timeout``."""
+        if rank:
+            store.set(f"came/{rank}", "")
+            store.wait(["begin"], self._timeout)
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while (came := sum(store.check([f"came/{other}"]) for other in range(1, size))) < size - 1:
+            if time.monotonic() > deadline:
+                within = self._timeout.total_seconds()
+                raise RuntimeError(f"{came} of {size - 1} receivers came to the meeting within {within:g} s")
+            time.sleep(LOOK)
+        store.set("begin", "")
 
     def broadcast(self, buffer: Tensor) -> None:
         """From the first member's buffer into the others'. Raises RuntimeError when a member is gone or late."""
@@ -55,3 +81,15 @@ class Membership:
     def leave(self) -> None:
         """Close the connections to the other members."""
         self._group = self._name = None
+
+
+def _nccl(*arguments: Any) -> Any:
+    """A group of NCCL's. Its constructor alone sees ``RAISING``: the trainer's own groups are not concerned."""
+    with CONSTRUCTING:
+        before = {name: os.environ.get(name) for name in RAISING}
+        os.environ |= RAISING
+        try:
+            return dist.ProcessGroupNCCL(*arguments)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -87,11 +87,11 @@ class CudaIpcTransport(TransportChoice):
 
     def problems(self, placed: Placed) -> Iterator[str]:
         together = placed.ranks * placed.policy_gpus + placed.actors * placed.rollout_gpus
-        if min(placed.policy_gpus, placed.rollout_gpus) <= 0 or together > 1:
+        if min(placed.policy_gpus, placed.rollout_gpus) <= 0 or together > 1 or placed.ranks > 1:
             yield (
-                f"publish.transport.kind: cuda_ipc needs the policy and all rollout actors on one GPU, and {placed}, for "
-                f"{placed.ranks} ranks and {placed.actors} rollout actors. Give them fractions of one GPU, or use kind: "
-                "object_store, filesystem or collective"
+                f"publish.transport.kind: cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU, and "
+                f"{placed}, for {placed.ranks} ranks and {placed.actors} rollout actors. Give them fractions of one GPU, or use "
+                "kind: object_store, filesystem or collective"
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.environment import EnvironmentActor
-from actors.policy import PolicyRank, RankSettings
+from actors.policy import LogprobGap, PolicyRank, RankSettings
 from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.loggers import open_logger
@@ -309,6 +310,21 @@ class Unmoved(PolicyRank):
 def test_a_self_test_that_proves_nothing_is_noticed(tmp_path: Path, picture_model: Path) -> None:
     with pytest.raises(PublicationError, match="the self-test could not see whether they arrive"):
         act(configuration(tmp_path, picture_model), rank=Unmoved)
+
+
+@pytest.mark.parametrize(("dtype", "arrived"), [("bfloat16", True), ("float32", False)])
+def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
+    dtype: str, arrived: bool, tmp_path: Path, picture_model: Path
+) -> None:
+    """Two implementations of a network that is half noise differ in bfloat16 by more than those of a sound one may."""
+    config = configuration(tmp_path, picture_model, rollout__engine__dtype=dtype, policy__engine__dtype=dtype)
+    publisher = Publisher(config, None, None)  # type: ignore[arg-type]
+    publisher._unchanged = LogprobGap(10, 1e-4, 1e-3)
+    moved, follows = LogprobGap(10, 0.9, 3.0), LogprobGap(10, 0.2, 1.0)
+    with nullcontext() if arrived else pytest.raises(PublicationError, match="did not arrive"):
+        publisher._judge("language", moved, follows)
+    with pytest.raises(PublicationError, match="did not arrive"):
+        publisher._judge("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
 # Warnings ----------------------------------------------------------------------------------------------------------

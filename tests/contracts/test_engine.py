@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -36,10 +38,12 @@ from tests.support.runs import settings
 
 pytestmark = pytest.mark.timeout(300)
 
+VLLM_EXTRA = json.loads(os.environ.get("RAYLOOP_TEST_VLLM", '{"enforce_eager": true}'))
+"""vLLM's own arguments; on a GPU `benchmarks/gpu` also asks for compilation and CUDA graphs."""
 ENGINES = {
     "transformers": {"threads": 1},
     "page": {"use": "plain_engine.py:PlainEngine"},
-    "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": {"enforce_eager": True}},
+    "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": VLLM_EXTRA},
 }
 """What stands in the configuration under ``rollout.engine``; ``page`` is that of docs/bring_your_own/engine.md."""
 TEXT_ONLY = ("page",)

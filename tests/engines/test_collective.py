@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rayloop.core.failures import BroadcastFailed, PublicationError
@@ -15,6 +19,7 @@ from rayloop.core.types import Version
 from rayloop.transports.buckets import buckets
 from rayloop.transports.collective import BroadcastReceiver, BroadcastSender
 from rayloop.transports.manifest import manifest
+from rayloop.transports.process_group import RAISING, Membership
 from rayloop.transports.settings import CollectiveTransport
 
 SETTINGS = CollectiveTransport(bucket_bytes=1024, timeout=1.0)
@@ -139,3 +144,50 @@ def test_bytes_that_are_not_the_manifest_s_are_noticed() -> None:
 def test_a_receiver_without_a_group_reads_the_object_store() -> None:
     packed = BroadcastSender(SETTINGS, "127.0.0.1").pack(Version(0, 0), tensors())
     assert not differing(dict(BroadcastReceiver(SETTINGS).unpack(packed.manifest, packed.source)))
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str | None]]]:
+    """In place of NCCL's constructor: the rank and the environment of each call."""
+    calls: list[tuple[int, dict[str, str | None]]] = []
+
+    def made(store: dist.Store, rank: int, size: int, timeout: object) -> object:
+        calls.append((rank, {name: os.environ.get(name) for name in RAISING}))
+        return object()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "mine")
+    return calls
+
+
+def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of_ending_processes(
+    nccl: list[tuple[int, dict[str, str | None]]],
+) -> None:
+    first, second = Membership("nccl", 5.0), Membership("nccl", 5.0)
+    port = first.serve("127.0.0.1")
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(first.join, "127.0.0.1", port, "both", 2)
+        time.sleep(0.2)
+        assert not nccl, "nothing that cannot be interrupted begins before the second has come"
+        second.join("127.0.0.1", port, "both", 2)
+        joining.result()
+    assert sorted(rank for rank, _ in nccl) == [0, 1]
+    assert [seen for _, seen in nccl] == [RAISING, RAISING]
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "mine"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_who_waits_in_vain_for_a_member_of_nccl_is_told_within_the_timeout(
+    nccl: list[tuple[int, dict[str, str | None]]],
+) -> None:
+    first, second = Membership("nccl", 0.5), Membership("nccl", 0.5)
+    port = first.serve("127.0.0.1")
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(first.join, "127.0.0.1", port, "three", 3)
+        with pytest.raises(RuntimeError):
+            second.join("127.0.0.1", port, "three", 3)
+        with pytest.raises(RuntimeError, match=r"1 of 2 receivers came to the meeting within 0\.5 s"):
+            joining.result()
+    assert time.monotonic() - began < 3
+    assert not nccl

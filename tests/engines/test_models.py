@@ -61,6 +61,29 @@ def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tm
         load_model(settings(partial))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts"), ("qwen3_vl_moe", "num_experts")]
+)
+def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, name: str, tmp_path: Path) -> None:
+    config = {name: 8}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, **({"text_config": config} if "vl" in kind else config)})
+    )
+    with pytest.raises(ConfigError, match=f"{kind} is a mixture of 8 experts"):
+        load_model(settings(tmp_path))
+
+
+def test_a_checkpoint_that_is_no_renaming_is_refused(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(settings(tiny_text))
+
+    def merges(model: object, tags: dict[str, torch.Tensor]) -> None:
+        torch.cat([tag[:, None, None].transpose(1, 2).unflatten(2, (1, 1, 1)) for tag in tags.values()], 7)
+
+    monkeypatch.setattr("rayloop.engines.models.revert_weight_conversion", merges)
+    with pytest.raises(ConfigError, match="merges or splits parameters"):
+        checkpoint_names(model)
+
+
 def test_pixels_match_the_grid_and_honour_the_limits(tiny_vlm: Path) -> None:
     model = load_model(settings(tiny_vlm))
     vision = load_vision(settings(tiny_vlm), model.config)

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import pickle
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,15 @@ from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, 
 from rayloop.data.images import decode
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.prompts import collapsed
-from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers
+from rayloop.engines.generation.vllm_process import (
+    VllmLoad,
+    alive,
+    answered,
+    common_arguments,
+    prepare,
+    stat_loggers,
+    usage,
+)
 from rayloop.engines.generation.vllm_worker import write
 from rayloop.engines.models import has_vision, read_image
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
@@ -53,7 +61,7 @@ class VllmEngine:
         self._load = VllmLoad()
         arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=stat_loggers(self._load, place.name)
+            AsyncEngineArgs(**arguments), usage_context=usage(), stat_loggers=stat_loggers(self._load, place.name)
         )
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
@@ -84,13 +92,16 @@ class VllmEngine:
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
         """The turn; None when vLLM gave the request up: it had forgotten an image, and asks to be sent it again."""
+        images = (
+            await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images]) if prompt.images else []
+        )
         while not self._open.is_set():  # it may have been closed again before this call runs
             await self._open.wait()
         if (version := self._version) is None:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
-        given, parameters = self._prompt(prompt, version), _parameters(prompt, sampling)
+        given, parameters = self._prompt(prompt, images, version), _parameters(prompt, sampling)
         # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
         entered = self._entering[number] = asyncio.Event()
@@ -181,18 +192,20 @@ class VllmEngine:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=0)
 
-    def _prompt(self, prompt: TokenPrompt, version: Version) -> dict[str, Any]:
+    def _prompt(self, prompt: TokenPrompt, images: Sequence[Image.Image], version: Version) -> dict[str, Any]:
         """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
         given: dict[str, Any] = {"prompt_token_ids": collapsed(prompt, self._image_token)}
         if self._settings.inflight == "keep_kv":
             given["cache_salt"] = str(version)
         if prompt.images:
-            given["multi_modal_data"] = {"image": [self._image(image) for image in prompt.images]}
+            given["multi_modal_data"] = {"image": list(images)}
             given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}
         return given
 
     def _image(self, image: PromptImage) -> Image.Image:
-        """The picture in the size in which the model sees it: nothing is left for vLLM to resize."""
+        """The picture in the size in which the model sees it: nothing is left for vLLM to resize.
+
+        Runs in a thread: 8 megapixels take a fifth of a second, in which the actor could not say that it lives."""
         ref = image.ref
         size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
         return self._images.made(

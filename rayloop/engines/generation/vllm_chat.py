@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rayloop.core.failures import WorkerLost
-from rayloop.engines.generation.vllm_process import alive, answered, common_arguments, prepare
+from rayloop.engines.generation.vllm_process import alive, answered, common_arguments, prepare, usage
 from rayloop.engines.settings import VllmEngineSettings
 
 
@@ -39,7 +39,8 @@ class VllmChat:
 
         self._name = model
         self._tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model, settings, revision)))
+        arguments = AsyncEngineArgs(**_arguments(model, settings, revision))
+        self._llm = AsyncLLM.from_engine_args(arguments, usage_context=usage())
         self._limit: int = self._llm.model_config.max_model_len
         self._serial = itertools.count()
 

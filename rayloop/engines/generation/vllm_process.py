@@ -18,6 +18,10 @@ from rayloop.engines.settings import VllmEngineSettings
 TESTED = SpecifierSet(">=0.28,<0.33")
 """Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
 same calls and arguments by its source, and has not been run."""
+MOST = 0.9
+"""Share of a GPU for weights and cache, where nothing else is said."""
+LITTLE = 0.01
+"""The same when ``kv_cache_bytes`` says what it may take: vLLM then only wants to find so much free at its start."""
 LIVENESS = 1.0
 """Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
 
@@ -38,6 +42,9 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault(
+        "VLLM_USE_FLASHINFER_SAMPLER", "0"
+    )  # it is compiled at its first use, by a nvcc that may not be there
     try:
         from vllm import __version__ as found
     except ImportError as error:
@@ -61,13 +68,14 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
     # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
     # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
     several = settings.tensor_parallel * settings.extra.get("pipeline_parallel_size", 1) > 1
+    fraction = settings.memory_fraction or (LITTLE if settings.kv_cache_bytes else MOST)
     return {
         "model": model,
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": "mp" if several else "uni",
         "max_model_len": settings.max_model_len,
-        "gpu_memory_utilization": settings.memory_fraction,
+        "gpu_memory_utilization": fraction,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "max_num_seqs": settings.max_sequences,
         "enable_prefix_caching": True,
@@ -110,6 +118,13 @@ class VllmLoad:
     def log_engine_initialized(self) -> None: ...
     def log(self) -> None: ...
     def record_sleep_state(self, *state: Any) -> None: ...
+
+
+def usage() -> Any:
+    """For ``from_engine_args``, which then lets the device decide how many tokens a step holds: 16,384 on an H100, else 2,048."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.LLM_CLASS
 
 
 def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:

@@ -33,6 +33,8 @@ class VllmWorker:
     """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine runs them."""
 
     model_runner: Any
+    _first: frozenset[str] | None = None
+    """What the first publication filled, where parameters are quantised: their scales come from no checkpoint."""
 
     def forget_names(self) -> None:
         """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
@@ -58,7 +60,7 @@ class VllmWorker:
     def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Through vLLM's own reload, which refuses what it does not know, and only logs what it misses."""
         model: Any = self.model_runner.get_model()
-        wanted, known = {name for name, _ in model.named_parameters()}, set()
+        wanted, known = frozenset(name for name, _ in model.named_parameters()), set()
         load = model.load_weights
 
         def noting(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
@@ -73,6 +75,8 @@ class VllmWorker:
             _complain(manifest, [str(error)])
         finally:
             vars(model).pop("load_weights", None)
+        if self.model_runner.model_config.quantization is not None:
+            wanted = self._first = self._first or frozenset(known)
         _complain(manifest, [f"{name} is missing" for name in sorted(wanted - known)])
         _refresh_tied_head(model)
 

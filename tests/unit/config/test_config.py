@@ -497,7 +497,16 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
                 "policy.placement": {"num_gpus": 1},
                 "rollout.placement": {"num_gpus": 1},
             },
-            "cuda_ipc needs the policy and all rollout actors on one GPU",
+            "cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU",
+        ),
+        (
+            {
+                "publish.transport": {"kind": "cuda_ipc"},
+                "policy.ranks": 2,
+                "policy.placement": {"num_gpus": 0.25},
+                "rollout.placement": {"num_gpus": 0.25},
+            },
+            "cuda_ipc needs the policy, with one rank",
         ),
         (
             {
@@ -524,6 +533,30 @@ def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path
     config = settings(tmp_path, tmp_path, policy=placement, publish={"transport": {"kind": "cuda_ipc"}})
     config["rollout"] |= placement
     assert RunConfig.model_validate(config).publish.transport == CudaIpcTransport()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "recovery", "seconds"),
+    [
+        ({"engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}}, {}, 1200),
+        ({"engine": {"kind": "sglang"}, "placement": {"num_gpus": 1}}, {"replacements": 3}, 1200),
+        ({"engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}}, {"start_timeout": 400}, 400),
+        ({"engine": {"kind": "vllm"}}, {}, 300),
+        ({"placement": {"num_gpus": 1}}, {}, 300),
+    ],
+)
+def test_an_engine_that_compiles_has_the_time_for_it(
+    rollout: dict[str, Any], recovery: dict[str, Any], seconds: float, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, tmp_path) | {"rollout": rollout, "recovery": recovery}
+    made = RunConfig.model_validate(config)
+    assert made.recovery.start_timeout == seconds
+    assert made.recovery.replacements == recovery.get("replacements", 20)
+
+
+def test_a_temperature_that_vllm_refuses_is_refused_before(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 2"):
+        RunConfig.model_validate(settings(tmp_path, tmp_path, rollout__sampling={"temperature": 2.5}))
 
 
 def test_a_class_without_arguments_needs_no_settings() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -11,13 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
-from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.generation import vllm_worker
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
-from rayloop.engines.generation.vllm_process import common_arguments
+from rayloop.engines.generation.vllm_process import common_arguments, prepare
+from rayloop.engines.generation.vllm_worker import VllmWorker
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 from rayloop.run.config import RunConfig
 from rayloop.transports.manifest import manifest
@@ -64,12 +69,19 @@ class Llm:
     async def reset_encoder_cache(self) -> None: ...
 
 
+def made_with(arguments: Any, usage_context: str = "engine", **options: Any) -> Llm:
+    made = Llm()
+    made.log.append(usage_context)
+    return made
+
+
 @pytest.fixture(autouse=True)
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, known in {
         "vllm": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": dict},
-        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=lambda *_, **__: Llm())},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=made_with)},
+        "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(LLM_CLASS="offline")},
         "vllm.v1.engine.exceptions": {
             "EngineDeadError": type("Dead", (Exception,), {}), "EngineGenerateError": type("Failed", (Exception,), {})
         },
@@ -90,6 +102,7 @@ def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> N
         engine = VllmEngine(
             ModelSettings(path="x"), VllmEngineSettings.model_validate(options), Place(scratch=lambda: "folder")
         )
+        assert engine._llm.log == ["offline"], "the device decides how many tokens a step holds"
         await load(engine, OLD)
         engine._llm.log.clear()
         async with asyncio.timeout(30):
@@ -228,3 +241,86 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
             await asked
 
     run(test)
+
+
+def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An actor that prepares 256 images of 8 megapixels answers health checks, and a publication meanwhile is the newer one."""
+    preparing, go_on = threading.Event(), threading.Event()
+
+    def prepare_slowly(self: VllmEngine, image: PromptImage) -> str:
+        preparing.set()
+        assert go_on.wait(20)
+        return "pixels"
+
+    monkeypatch.setattr(VllmEngine, "_image", prepare_slowly)
+    monkeypatch.setattr(module, "collapsed", lambda prompt, token: list(prompt.token_ids))
+    picture = PromptImage(ImageRef("a" * 64, 28, 28, (1, 2, 2), 1))
+
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        asked = asyncio.create_task(engine.generate(TokenPrompt((5, 6, 7), (picture,), seed=1), Sampling()))
+        while not preparing.is_set():
+            await asyncio.sleep(0.01)
+        engine.health()
+        await load(engine, NEW)
+        go_on.set()
+        assert (await asked).version == NEW
+        assert llm.log[-1] == f"added {NEW}"
+
+    run(test, inflight="keep_kv")
+
+
+@pytest.mark.parametrize(
+    ("given", "fraction"),
+    [({}, 0.9), ({"memory_fraction": 0.5}, 0.5), ({"kv_cache_bytes": 1 << 30}, 0.01),
+     ({"kv_cache_bytes": 1 << 30, "memory_fraction": 0.3}, 0.3)],
+)  # fmt: skip
+def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(given: dict[str, Any], fraction: float) -> None:
+    """vLLM (v1/worker/utils.py, request_memory) wants gpu_memory_utilization of the whole GPU free, whatever it then takes."""
+    assert common_arguments("model", VllmEngineSettings.model_validate(given))["gpu_memory_utilization"] == fraction
+
+
+def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.28.0", raising=False)
+    monkeypatch.setattr(os, "environ", {})
+    prepare(VllmEngineSettings(), str(tmp_path))
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setattr(os, "environ", {"VLLM_USE_FLASHINFER_SAMPLER": "1"})
+    prepare(VllmEngineSettings(), str(tmp_path))
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+class Weights(torch.nn.Module):
+    packed_modules_mapping: dict[str, list[str]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+
+    def load_weights(self, given: Any) -> set[str]:
+        return {name for name, _ in given}
+
+
+class Quantised(VllmWorker):
+    """A worker whose model has scales that are in no checkpoint."""
+
+    def __init__(self, quantization: str | None) -> None:
+        model, config = Weights(), SimpleNamespace(quantization=quantization)
+        self.model_runner = SimpleNamespace(get_model=lambda: model, model_config=config)
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.model_runner.get_model().load_weights(weights_iterator)
+
+
+def test_scales_of_quantised_weights_are_not_missed_and_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_worker, "_refresh_tied_head", lambda model: None)
+    whole = {"weight": torch.ones(2)}
+    with pytest.raises(PublicationError, match="scale is missing"):
+        Quantised(None)._load(manifest(OLD, whole), whole)
+    worker = Quantised("fp8")
+    worker._load(manifest(OLD, whole), whole)
+    with pytest.raises(PublicationError, match="weight is missing"):
+        worker._load(manifest(NEW, {}), {})

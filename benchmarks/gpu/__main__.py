@@ -1,0 +1,83 @@
+"""``python -m benchmarks.gpu PROBE --out FILE``: one probe, or ``all``, each in a process of its own and within its deadline."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.result import Place, record
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``run``: module and function; ``needs``: the packages beside torch and transformers; ``limit``: seconds within ``all``."""
+
+    run: str
+    needs: str = ""
+    limit: float = 480.0
+
+
+PROBES = {
+    "suite": Probe("benchmarks.gpu.suites:trainer_suite", "pytest"),
+    "trainer": Probe("benchmarks.gpu.trainer:probe"),
+    "rate": Probe("benchmarks.gpu.rate:probe"),
+    "groups": Probe("benchmarks.gpu.groups:probe"),
+    "extensions": Probe("benchmarks.gpu.engine:extensions", "vLLM"),
+    "start": Probe("benchmarks.gpu.engine:start", "vLLM", 1200.0),
+    "sampler": Probe("benchmarks.gpu.engine:sampler", "vLLM", 600.0),
+    "contract": Probe("benchmarks.gpu.suites:contract", "vLLM, pytest", 900.0),
+    "graphs": Probe("benchmarks.gpu.suites:graphs", "vLLM, pytest", 1800.0),
+    "whole": Probe("benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
+    "publication": Probe("benchmarks.gpu.runs:publication", "vLLM, Ray", 1800.0),
+}
+"""In the order in which they are worth running: a fault in an early one explains those after it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("probe", choices=[*PROBES, "all"])
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the JSON file to add to (default gpu.json)")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: to try the probe, not to measure")
+    parser.add_argument(
+        "--models", type=Path, default=Path(tempfile.gettempdir()) / "rayloop-probes", metavar="DIR",
+        help="for models with random weights that are made here, and kept: up to 30 GB",
+    )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    if chosen.probe == "all":
+        return _all(chosen)
+    place = Place(chosen.models / ("tiny" if chosen.tiny else "full"), chosen.tiny)
+    return int(not record(chosen.out, chosen.probe, pkgutil.resolve_name(PROBES[chosen.probe].run), place))
+
+
+def _all(chosen: argparse.Namespace) -> int:
+    """One after the other. Returns 1 when one failed or was too slow; the file says which."""
+    worst = 0
+    for name, probe in PROBES.items():
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            name,
+            "--out",
+            str(chosen.out),
+            "--models",
+            str(chosen.models),
+        ]
+        try:
+            done = subprocess.run([*command, *(["--tiny"] if chosen.tiny else [])], timeout=probe.limit)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: ended after {probe.limit:g} s; what it had found is in {chosen.out}", file=sys.stderr)
+            worst = 1
+        else:
+            worst = max(worst, int(done.returncode != 0))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
