@@ -98,7 +98,7 @@ class RecoverySettings(SettingsModel):
 
 
 def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings as given, with ``recovery.start_timeout`` if they leave it out and the engine needs more than the default."""
+    """A run's settings, with ``recovery.start_timeout`` where it is left out and the engine needs more than the default."""
     rollout, recovery = data.get("rollout"), data.get("recovery", {})
     if not (isinstance(rollout, Mapping) and isinstance(recovery, Mapping)) or "start_timeout" in recovery:
         return dict(data)
