@@ -114,6 +114,7 @@ def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, 
 def sampled(folder: str, tiny: bool, flashinfer: str) -> dict[str, Any]:
     """vLLM's own offline engine with top-k and top-p: seconds to its first answer, and of another one."""
     os.environ |= {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_FLASHINFER_SAMPLER": flashinfer,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
