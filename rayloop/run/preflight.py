@@ -7,11 +7,14 @@ from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import VllmEngineSettings
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
 from rayloop.run.config import RunConfig
 
+BIASES = 1024
+"""Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py of 0.28 and 0.32)."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,7 +45,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
         )
     if Path(model).is_dir():
-        Renderer(config.model)  # raises for tokenizer and chat template
+        bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
 
 
 def held_in(config: RunConfig) -> str:
@@ -62,6 +65,16 @@ def trainable(config: RunConfig) -> None:
     """Raises ConfigError when the engine's answers could not be trained on."""
     if why := config.engine.untrainable():
         raise ConfigError(why)
+
+
+def bannable(config: RunConfig, banned: int) -> None:
+    """Raises ConfigError for a model with more ids that must not be sampled than vLLM can ban: its engine process would end."""
+    on_gpu = config.rollout.placement.num_gpus > 0
+    if on_gpu and isinstance(config.rollout.engine, VllmEngineSettings) and banned > BIASES:
+        raise ConfigError(
+            f"model.path: {config.model.path} has {banned} ids without a text, and vLLM can ban {BIASES} on GPUs at "
+            "most. Use rollout.engine.kind: transformers, or a model whose vocab_size is that of its tokenizer"
+        )
 
 
 def lasting(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.held_out import never_evaluated, on_training_rows
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import BIASES, bannable, preflight
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
@@ -129,3 +129,12 @@ def test_throwing_away_what_ends_while_a_step_waits_is_told(tmp_path: Path) -> N
 
     assert "carry_over: false with max_staleness: 2" in said(2, False)
     assert said(0, False) == said(2, None) == said(2, True) == said(2, False, "drop") == ""
+
+
+def test_more_banned_tokens_than_vllm_takes_are_refused_before_its_engine_ends(tmp_path: Path) -> None:
+    vllm = {"engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}}
+    bannable(config(tmp_path, rollout=vllm), BIASES)
+    with pytest.raises(ConfigError, match="has 1025 ids without a text"):
+        bannable(config(tmp_path, rollout=vllm), BIASES + 1)
+    bannable(config(tmp_path, rollout={"engine": {"kind": "vllm"}}), BIASES + 1)
+    bannable(config(tmp_path), BIASES + 1)
