@@ -14,6 +14,7 @@ import pytest
 from benchmarks.gpu.__main__ import PROBES
 from benchmarks.gpu.result import Found, Place, Skipped, record
 
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,7 +25,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         "from benchmarks.gpu.__main__ import main\n"
         f"sys.exit(main([{name!r}, '--tiny', '--models', {str(folder / 'models')!r}, '--out', {str(folder / 'gpu.json')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads((folder / "gpu.json").read_text())["probes"][name]
     return found
