@@ -231,16 +231,21 @@ class Question:
 
     def offers(self, mark: str) -> bool:
         """Whether a mark is an option's text, as in "(A) : (B) ;"."""
-        return re.search(rf"[).:\]]\s*{re.escape(mark.strip())}(?!\S)", self.text) is not None
+        mark = mark.strip()
+        return mark in self.text and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
 
     def holds(self, number: str) -> bool:
         """Whether a number stands in it: an answer that repeats it is perhaps none."""
-        return re.search(rf"(?<![0-9.]){re.escape(number.lstrip('+-'))}(?![0-9])", self.text) is not None
+        number = number.lstrip("+-")
+        return number in self.text and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
 
     def labels(self, first: str, second: str) -> bool:
         """Whether one number stands for the other here: "2 = 20", "Option 2 is 20", "2: 20"."""
+        text = self.text.translate(_CIRCLED)
+        if first not in text or second not in text:
+            return False
         pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
-        return re.search(pair, self.text.translate(_CIRCLED)) is not None
+        return re.search(pair, text) is not None
 
     @cached_property
     def options(self) -> dict[str, str]:
