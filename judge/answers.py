@@ -38,6 +38,8 @@ def extract(text: str, how: How) -> str | None:
 def boxed(text: str) -> str | None:
     r"""What the last ``\boxed{...}`` with balanced braces holds, or None; ``\{`` and ``\}`` do not count. One pass."""
     starts = {match.end() for match in _BOX.finditer(text)}
+    if not starts:
+        return None
     opened: list[int] = []
     found = (-1, -1)
     for brace in _BRACE.finditer(text):

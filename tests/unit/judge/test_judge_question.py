@@ -1,0 +1,94 @@
+"""What a question's wording hints at: found quickly, and as the one pattern without shortcuts finds it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from judge.labelled import calibration
+from judge.rules import question as rules
+from judge.rules.question import Question
+
+HINTS = {name: hint for name, hint in vars(rules).items() if isinstance(hint, rules._Hint)}
+QUESTIONS = sorted({labelled.item.question for labelled in calibration()})
+PIECES = (
+    "1",
+    "2",
+    "20",
+    ".",
+    ",",
+    " ",
+    ")",
+    ":",
+    "is",
+    "(",
+    "A",
+    "①",
+    "-",
+    "x",
+    "1.5",
+    "-5",
+    "\u00a0",
+    "\n",
+    ";",
+    "]",
+    "=",
+    "³",
+)
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
+NUMBERS = st.sampled_from(("1", "2", "20", "1.5", "-5", "+2", ".5", "1,000"))
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_a_hint_is_found_in_any_case(name: str) -> None:
+    hint = HINTS[name]
+    texts = [form for question in QUESTIONS for form in (question, question.upper(), question.title(), question + "…")]
+    found = [re.search(hint.small.pattern, text, re.IGNORECASE) is not None for text in texts]
+    assert [hint.within(text) for text in texts] == found
+    assert hint.small.pattern == re.sub(r"(?<!\\)[A-Z]", "", hint.small.pattern), (
+        "capitals are never found in small letters"
+    )
+
+
+def test_small_letters_are_those_of_ascii() -> None:
+    assert rules._IN_UNITS.within("3 units long")
+    assert rules._PERCENT.within("In PERCENT")
+    assert rules._SCALES.within("10 \u212a"), "the Kelvin sign is a k in any case"
+
+
+@given(TEXTS, NUMBERS, NUMBERS)
+@example("Option 2 is 20", "2", "20")
+@example("2 -5", "2", "-5")
+@example("② 20", "2", "20")
+def test_numbers_that_stand_for_each_other(text: str, first: str, second: str) -> None:
+    pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
+    plain = re.sub("[①-⑳]", lambda found: f"{ord(found[0]) - 0x245F})", text)
+    assert Question(text).labels(first, second) is (re.search(pair, plain) is not None)
+
+
+@given(TEXTS, NUMBERS)
+@example("take 1.5 of 20", "+20")
+def test_a_number_that_stands_in_the_question(text: str, number: str) -> None:
+    alone = rf"(?<![0-9.]){re.escape(number.lstrip('+-'))}(?![0-9])"
+    assert Question(text).holds(number) is (re.search(alone, text) is not None)
+
+
+@given(TEXTS, st.sampled_from((";", ":", " = ", "-", "]", ".")))
+@example("(A) : (B) ;", ";")
+def test_a_mark_that_is_offered(text: str, mark: str) -> None:
+    option = rf"[).:\]]\s*{re.escape(mark.strip())}(?!\S)"
+    assert Question(text).offers(mark) is (re.search(option, text) is not None)
+
+
+def test_what_never_stands_in_the_question_makes_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a pattern was made, which costs more than all the rest of a reward")
+
+    monkeypatch.setattr(re, "search", never)
+    asked = Question("What is the value of bar 17?")
+    assert not asked.labels("17", "18")
+    assert not asked.holds("18")
+    assert not asked.offers(";")
