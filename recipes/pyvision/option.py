@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from judge.answers import extract
-from judge.rules.decision import decide
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
+from recipes.pyvision.verifiers import decided
 
 
 class OptionReward:
@@ -20,6 +20,6 @@ class OptionReward:
         said = context.texts[-1] if context.texts else ""
         tagged = extract(said, "tagged_box")
         answer = tagged or extract(said, "last_line") or ""
-        decision = decide(str(task.ground_truth), answer, question=str(task.extra.get("question", "")))
-        components = {"accuracy": float(decision.correct is True), "format": float(tagged is not None)}
-        return Scored(components["accuracy"], components, ("undecided",) if decision.correct is None else ())
+        found = decided(str(task.ground_truth), answer, str(task.extra.get("question", "")))
+        components = {"accuracy": found.value, "format": float(tagged is not None)}
+        return Scored(found.value, components, found.flags)

@@ -101,7 +101,12 @@ def _ruled(asked: Asked) -> Judged:
     true, said = str(asked.task.ground_truth).strip(), asked.answer
     if said == true or said.casefold() == true.casefold():
         return RIGHT
-    found = decide(reference(asked.task), said, question=question(asked.task))
+    return decided(reference(asked.task), said, question(asked.task))
+
+
+def decided(true: str, said: str, asked: str) -> Scored:
+    """What the judge's rules say of an answer to the question ``asked``: where none decides it is wrong, and ``undecided``."""
+    found = decide(true, said, question=asked)
     return Scored(0.0, flags=("undecided",)) if found.correct is None else RIGHT if found.correct else WRONG
 
 
@@ -116,8 +121,7 @@ def _relative(asked: Asked) -> Judged:
 
 def _option(asked: Asked) -> Judged:
     """The letter, as ``B``, ``(B)``, ``B. red`` or the option's own words; anything else is wrong."""
-    found = decide(reference(asked.task), asked.answer, question=question(asked.task))
-    return RIGHT if found.correct else WRONG
+    return decided(reference(asked.task), asked.answer, question(asked.task))
 
 
 def question(task: Task) -> str:
