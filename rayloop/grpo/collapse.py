@@ -13,7 +13,7 @@ from statistics import mean
 from rayloop.config.settings import SettingsModel
 from rayloop.grpo.limits import Alarm, Floor, Limit
 
-ENTROPY, LENGTH = "actor/entropy", "response_length/mean"
+ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
 
 STEPS = 5
@@ -21,14 +21,17 @@ STEPS = 5
 
 
 class CollapseSettings(SettingsModel):
-    """Each is the mean of the last five steps."""
+    """Each is the mean of the last five steps. Where the limits come from: docs/choosing_settings.md."""
 
     entropy: Floor = Floor(warn=0.01)
     """Entropy of the policy in nats per token: near 0 all samples of a group are the same. Lower it for answers of which nearly
     every token is a fixed form; 0 is never passed."""
-    response_length: Floor = Floor(warn=0.4)
+    response_length: Floor = Floor(warn=0.6)
     """Sampled tokens per answer, as a share of what the run's first five steps had. Lower ``warn`` where answers are to become
     shorter."""
+    completed: Floor = Floor(warn=0.3)
+    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action; the others ran out
+    of turns or tokens, or broke off. Lower it for tasks that few attempts finish."""
     equal_groups: Limit = Limit(warn=0.9)
     """Share of groups whose rewards are all equal, so that they have no gradient. Lower ``warn`` when generation is what costs
     most."""
@@ -45,7 +48,7 @@ class Collapse:
     def __init__(self, settings: CollapseSettings) -> None:
         self._settings = settings
         self._last: dict[str, deque[float]] = {
-            name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, EQUAL, RIGHT, WRONG)
+            name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, DONE, EQUAL, RIGHT, WRONG)
         }
         self.first_lengths: list[float] = []
         """Of the run's first steps, in tokens. They are in the checkpoint: a collapse may come after a resume."""
@@ -72,6 +75,12 @@ class Collapse:
             before = mean(self.first_lengths)
             text = f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
             return [("response_length", (value / before if before else 1.0, c.response_length, text))]
+        if name == DONE:
+            text = (
+                f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
+                "broke off: look at what they do instead of answering (end_reason/...)"
+            )
+            return [("completed", (value, c.completed, text))]
         if name == EQUAL:
             text = f"{share} have rewards that are all equal: they teach nothing"
             return [("equal_groups", (value, c.equal_groups, text))]

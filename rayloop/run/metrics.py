@@ -152,7 +152,11 @@ METRICS = tuple(
             "Share of finished trajectories with a turn that a limit of tokens cut.",
         ),
         ("prompt_length/mean", "tokens", "Tokens per trajectory that were not sampled: prompt, observations, images."),
-        ("end_reason/<reason>", "fraction", "Share of finished trajectories that ended for this reason."),
+        (
+            "end_reason/<reason>",
+            "fraction",
+            "Share of finished trajectories that ended for this reason; `done` always.",
+        ),
         # Why trajectories were not trained (of those finished for the step)
         ("filtered/<reason>", "trajectories", "Removed by this filter."),
         ("excluded/<reason>", "trajectories", "Without a usable reward, for this reason."),

@@ -9,6 +9,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
+from rayloop.core.types import EndReason
 from rayloop.grpo.filters.equal_rewards import equality
 from rayloop.measure.calibration import calibration_error
 
@@ -64,7 +65,8 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
                 "rollout/images_sent_again": float(sum(s.sent.again for s in summaries)),
                 "rollout/image_bytes_sent": float(sum(s.sent.bytes for s in summaries)),
             }
-        ends = Counter(str(s.end_reason) for s in summaries)
+        ends = Counter({str(EndReason.DONE): 0})
+        ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
     fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
     return metrics | {name: float(count) for name, count in fates.items()}

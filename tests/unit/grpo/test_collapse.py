@@ -12,10 +12,10 @@ from rayloop.core.failures import AlarmStopped
 from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.alarms import Alarms, AlarmSettings
-from rayloop.grpo.collapse import ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
+from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
 from rayloop.run.step_metrics import Collected, step_metrics
 
-WELL = {ENTROPY: 0.6, LENGTH: 38.0, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.2}
+WELL = {ENTROPY: 0.6, LENGTH: 38.0, DONE: 0.9, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.2}
 
 
 class Watched:
@@ -42,7 +42,8 @@ def test_a_run_that_is_well_says_nothing() -> None:
     ("name", "metric", "value", "says"),
     [
         ("entropy", ENTROPY, 0.001, "entropy is 0.001 nats per token, mean of 5 steps"),
-        ("response_length", LENGTH, 10.0, "answers have 10 tokens, mean of 5 steps, and had 38 at first"),
+        ("response_length", LENGTH, 10.0, "answers have 21 tokens, mean of 5 steps, and had 38 at first"),
+        ("completed", DONE, 0.1, "26% of the last 5 steps' trajectories were completed"),
         ("equal_groups", EQUAL, 0.95, "95% of the last 5 steps' groups have rewards that are all equal"),
         ("all_right", RIGHT, 0.9, "90% of the last 5 steps' groups have only right answers"),
         ("all_wrong", WRONG, 0.9, "90% of the last 5 steps' groups have only wrong answers"),
@@ -55,7 +56,7 @@ def test_each_collapse_is_told_once_and_can_end_the_run(name: str, metric: str, 
     assert says in watch.told[0]["why"]
     assert watch.steps(20) == []
     assert watch.steps(20, **{metric: value}) == [name], "again after it was well"
-    limit = {"warn": None, "stop": {"entropy": 0.1, "response_length": 0.5}.get(name, 0.5)}
+    limit = {"warn": None, "stop": {"entropy": 0.1, "response_length": 0.5, "completed": 0.2}.get(name, 0.5)}
     strict = Watched(**{name: limit})
     strict.steps(STEPS)
     with pytest.raises(AlarmStopped, match=rf"alarms\.{name}\.stop is {limit['stop']}"):
