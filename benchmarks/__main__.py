@@ -9,7 +9,6 @@ import argparse
 import sys
 
 from benchmarks import (
-    alarms,
     judge,
     latency,
     memory,
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_arguments(
         actions.add_parser("sandbox", help="the policy's Python: ready, called, fifty at once, and their memory")
     )
-    alarms.add_arguments(actions.add_parser("alarms", help="how near runs came to the limits of the collapse alarms"))
     structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))
     judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
 

@@ -15,6 +15,7 @@ from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
 from rayloop.production.production import Production
 from rayloop.run.config import RunConfig
+from rayloop.run.folder import RolloutRecord, RunFolder
 from rayloop.run.order import BySolveRate
 from rayloop.run.rows import training_rows
 from recipes.arc_vision.curriculum import LargeFirst
@@ -76,6 +77,32 @@ def test_rows_that_are_sometimes_solved_come_first(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match="has no scored answer"):
         BySolveRate(BySolveRate.Settings(rates=str(file)))
+
+
+def test_an_image_that_is_not_the_row_s_says_nothing_about_it(tmp_path: Path) -> None:
+    file = rates(tmp_path, row=[0.0, 1.0])
+    other = {"arm": "other source", "task": "swapped", "source": "", "sample": 0, "reward": 0.0}
+    file.write_text(file.read_text() + json.dumps(other) + "\n")
+    order = BySolveRate(BySolveRate.Settings(rates=str(file)))
+    assert [order.tier(Task(id, ())) for id in ("row", "swapped")] == [0, 1]
+
+
+def kept(task: str, reward: float | None, *, replayed: bool = False) -> RolloutRecord:
+    return RolloutRecord(1, 0, 0, task, "", "", (), (), "done", reward, replayed=replayed)
+
+
+def test_an_earlier_run_s_own_trajectories_count_too(tmp_path: Path) -> None:
+    rollouts = RunFolder.at(tmp_path).rollouts
+    rollouts.write(
+        1, [kept("sometimes", 0.0), kept("never", 0.0), kept("never", 1.0, replayed=True), kept("lost", None)], {}
+    )
+    rollouts.write(2, [kept("sometimes", 1.0), kept("always", 1.0)], {})
+    order = BySolveRate(BySolveRate.Settings(rates=str(tmp_path)))
+    assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "never", "always")] == [0, 1, 2, 2]
+    for file in rollouts.files().values():
+        file.unlink()
+    with pytest.raises(ConfigError, match="a run that had keep_rollouts above 0"):
+        BySolveRate(BySolveRate.Settings(rates=str(tmp_path)))
 
 
 def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:

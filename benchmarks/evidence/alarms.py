@@ -1,4 +1,4 @@
-"""``bench alarms RUN...``: how near finished runs came to the limits of the collapse alarms (``rayloop/grpo/collapse.py``).
+"""``python -m benchmarks.evidence.alarms RUN...``: how near runs came to the limits of the collapse alarms.
 
 Of each run and alarm the worst mean of five steps, and the limit that warns by default. Runs that went well stay well off it.
 """
@@ -14,15 +14,11 @@ from rayloop.grpo.limits import Floor
 from rayloop.view.reader import open_run
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.alarms")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, <output>/<name>")
-    parser.set_defaults(run=_alarms)
-
-
-def _alarms(arguments: argparse.Namespace) -> int:
-    for run in arguments.runs:
+    for run in parser.parse_args().runs:
         print(json.dumps({"run": str(run), **worst(run)}))
-    return 0
 
 
 def worst(run: Path) -> dict[str, dict[str, float | None]]:
@@ -35,3 +31,7 @@ def worst(run: Path) -> dict[str, dict[str, float | None]]:
             before = found[name]["worst"] if name in found else None
             found[name] = {"worst": round(value if before is None else least(value, before), 3), "warn": limit.warn}
     return found
+
+
+if __name__ == "__main__":
+    main()
