@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.estimate.shape import Shape
@@ -86,28 +87,44 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
         "weights": MASTER * (shape.parameters + (trained if engine.lora else 0)) // ranks,
         "gradients": MASTER * trained // ranks,
         "optimizer": moments * trained // ranks,
-        "activations": activations(config, shape, row, row * (read // lengths.prompt) * lengths.images // group),
+        "activations": activations(
+            config,
+            shape,
+            row,
+            row * algorithm.group_size * lengths.whole // group,
+            row * (read // lengths.prompt) * lengths.images // group,
+        ),
         "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
     }
 
 
-def activations(config: RunConfig, shape: Shape, tokens: int, images: int) -> int:
-    """Bytes that a forward pass over ``tokens`` keeps for the backward pass, ``images`` of them for images.
+def activations(config: RunConfig, shape: Shape, tokens: int, keys: int, images: int) -> int:
+    """Bytes that a forward pass over ``tokens`` keeps for the backward pass, ``images`` of them for images, and its gradients.
 
     For each layer and token 8 hidden vectors (inputs and outputs of the norms, queries, attention and its projection, residuals),
     keys and values, and 4 vectors of the MLP's width (after Korthikanti et al., 2022, with a gated MLP, and attention that keeps no
-    matrix). With checkpointing one hidden vector per layer, and one whole layer. A frozen tower keeps nothing.
+    matrix). Besides, the key and value of each of ``keys``: every member of a group reads its own copy of the prompt's. One more
+    layer for the gradients on their way. With checkpointing one hidden vector per layer, one whole layer and its gradients. A
+    frozen tower keeps nothing, another one its pixels, too.
     """
     engine, each = config.policy.engine, BYTES[config.policy.engine.dtype]
     hidden, layers = int(shape.config["hidden_size"]), int(shape.config["num_hidden_layers"])
-    one = 8 * hidden + shape.cache // layers + 4 * int(shape.config["intermediate_size"])
-    kept = tokens * (layers * hidden + one if engine.gradient_checkpointing else layers * one)
+    cache = shape.cache // layers
+    one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
+    kept = tokens * layers * hidden + 2 * one if engine.gradient_checkpointing else (layers + 1) * one
     adapts_vision = engine.lora is None or engine.lora.vision
     if shape.vision and adapts_vision and not engine.freeze_vision:
         hidden, layers = int(shape.vision.get("hidden_size", 0)), int(shape.vision.get("depth", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
         kept += PATCHES * images * (layers * hidden + one if engine.gradient_checkpointing else layers * one)
+        kept += PATCHES * images * _pixels(shape.vision)
     return kept * each
+
+
+def _pixels(vision: Mapping[str, Any]) -> int:
+    """Numbers of one patch: Qwen-VL takes an image for two frames."""
+    sizes = (("in_channels", 3), ("temporal_patch_size", 2), ("patch_size", 14), ("patch_size", 14))
+    return math.prod(int(vision.get(name, usual)) for name, usual in sizes)
 
 
 def _engine(config: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
