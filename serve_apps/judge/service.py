@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge
 
 from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from judge.backend import Backend
@@ -22,9 +21,9 @@ from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.threads import in_thread
 from serve_apps.judge.settings import JudgeSettings
+from serve_apps.metrics import RequestMetrics
 
 T = TypeVar("T")
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 async def with_deadline(seconds: float, awaited: Awaitable[T]) -> T:
@@ -60,51 +59,22 @@ class Chat(Protocol):
     async def close(self) -> None: ...
 
 
-class Metrics:
+class Metrics(RequestMetrics):
     """One replica's own: a scrape reaches any of them, so each series names its replica (sum over ``replica``)."""
 
     def __init__(self, replica: str) -> None:
-        self.registry = CollectorRegistry()
-        one: dict[str, Any] = {"registry": self.registry}
-        self._replica = replica
-        names = ["replica"]
-        self._requests = Counter("judge_requests", "Requests by how they ended.", [*names, "route", "outcome"], **one)
-        self._latency = Histogram(
-            "judge_latency_seconds", "From the parsed request to the answer.", [*names, "route"], buckets=BUCKETS, **one
-        )
-        self._verdicts = Counter("judge_verdicts", "Results of items.", [*names, "verdict", "decided_by"], **one)
-        self.cache_hits = Counter("judge_cache_hits", "Verdicts that were known.", names, **one).labels(replica)
-        self.in_flight = Gauge("judge_inflight", "Requests being answered.", names, **one).labels(replica)
-        self.held = Gauge("judge_queue", "Items that are being judged or wait.", names, **one).labels(replica)
-        self.canary = Gauge("judge_canary_ok", "1: the last canary was judged right, in time.", names, **one).labels(
-            replica
-        )
-
-    @contextmanager
-    def request(self, route: str) -> Iterator[None]:
-        """Count a request and its time; an exception's name is its outcome."""
-        began, outcome = time.monotonic(), "ok"
-        self.in_flight.inc()
-        try:
-            yield
-        except BaseException as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            self.in_flight.dec()
-            self._requests.labels(self._replica, route, outcome).inc()
-            self._latency.labels(self._replica, route).observe(time.monotonic() - began)
+        super().__init__("judge", {"replica": replica}, "Items that are being judged or wait.")
+        self._verdicts = self._made(Counter, "verdicts", "Results of items.", "verdict", "decided_by")
+        self.cache_hits: Counter = self._one(Counter, "cache_hits", "Verdicts that were known.")
+        self.canary: Gauge = self._one(Gauge, "canary_ok", "1: the last canary was judged right, in time.")
 
     def results(self, results: Sequence[Result]) -> None:
         for result in results:
             if isinstance(result, JudgeVerdict):
-                self._verdicts.labels(self._replica, result.verdict, result.decided_by).inc()
+                self._verdicts.labels(**self._owner, verdict=result.verdict, decided_by=result.decided_by).inc()
                 self.cache_hits.inc(result.cached)
             else:
-                self._verdicts.labels(self._replica, result.kind, "nobody").inc()
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+                self._verdicts.labels(**self._owner, verdict=result.kind, decided_by="nobody").inc()
 
 
 class JudgeService:

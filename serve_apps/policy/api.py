@@ -13,7 +13,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, None),
     "repetition_penalty": (1, None), "top_logprobs": (0, None), "logit_bias": ({}, None),
     "response_format": ({"type": "text"}, None),
-    "stream": (False, None), "skip_special_tokens": (True, None), "ignore_eos": (False, None), "store": (False, None),
+    "skip_special_tokens": (True, None), "ignore_eos": (False, None), "store": (False, None),
 }  # fmt: skip
 """Keys that would change what is sampled or answered, and the values with which they do not. Others are refused, so that nothing is
 ignored in silence: the log-probs would be those of another distribution than the one that is sampled."""
@@ -66,6 +66,14 @@ class Tool(BaseModel):
     function: ToolFunction
 
 
+class StreamOptions(BaseModel):
+    """``include_usage``: a last chunk has the usage, as OpenAI's."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
 class ChatRequest(BaseModel):
     """What may be asked. ``NEUTRAL`` keys are accepted with the values that change nothing."""
 
@@ -80,6 +88,9 @@ class ChatRequest(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63)
     n: int | None = Field(None, ge=1)
     logprobs: bool | None = None
+    stream: bool | None = None
+    """The answer as server-sent events (``serve_apps/policy/chunks.py``): they come together, once it is whole."""
+    stream_options: StreamOptions | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
@@ -93,6 +104,12 @@ class ChatRequest(BaseModel):
     """As vLLM: leave the stop string in the text. It is in the token ids either way."""
     continues: str | None = Field(None, max_length=128)
     """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be ambiguous."""
+
+    @model_validator(mode="after")
+    def _streamed(self) -> ChatRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options without stream: true")
+        return self
 
     @model_validator(mode="before")
     @classmethod

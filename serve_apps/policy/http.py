@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from rayloop.core.failures import OverLongPrompt
 from serve_apps.policy.api import ChatRequest
+from serve_apps.policy.chunks import events
 from serve_apps.policy.service import PolicyService
 from serve_apps.web import KEY, Guard, Health, add_errors, documented, problem
 
@@ -65,7 +66,11 @@ def _add_chat(app: FastAPI, service: PolicyService) -> None:
     async def chat(body: ChatRequest) -> Any:
         if body.model != service.settings.run:
             return _unknown(body.model, service)
-        return await service.chat(body)
+        answer = await service.chat(body)
+        if not body.stream:
+            return answer
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return Response(events(answer, usage), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     @app.get(
         "/v1/traces/{name}/{choice}", responses=documented(400, 401, 403, 404), dependencies=KEY,
@@ -95,6 +100,10 @@ def _add_states(app: FastAPI, service: PolicyService) -> None:
         failing = service.failing()
         response.status_code = 503 if failing else 200
         return Readiness(ready=not failing, failing=failing)
+
+    @app.get("/metrics", responses=documented(401, 403), response_class=Response, dependencies=KEY)
+    async def metrics() -> Response:
+        return Response(service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _unknown(name: str, service: PolicyService) -> Response:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from prometheus_client import Counter, Gauge
+
 from rayloop.chat.rendering import Renderer
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure, OverLongPrompt
@@ -15,11 +17,25 @@ from rayloop.core.seeds import derive
 from rayloop.core.threads import in_thread
 from rayloop.core.traces import Trace, image_json
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from serve_apps.metrics import RequestMetrics
 from serve_apps.policy.api import ChatMessage, ChatRequest
 from serve_apps.policy.engines import Engines
 from serve_apps.policy.history import Conversation, Histories
 from serve_apps.policy.messages import answer_of, images_of
 from serve_apps.policy.settings import PolicySettings
+
+
+class Metrics(RequestMetrics):
+    """Of the one replica; each series names its run."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__("policy", {"run": run}, "Answers that are being sampled or wait.")
+        self.prompted: Counter = self._one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
+        self.sampled: Counter = self._one(Counter, "sampled_tokens", "Tokens of answers.")
+        self.engines: Gauge = self._one(Gauge, "engines", "Engines that serve weights.")
+        self.step: Gauge = self._one(
+            Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none."
+        )
 
 
 class Overloaded(InfrastructureFailure):
@@ -35,6 +51,7 @@ class PolicyService:
         self._histories = Histories(self.renderer, settings.limits.history)
         self._held = 0
         self._began = int(time.time())
+        self._metrics = Metrics(settings.run)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,11 +75,19 @@ class PolicyService:
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
         """A chat completion. Raises DataFailure for what cannot be asked, OverLongPrompt, Overloaded, DeadlineExceeded, and
         InfrastructureFailure when the engines fail."""
-        self._check(asked)
         limits = self.settings.limits
         late = DeadlineExceeded(f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}")
-        with self._holding(asked.n or 1):
-            return await bounded(limits.seconds, self._chat(asked), late)
+        with self._metrics.request("chat"):
+            self._check(asked)
+            with self._holding(asked.n or 1):
+                return await bounded(limits.seconds, self._chat(asked), late)
+
+    def metrics(self) -> bytes:
+        """As Prometheus reads them."""
+        version = self.engines.version
+        self._metrics.engines.set(len(self.engines.serving))
+        self._metrics.step.set(-1 if version is None else version.step)
+        return self._metrics.text()
 
     def trace(self, name: str) -> Trace | None:
         """Of the conversation up to the answer ``<id>/<choice>``; None when it is not known (any more). Raises DataFailure."""
@@ -108,6 +133,8 @@ class PolicyService:
             choices.append(choice)
         versions = sorted({completion.version for completion in completions})
         prompt, sampled = conversation.token_ids, sum(len(one.token_ids) for one in completions)
+        self._metrics.prompted.inc(len(prompt))
+        self._metrics.sampled.inc(sampled)
         return {
             "id": name, "object": "chat.completion", "created": int(time.time()), "model": self.settings.run,
             "system_fingerprint": f"{self.settings.run}@{versions[0]}", "choices": choices,
@@ -186,10 +213,12 @@ class PolicyService:
         if self._held and self._held + answers > limit:
             raise Overloaded(f"{self._held} answers are held, limits.held is {limit}")
         self._held += answers
+        self._metrics.held.set(self._held)
         try:
             yield
         finally:
             self._held -= answers
+            self._metrics.held.set(self._held)
 
 
 def _version(version: Version) -> Mapping[str, int]:

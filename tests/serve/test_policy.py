@@ -128,6 +128,27 @@ def test_several_turns_with_pictures_are_a_trajectory_that_the_trainer_agrees_wi
     assert abs(np.asarray(theirs) - ours).max() < 1e-3, "the log-probs are those of the policy, pictures and all"
 
 
+def test_the_official_client_reads_a_stream(client: OpenAI) -> None:
+    question = [{"role": "user", "content": [{"type": "text", "text": "Sort: 3 1 2"}, shown(9)]}]
+    plain = client.chat.completions.create(messages=question, **ASK)
+    stream = client.chat.completions.create(
+        messages=question, stream=True, stream_options={"include_usage": True}, **ASK
+    )
+    *said, last = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == plain.choices[0].message.content
+    assert said[0].choices[0].token_ids == plain.choices[0].token_ids, "a seed repeats"
+    assert last.usage.completion_tokens == plain.usage.completion_tokens
+
+
+def test_metrics_are_prometheus_text_behind_the_key(served: Endpoint) -> None:
+    place = served.url.removesuffix("/v1") + "/metrics"
+    assert httpx.get(place, trust_env=False).status_code == 401
+    with served.http() as http:
+        told = http.get(place).text
+    assert 'policy_requests_total{outcome="ok",route="chat",run="run"}' in told
+    assert 'policy_engines{run="run"} 1.0' in told
+
+
 def test_what_is_refused_has_openais_form(served: Endpoint, client: OpenAI) -> None:
     assert stat.S_IMODE((served.folder / "policy.key").stat().st_mode) == 0o600
     assert served.key not in served.text
@@ -140,8 +161,8 @@ def test_what_is_refused_has_openais_form(served: Endpoint, client: OpenAI) -> N
     with served.http() as http:
         large = http.post("/chat/completions", json={**body, "messages": [{"role": "user", "content": "q" * 300_000}]})
         assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
-    with pytest.raises(openai.BadRequestError, match="stream: True is not supported"):
-        client.chat.completions.create(**body, stream=True)  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: 2 is not supported"):
+        client.chat.completions.create(**body, top_logprobs=2)
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
         client.chat.completions.create(**{**body, "model": "gpt-5"})
     with pytest.raises(openai.BadRequestError, match=r"limits\.choices"):
