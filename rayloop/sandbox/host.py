@@ -30,7 +30,7 @@ from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, Sa
 _ROOT = Path(__file__).parents[2]
 _OWN = (str(_ROOT / "rayloop" / "__init__.py"), str(Path(__file__).parent))
 _BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from rayloop.sandbox.server import main; main(sys.argv[2])"
-_START, _HELLO, _END = 60.0, 20.0, 5.0
+START, _HELLO, _END = 60.0, 20.0, 5.0
 """Seconds: for the fork server to load its modules, for an interpreter to hold itself in, for a killed one to be gone."""
 
 
@@ -151,7 +151,7 @@ class Sandbox:
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="sandbox")
         self._keeper.start()
 
-    def interpreter(self, seconds: float = _START) -> Interpreter:
+    def interpreter(self, seconds: float = START) -> Interpreter:
         """A new one, at once when a spare is ready. Raises SandboxFailed."""
         until = time.monotonic() + seconds
         while True:
@@ -282,11 +282,11 @@ class _Server:
 
     def _first_word(self, errors: Any) -> None:
         """Wait until it is ready. Raises SandboxFailed."""
-        self._control.settimeout(_START)
+        self._control.settimeout(START)
         try:
             word = json.loads(self._control.recv(1 << 16) or b"{}")
         except OSError as error:
-            word = {"error": f"not ready within {_START:g} seconds ({error})"}
+            word = {"error": f"not ready within {START:g} seconds ({error})"}
         if not word.get("ready"):
             self.close()
             errors.seek(0)

@@ -161,6 +161,7 @@ def test_a_server_that_is_gone_is_the_environments_failure() -> None:
 # OpenEnv -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")
 def test_a_session_is_an_episode() -> None:
     with counting() as (counter, url):
         made = OpenEnv(OpenEnvSettings(url=url, image="screen"))

@@ -10,7 +10,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -62,6 +62,7 @@ class OpenEnv:
         self._settings = settings
         self._act = function(settings.act)
         self._session: Any = None
+        self._open = ExitStack()
         self._sum = self._last = 0.0
         self._shown: tuple[str | ImageSource, ...] = ()
 
@@ -73,10 +74,11 @@ class OpenEnv:
         scheme = "wss" if parts.scheme in ("wss", "https") else "ws"
         proxy: Any = None if parts.hostname in LOCAL else True
         try:
-            self._session = connect(
+            connection = connect(
                 f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws", open_timeout=self._settings.message_timeout,
                 max_size=self._settings.message_bytes, proxy=proxy,
             )  # fmt: skip
+            self._session = self._open.enter_context(connection)  # as every release of websockets wishes it
         except Exception as error:
             raise EnvironmentFailed(f"OpenEnv at {self._settings.url}: {type(error).__name__}: {error}") from error
         asked = {key: task.extra[key] for key in ("seed", "episode_id") if task.extra.get(key) is not None}
@@ -103,7 +105,7 @@ class OpenEnv:
         if self._session is not None:
             with suppress(Exception):  # the server may be gone
                 self._session.send(json.dumps({"type": "close"}))
-            self._session.close()
+        self._open.close()
 
     def _asked(self, type: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """What the server observed, and why it does not accept the action. Raises EnvironmentFailed."""
