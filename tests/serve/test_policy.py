@@ -140,7 +140,8 @@ def test_the_official_client_reads_a_stream(client: OpenAI) -> None:
     assert last.usage.completion_tokens == plain.usage.completion_tokens
 
 
-def test_metrics_are_prometheus_text_behind_the_key(served: Endpoint) -> None:
+def test_metrics_are_prometheus_text_behind_the_key(served: Endpoint, client: OpenAI) -> None:
+    client.chat.completions.create(messages=[{"role": "user", "content": "q"}], **ASK)
     place = served.url.removesuffix("/v1") + "/metrics"
     assert httpx.get(place, trust_env=False).status_code == 401
     with served.http() as http:
