@@ -100,7 +100,7 @@ QUESTIONS = {
     "tool_bonus": Question(
         Path("recipes/pyvision/quickstart.yaml"),
         "python -m cluster data prepare pyvision --out runs/data/pyvision",
-        ("steps=20", "evaluation.every=5"),
+        ("steps=12", "evaluation.every=4"),
         {"without": ("reward.source.with.per_call=0.0",), "with": ("reward.source.with.per_call=0.1",)},
         ("accuracy", "calls"),
         "steps",
