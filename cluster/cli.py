@@ -24,6 +24,13 @@ COMMANDS = {
     "score": ("cluster.commands.score", "what a recipe's reward says about saved completions"),
     "export": ("cluster.commands.export", "write a checkpoint as a folder that plain transformers loads"),
     "report": ("cluster.commands.report", "write a run's curves and trajectories as one HTML file"),
+    "status": (
+        "cluster.commands.live.status",
+        "how a run does: step, checkpoint, what of each role serves and is lost",
+    ),
+    "logs": ("cluster.commands.live.logs", "what the actors of a run have printed"),
+    "stacks": ("cluster.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),
+    "stop": ("cluster.commands.live.stop", "have a live run save and end, wherever it is, and wait for that"),
     "submit": ("cluster.commands.submit", "train as a Ray job on a cluster"),
     "doctor": ("cluster.commands.doctor", "what would go wrong here, and what to do about it"),
     "node": ("cluster.commands.node", "one Ray node of a cluster, which finds the others"),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster, private_cluster
+from rayloop.run.folder import RunFolder
+from rayloop.run.place import Place, read_place
 
 
 def add_run(parser: argparse.ArgumentParser, example: str) -> None:
@@ -44,3 +48,23 @@ def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | N
     else:
         with private_cluster(arguments.insecure) as temporary:
             yield None, temporary
+
+
+@contextmanager
+def live_cluster(folder: RunFolder) -> Iterator[Place]:
+    """Where the run in ``folder`` lives, with Ray's variables set for joining it. Raises ConfigError when it is no live run."""
+    place = read_place(folder.cluster)
+    reachable(place.address, str(folder.cluster))
+    token = Path(place.token_file) if place.token_file else None
+    with joined_cluster(place.address, token, insecure=token is None):
+        yield place
+
+
+def reachable(address: str, what: str) -> None:
+    """Raises ConfigError when nobody listens there: Ray would try for half a minute."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+        return
+    raise ConfigError(f"{what}: no Ray cluster answers at {address}; the run has ended, or was killed")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.commands.arguments import add_overrides
+from cluster.commands.arguments import add_overrides, reachable
 from rayloop.config.settings import SettingsModel
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError
@@ -59,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         place = read_place(file)
         address, token, names = place.address, Path(place.token_file) if place.token_file else None, place.namespace
         announced = arguments.announce or file.with_name("policy.json")
-    _reachable(address, str(file or address))
+    reachable(address, str(file or address))
     key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
     announced.parent.mkdir(parents=True, exist_ok=True)
     with joined_cluster(address, token, insecure=bool(file) and token is None):
@@ -82,13 +80,3 @@ def _options(overrides: list[str]) -> ServeOptions:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def _reachable(address: str, what: str) -> None:
-    """Raises ConfigError when nobody listens there: Ray would try for half a minute."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
-        return
-    raise ConfigError(f"{what}: no Ray cluster answers at {address}; the run has ended, or was killed")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from rayloop.core.deadlines import WAITS
 from rayloop.loggers.settings import AnySettings, PrometheusSettings, TensorBoardSettings, WandbSettings
 from rayloop.loggers.tensorboard import TensorBoard
 from rayloop.loggers.threads import Logger
 from rayloop.loggers.wandb import Wandb
 from rayloop.run.folder import RunFolder
 from rayloop.run.metrics import prometheus
+from rayloop.view.vitals import Vitals
 
 REPEAT = 3.0
 """Seconds between two exports of the gauges: Ray forgets one that was not set since its last report, which it makes every 10 s."""
@@ -20,13 +23,13 @@ REPEAT = 3.0
 class Prometheus:
     """Gauges of ``ray.util.metrics``, named by ``rayloop.run.metrics.prometheus``, with the label ``run``.
 
-    A metric keeps its value until a step has a new one.
+    A metric keeps its value until a step has a new one; those of ``vitals`` are as old as the last export.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, vitals: Vitals) -> None:
         from ray.util.metrics import Gauge
 
-        self._run, self._make, self._gauges = run, Gauge, dict[str, Any]()
+        self._run, self._make, self._gauges, self._vitals = run, Gauge, dict[str, Any](), vitals
         self._newest: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._repeat, daemon=True, name="prometheus-repeat").start()
@@ -40,7 +43,7 @@ class Prometheus:
 
     def _repeat(self) -> None:
         while not self._closed.wait(REPEAT):
-            self._export(self._newest)
+            self._export(self._newest | alive(self._vitals))
 
     def _export(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -50,11 +53,22 @@ class Prometheus:
             self._gauges[row.prometheus].set(value, {"run": self._run, **labels})
 
 
+def alive(vitals: Vitals) -> dict[str, float]:
+    """The newest figures of ``recovery/``; with them, what the driver waits for counts as progress when it ends."""
+    try:
+        vitals.update()
+    except (OSError, ValueError):
+        return {}  # a file server that restarts: the next export may have them
+    found = vitals.metrics()
+    quiet = time.monotonic() - WAITS.moved
+    return {**found, "recovery/progress_age": min(quiet, found.get("recovery/progress_age", quiet))}
+
+
 def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], folder: RunFolder) -> Logger:
     """The logger of the run ``name``; ``config`` is what W&B shows as its configuration. Raises whatever its package raises."""
     match settings:
         case PrometheusSettings():
-            return Prometheus(name)
+            return Prometheus(name, Vitals(folder, config))
         case TensorBoardSettings():
             return TensorBoard(folder.tensorboard)
         case WandbSettings():

@@ -94,6 +94,20 @@ def serve_details() -> dict[str, Any] | None:
     return None if client is None else dict(client.get_serve_details())
 
 
+def actor_table() -> list[dict[str, Any]]:
+    """What the cluster's head knows of every actor: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address`` with its ``NodeID``."""
+    from ray._private.state import state
+
+    return list(state.actor_table(None).values())
+
+
+def logs_folder() -> Path:
+    """Where the processes of the cluster's node on this machine write what they print."""
+    from ray._private.worker import global_worker
+
+    return Path(global_worker.node.get_logs_dir_path())
+
+
 def _keep_logs(folder: Path, logs: Path) -> None:
     """Copy what the actors wrote to stdout and stderr; empty files are left out."""
     for file in (folder / "session_latest" / "logs").glob("worker-*.*"):

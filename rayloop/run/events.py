@@ -57,6 +57,10 @@ class EventLog:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self._lines)
 
+    def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """Those from byte ``offset`` on, and where they end."""
+        return self._lines.since(offset)
+
     def close(self) -> None:
         self._lines.close()
 

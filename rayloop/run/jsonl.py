@@ -44,6 +44,16 @@ class JsonLines:
             with self.path.open(encoding="utf-8") as file:
                 yield from (json.loads(line) for line in file if line.endswith("\n"))
 
+    def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """The records from byte ``offset`` on, where one begins, and the byte after the last of them, for the next call."""
+        if not self.path.exists():
+            return [], 0
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            whole = file.read().rpartition(b"\n")
+        lines = whole[0].decode().split("\n") if whole[1] else []
+        return [json.loads(line) for line in lines], offset + len(whole[0]) + len(whole[1])
+
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
         """Move the records that ``keep`` refuses to the file ``aside``; returns their number.
 

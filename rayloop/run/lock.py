@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,6 +95,23 @@ class RunLock:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _read(file) == Holder.this_process():
                 _write(file, "")
+
+    def holder(self) -> Holder | None:
+        """Who holds it and lives, as far as can be told here; None when nobody does. Takes nothing, and waits for nobody."""
+        try:
+            with self.path.open() as file:
+                holder, beat = _read(file), os.fstat(file.fileno()).st_mtime
+        except OSError:
+            return None
+        return None if holder is None or holder.gone(time.time() - beat) else holder
+
+    def heartbeat(self) -> float | None:
+        """When its holder last gave a sign of life, in Unix seconds of the file's clock; None when nobody holds it."""
+        try:
+            beat = self.path.stat()
+        except OSError:
+            return None
+        return beat.st_mtime if beat.st_size else None
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT):

@@ -164,6 +164,24 @@ METRICS = tuple(
         ("surplus/<source>", "trajectories", "Since the last step: beyond the target of the step, by data source."),
         ("cancelled/<reason>", "trajectories", "Given up while in flight."),
         ("ledger/<state>", "trajectories", "Totals since the run began, by state and reason (`filtered[all_wrong]`)."),
+        # What keeps the run alive: of no step, but at Prometheus' port at all times, and in `python -m cluster status`
+        ("recovery/wanted/<role>", "actors", "Actors that the role should have."),
+        ("recovery/in_service/<role>", "actors", "Those of them that serve; 0 until all have started."),
+        ("recovery/lost/<role>", "losses", "Actors lost since the run was started (policy: rebuilds; driver: deaths)."),
+        (
+            "recovery/budget_left/<role>",
+            "losses",
+            "How many more may be lost in this hour before it is waited, or the run ends (`recovery`).",
+        ),
+        (
+            "recovery/progress_age",
+            "s",
+            "Since anything that the driver waits for has ended, or an event told of progress.",
+        ),
+        ("recovery/checkpoint_age", "s", "Since the newest checkpoint; absent before the first."),
+        ("recovery/steps_since_checkpoint", "steps", "Steps that a resume would repeat."),
+        ("recovery/checkpoint_every", "steps", "What `checkpoint.every` says."),
+        ("recovery/lock_age", "s", "Since the last sign of life of the process that owns the run folder; every 15 s."),
         # Time
         ("timing_s/step", "s", "The whole step: the sum of its parts."),
         ("timing_s/gen", "s", "Waiting for the step's groups."),
@@ -190,7 +208,9 @@ step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A m
 While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name
 of the last column, to which Ray adds `ray_`: `ray_rayloop_reward_mean{run="quickstart"}`. The label `run` is the run's name;
 a part `<...>` is a label too, and empty where a metric of the same name does not have it. A ready-made list of ports is in
-Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out.
+Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out. Those of `recovery/` are
+renewed every 3 seconds, also when no step ends, and are in no record of a step; `python -m cluster status RUN_DIR` shows the same.
+Alert rules are in deploy/prometheus, a dashboard in deploy/grafana/run.json.
 
 | name | unit | meaning | Prometheus |
 |---|---|---|---|

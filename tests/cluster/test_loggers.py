@@ -275,7 +275,9 @@ with private_cluster() as temporary:
     class Stands:  # where the driver does
         def log(self):
             from cluster.loop.loggers import Prometheus
-            self.logger = Prometheus("tested")
+            from rayloop.run.folder import RunFolder
+            from rayloop.view.vitals import Vitals
+            self.logger = Prometheus("tested", Vitals(RunFolder(tempfile.mkdtemp(), "none"), {}))
             self.logger.log(7, {"step": 7.0, "reward/mean": 0.5, "reward/digits/mean": 0.25, "actor/loss": float("nan"),
                                 "ledger/filtered[all_wrong]": 3.0})
             return "torch" in sys.modules

@@ -21,6 +21,7 @@ from rayloop.core.failures import RayloopError
 from rayloop.launch.ray_variables import node_settings
 from rayloop.run.config import read
 from rayloop.run.demand import bundles
+from rayloop.run.lifetime import PreemptionSettings
 from rayloop.run.preflight import lasting
 from serve_apps.judge.app import gpus
 from serve_apps.judge.settings import JudgeSettings
@@ -30,6 +31,8 @@ from tests.deploy.k8s.schemas import ROOT
 Document = dict[str, Any]
 DRAIN = 30
 """Seconds for which Ray drains a node that is told to stop."""
+MARGIN = 10
+"""Seconds that a pod has left when its preStop has taken all of its own."""
 UNITS = {"": 1.0, "m": 1e-3, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
@@ -103,6 +106,7 @@ def groups(title: str, cluster: Document) -> Iterator[Group]:
         labels = {
             "ray.io/is-ray-node": "yes",
             "ray.io/node-type": "head" if spec is head else "worker",
+            "ray.io/group": "headgroup" if spec is head else name,
             "ray.io/cluster": title.partition("/")[2],
         }
         template = spec["template"]
@@ -129,8 +133,9 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
 
 def faults(documents: list[Document]) -> list[str]:
     """Everything that does not agree, one line per fault."""
-    nodes = (versions, images, scaling, starts, sizes, shared_memory, mounts, secrets, settings)
-    return [fault for rule in (refusals, *nodes, selectors, monitors, jobs, services) for fault in rule(documents)]
+    nodes = (versions, images, scaling, starts, endings, sizes, shared_memory, mounts, secrets, settings)
+    rules = (refusals, *nodes, disruptions, selectors, monitors, jobs, services)
+    return [fault for rule in rules for fault in rule(documents)]
 
 
 def versions(documents: list[Document]) -> Iterator[str]:
@@ -169,6 +174,47 @@ def starts(documents: list[Document]) -> Iterator[str]:
             yield f"{title}: rayStartParams.num-cpus is not '0'; what runs on the head dies with it"
         if group.pod.spec.get("terminationGracePeriodSeconds", DRAIN) <= DRAIN:
             yield f"{title}: terminationGracePeriodSeconds is not above Ray's {DRAIN} s of draining"
+
+
+def endings(documents: list[Document]) -> Iterator[str]:
+    """A pod's end is announced to what runs in it, and it has the time that this may take."""
+    for group in all_groups(documents):
+        title, spec = group.pod.title, group.pod.spec
+        hook = group.pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])[-1]
+        if not group.head and "ray stop" not in hook:
+            yield f"{title}: no preStop that tells Ray"
+        if "driver" in group.spec.get("resources", {}):
+            yield from (f"{title}: preStop: {fault}" for fault in _announced(hook))
+        patience = sum(float(seconds) for seconds in re.findall(r"--(?:within|grace-period) (\d+)", hook))
+        if spec.get("terminationGracePeriodSeconds", DRAIN) < patience + MARGIN:
+            yield f"{title}: its preStop may take {patience:g} s, terminationGracePeriodSeconds allows less than {MARGIN} s more"
+
+
+def _announced(hook: str) -> Iterator[str]:
+    """What is wrong with a hook that has the runs of this pod saved."""
+    words = shlex.split(hook.partition(";")[0])
+    if words[:4] != ["python", "-m", "cluster", "stop"] or "--here" not in words:
+        yield "the runs whose process is here are not stopped"
+    elif (within := parser(words[3:]).parse_args(words[3:]).within) <= PreemptionSettings().grace:
+        yield f"--within {within:g} is not above preemption.grace, {PreemptionSettings().grace:g}"
+
+
+def disruptions(documents: list[Document]) -> Iterator[str]:
+    """Pods without which a run ends are not evicted, and no budget is of a kind that Kubernetes refuses for an operator's pods."""
+    covered = set()
+    for budget in of_kind(documents, "PodDisruptionBudget"):
+        title, spec = f"PodDisruptionBudget/{budget['metadata']['name']}", budget["spec"]
+        chosen = [group for group in all_groups(documents) if group.pod.selected(spec["selector"])]
+        covered |= {group.pod.title for group in chosen}
+        if not chosen:
+            yield f"{title}: selects nothing"
+        elif spec.get("minAvailable") != (pods := sum(group.spec.get("replicas", 1) for group in chosen)):
+            yield f"{title}: minAvailable is {spec.get('minAvailable')} for {pods} pods; nothing else protects pods of an operator"
+    for title, cluster in clusters([d for d in documents if d["kind"] == "RayCluster"]):
+        for group in groups(title, cluster):
+            alone = group.head or group.spec["groupName"] in ("policy", "driver")
+            if alone and group.pod.title not in covered:
+                yield f"{group.pod.title}: no PodDisruptionBudget, and the run cannot go on without it"
 
 
 def sizes(documents: list[Document]) -> Iterator[str]:
@@ -261,6 +307,26 @@ def monitors(documents: list[Document]) -> Iterator[str]:
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             without = [pod for pod in chosen if endpoint["port"] not in pod.ports]
             yield from (f"{title}: {pod.title} has no port {endpoint['port']}" for pod in without)
+            if endpoint["port"] == "serve" and (endpoint.get("path"), "authorization" in endpoint) != (
+                "/metrics",
+                True,
+            ):
+                yield f"{title}: the judge's /metrics, which asks for its key, is not what port serve is asked for"
+    if of_kind(documents, "PodMonitor"):
+        yield from (f"{pod.title}: no PodMonitor asks for the judge's own metrics" for pod in _unwatched(documents))
+
+
+def _unwatched(documents: list[Document]) -> Iterator[Pod]:
+    """Workers that answer for a judge and that no PodMonitor asks."""
+    asking = [
+        monitor["spec"]["selector"]
+        for monitor in of_kind(documents, "PodMonitor")
+        if any(endpoint["port"] == "serve" for endpoint in monitor["spec"]["podMetricsEndpoints"])
+    ]
+    for group in all_groups(documents):
+        serves = not group.head and "serve" in group.pod.ports
+        if serves and not any(group.pod.selected(selector) for selector in asking):
+            yield group.pod
 
 
 def jobs(documents: list[Document]) -> Iterator[str]:

@@ -29,7 +29,13 @@ def strict_object(**properties: Any) -> dict[str, Any]:
 
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
 _RELABELING = strict_object(sourceLabels={"type": "array", "items": {"type": "string"}}, targetLabel={"type": "string"})
-_ENDPOINT = strict_object(port={"type": "string"}, relabelings={"type": "array", "items": _RELABELING})
+_SECRET = strict_object(name={"type": "string"}, key={"type": "string"})
+_ENDPOINT = strict_object(
+    port={"type": "string"},
+    path={"type": "string"},
+    authorization=strict_object(type={"type": "string"}, credentials=_SECRET),
+    relabelings={"type": "array", "items": _RELABELING},
+)
 POD_MONITOR = strict_object(
     apiVersion={"const": "monitoring.coreos.com/v1"},
     kind={"const": "PodMonitor"},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.rules import faults, of_kind
@@ -63,6 +64,7 @@ KUBERNETES_SHAPES: list[tuple[str, Breaks]] = [
     ("is not of type 'array'", lambda d: spec(d, "PersistentVolumeClaim").update(accessModes="ReadWriteMany")),
     ("'podSelectors' was unexpected", lambda d: spec(d, "NetworkPolicy").update(podSelectors={})),
     ("'name' was unexpected", lambda d: of_kind(d, "Namespace")[0].update(name="rayloop")),
+    ("'minAvailble' was unexpected", lambda d: spec(d, "PodDisruptionBudget").update(minAvailble=1)),
     ("'podMetricEndpoints' was unexpected", lambda d: spec(d, "PodMonitor").update(podMetricEndpoints=[])),
 ]
 
@@ -74,6 +76,19 @@ def _service(documents: Documents) -> dict[str, Any]:
 
 def _named(documents: Documents, kind: str, name: str) -> None:
     of_kind(documents, kind)[0]["metadata"]["name"] = name
+
+
+def _leaves(group: dict[str, Any], command: str) -> None:
+    container(group)["lifecycle"]["preStop"]["exec"]["command"][-1] = command
+
+
+def _monitored(documents: Documents) -> dict[str, Any]:
+    found: dict[str, Any] = of_kind(documents, "PodMonitor")[-1]["spec"]["podMetricsEndpoints"][0]
+    return found
+
+
+def replace_key(where: dict[str, Any], old: str, new: str) -> None:
+    where[new] = where.pop(old)
 
 
 def _environment(group: dict[str, Any], name: str, value: str) -> None:
@@ -153,6 +168,29 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("ranks are a fixed number", lambda d: worker(d).update(maxReplicas=2)),
     ("nothing scales them", lambda d: spec(d).update(enableInTreeAutoscaling=False)),
     ("num-cpus is not '0'", lambda d: head(d)["rayStartParams"].update({"num-cpus": "4"})),
+    ("policy: no preStop", lambda d: container(worker(d)).pop("lifecycle")),
+    (
+        "driver: its preStop may take 190 s",
+        lambda d: pod(worker(d, "driver")).update(terminationGracePeriodSeconds=190),
+    ),
+    ("runs whose process is here are not stopped", lambda d: _leaves(worker(d, "driver"), "ray stop")),
+    (
+        "--within 60 is not above preemption.grace, 120",
+        lambda d: _leaves(worker(d, "driver"), "python -m cluster stop /runs/* --here --within 60; ray stop"),
+    ),
+    (
+        "ray-head: minAvailable is None for 1 pods",
+        lambda d: replace_key(spec(d, "PodDisruptionBudget"), "minAvailable", "maxUnavailable"),
+    ),
+    ("ray-policy: minAvailable is 1 for 2 pods", lambda d: worker(d).update(replicas=2, maxReplicas=2)),
+    (
+        "ray-head: selects nothing",
+        lambda d: spec(d, "PodDisruptionBudget")["selector"]["matchLabels"].update({"ray.io/cluster": "other"}),
+    ),
+    ("driver: no PodDisruptionBudget", lambda d: d.remove(of_kind(d, "PodDisruptionBudget")[2])),
+    ("judge: no PodMonitor asks", lambda d: d.remove(of_kind(d, "PodMonitor")[-1])),
+    ("which asks for its key", lambda d: _monitored(d).pop("authorization")),
+    ("which asks for its key", lambda d: _monitored(d).update(path="/")),
     ("not above Ray's 30 s", lambda d: pod(worker(d)).update(terminationGracePeriodSeconds=30)),
     (
         "is requested 2, limited 4",
@@ -207,6 +245,26 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
 def replace(where: dict[str, Any], key: str, old: str, new: str) -> None:
     assert old in where[key]
     where[key] = where[key].replace(old, new)
+
+
+# deploy/k8s/base/rayjob.yaml as it was at 5507fb5: no run ever started from it.
+AS_IT_WAS = """
+apiVersion: ray.io/v1
+kind: RayJob
+metadata: {name: train}
+spec:
+  clusterSelector: {ray.io/cluster: rayloop}
+  entrypoint: python -m cluster train recipes/arc_vision/arc_vision.yaml output=/runs
+  submissionMode: K8sJobMode
+  backoffLimit: 3
+"""
+
+
+def test_the_file_of_old_is_refused_for_the_reason_that_the_operator_gave() -> None:
+    """validation.go:575: `The RayJob spec is invalid: BackoffLimit is incompatible with ClusterSelector mode`."""
+    job = yaml.safe_load(AS_IT_WAS)
+    assert list(refusals([job])) == ["RayJob/train: the operator refuses backoffLimit with clusterSelector"]
+    assert crd_folder() is None or not list(schema_faults(job)), "the CRDs take it"
 
 
 def broken(breaks: Breaks) -> Documents:

@@ -1,0 +1,170 @@
+"""Looking into a live run from outside: which actors it has and where, what they do, what they have printed, and its end.
+
+Everything here asks Ray, never the driver, so that it answers when the driver hangs; only ``stop_driver`` needs one that listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.base import Actor
+from actors.handles import Handle, submit
+from cluster.driver_actor import DriverActor
+from cluster.roles.session import actor_table, logs_folder
+from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.run.place import Place
+
+ANSWER = 10.0
+"""Seconds that an actor, or a node, has to answer."""
+
+
+class NoAnswer(InfrastructureFailure):
+    """The driver of a run did not take in time what it was told."""
+
+
+@dataclass(frozen=True)
+class LiveActor:
+    """``name`` is role, slot and a suffix; ``node`` the name of its machine, ``here`` whether that is this one."""
+
+    name: str
+    number: str
+    pid: int
+    node: str
+
+    @property
+    def role(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def here(self) -> bool:
+        return self.node == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"{self.name}, process {self.pid} on {self.node}"
+
+
+@contextmanager
+def joined(place: Place) -> Iterator[list[LiveActor]]:
+    """The actors of the run, which is joined for the time of the block. Raises ConfigError when it has none."""
+    ray.init(address=place.address, log_to_driver=False, namespace=place.namespace)
+    try:
+        yield _actors(place)
+    finally:
+        ray.shutdown()
+
+
+def _actors(place: Place) -> list[LiveActor]:
+    ours = {
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == place.namespace
+    }
+    alive = [entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours]
+    if not alive:
+        raise ConfigError(f"the run has no actors at {place.address}: it has just begun, or just ended")
+    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    found = [
+        LiveActor(
+            entry["Name"], entry["ActorID"], entry["Pid"], names.get(entry["Address"]["NodeID"], "an unknown node")
+        )
+        for entry in alive
+    ]
+    return sorted(found, key=lambda actor: actor.name)
+
+
+def of_role(actors: list[LiveActor], role: str | None) -> list[LiveActor]:
+    """Those of a role, or all. Raises ConfigError with the roles that there are."""
+    chosen = [actor for actor in actors if role in (None, actor.role)]
+    if not chosen:
+        raise ConfigError(f"no live actor of role {role}; there are: {', '.join(sorted({a.role for a in actors}))}")
+    return chosen
+
+
+def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
+    """Each actor, and what its threads do: told by py-spy where it can see the process, else by the actor itself, which answers
+    from a thread of its own."""
+    with joined(place) as actors:
+        chosen = of_role(actors, role)
+        answers = asyncio.run(_answers(place, chosen))
+        for actor, answer in zip(chosen, answers, strict=True):
+            yield str(actor), (_spied(actor.pid) if actor.here else None) or answer
+
+
+async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
+    async def one(actor: LiveActor) -> str:
+        try:
+            handle: Handle[Actor] = ray.get_actor(actor.name, place.namespace)
+            async with asyncio.timeout(ANSWER):
+                return await submit(handle, Actor.stacks)
+        except (RayError, TimeoutError, ValueError) as error:
+            return f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}".splitlines()[0]
+
+    return await asyncio.gather(*(one(actor) for actor in actors))
+
+
+def _spied(pid: int) -> str | None:
+    """What py-spy sees of a process on this machine, also of one that holds the interpreter's lock; None when it cannot look."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=ANSWER
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
+    """Each actor, and the last lines that it printed (stdout, then stderr)."""
+    with joined(place) as actors:
+        for actor in of_role(actors, role):
+            yield str(actor), _printed_here(actor, lines) if actor.here else _printed_there(actor, lines)
+
+
+def _printed_here(actor: LiveActor, lines: int) -> str:
+    files = [file for end in ("out", "err") for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))]
+    return "".join(last_lines(file, lines) for file in files)
+
+
+def last_lines(file: Path, lines: int) -> str:
+    with file.open(errors="replace") as text:
+        return "".join(deque(text, maxlen=lines))
+
+
+def _printed_there(actor: LiveActor, lines: int) -> str:
+    """Through the dashboard, which a private cluster does not have."""
+    from ray.util.state import get_log
+
+    try:
+        return "".join(
+            part
+            for end in ("out", "err")
+            for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
+        )
+    except Exception as error:  # whatever the dashboard's client raises: the other actors' logs are shown
+        why = str(error).partition("\n")[0]
+        return f"cannot be read from here ({why}). On {actor.node}: session_latest/logs/worker-*-{actor.pid}.out\n"
+
+
+def stop_driver(place: Place) -> None:
+    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet."""
+    with joined(place) as actors:
+        driver: Any = ray.get_actor(of_role(actors, "driver")[-1].name, place.namespace)
+        try:
+            ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
+        except (RayError, TimeoutError) as error:
+            raise NoAnswer(f"the driver of the run does not answer: {type(error).__name__}") from error

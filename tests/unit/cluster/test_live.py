@@ -1,0 +1,142 @@
+"""``status``, ``logs`` and ``stop`` of runs as their folders tell them; tests/cluster/test_live.py has a run that lives."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from rayloop.core import events, incidents
+from rayloop.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run that was saved at step 10 and lost an engine at step 12 of 60."""
+    made = RunFolder(tmp_path, "run")
+    made.path.mkdir()
+    made.config.write_text("steps: 60\nrecovery: {replacements: 4, policy_restarts: 3}\n")
+    for event, step in (
+        (events.Start("c0ffee", {}), None),
+        (events.Starting({"rollout": 2, "policy": 1}), 0),
+        (events.Started(1.0), 0),
+        (events.Begin(1, None, 0, None), 0),
+        (events.Checkpoint("step_000010", 0.1), 10),
+        (events.Trained({}), 12),
+        (incidents.WorkerLost("rollout", 1, why="its node\x1b[31m died"), 12),
+    ):
+        made.events.append(event, step)
+    return made
+
+
+def test_status_tells_step_checkpoint_roles_and_incidents(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with folder.acquired():
+        assert main(["status", str(folder.path)]) == 0
+    text = re.sub(r"\d+ s ago", "N s ago", capsys.readouterr().out)
+    assert "runs it, last sign of life N s ago" in text
+    assert "step 12 of 60, last progress N s ago" in text
+    assert "checkpoint of step 10, saved N s ago" in text
+    assert "N s ago: [12] worker_lost: role rollout, worker 1" in text
+    assert [line.split() for line in text.splitlines() if line.startswith(("rollout", "policy"))] == [
+        ["rollout", "1", "2", "1", "7"],
+        ["policy", "1", "1", "0", "3"],
+    ]
+    assert "its node\\x1b[31m died" in text, "what would steer the terminal is written out"
+
+
+def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with folder.acquired():
+        assert main(["status", str(folder.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["steps"], found["checkpoint_step"], found["end"]) == (12, 60, 10, None)
+    assert found["roles"]["rollout"] == {"in_service": 1, "wanted": 2, "lost": 1, "budget_left": 7}
+    assert found["incidents"][0]["event"] == "worker_lost"
+
+
+def test_status_of_a_run_that_nobody_runs_says_how_it_ended(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["status", str(folder.path)])
+    assert "nobody runs it, and it did not tell why" in capsys.readouterr().out
+    folder.events.append(events.Failed("Stalled", "nothing moved", {}), 12)
+    main(["status", str(folder.path)])
+    text = capsys.readouterr().out
+    assert "ended: failed, nothing moved" in text
+    assert ["rollout", "0", "2", "1", "7"] in [line.split() for line in text.splitlines()]
+
+
+def test_status_of_no_run_says_what_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_logs_of_a_run_that_ended_are_those_of_its_folder(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.logs.mkdir()
+    (folder.logs / "worker-1.err").write_text("".join(f"line {n}\n" for n in range(50)))
+    assert main(["logs", str(folder.path), "--lines", "2"]) == 0
+    assert capsys.readouterr().out == "=== logs/worker-1.err ===\nline 48\nline 49\n\n"
+    assert main(["logs", str(folder.path), "--role", "rollout"]) == 2
+    assert "leave out --role" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["stacks", "stop"])
+def test_a_run_that_does_not_live_is_named(word: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, str(folder.path)]) == 2
+    assert str(folder.path) in capsys.readouterr().err
+
+
+HOLDER = """
+import signal, sys, time
+from rayloop.core import events
+from rayloop.run.folder import RunFolder
+folder = RunFolder.at(sys.argv[1])
+def end(*_):
+    if sys.argv[2] == "deaf":
+        return
+    folder.events.append(events.Preempted({}) if sys.argv[2] == "saves" else events.Failed("NotSaved", "full disk", {}), 12)
+    sys.exit(0)
+with folder.acquired():
+    signal.signal(signal.SIGTERM, end)
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("saves", 0, "a checkpoint is there to continue from"),
+        ("fails", 1, "full disk"),
+        ("deaf", 1, "has not ended in time"),
+    ],
+)
+def test_stop_asks_the_process_and_waits_for_its_end(
+    how: str, code: int, says: str, folder: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder.path), how], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        elsewhere = folder.path / "checkpoints"
+        within = "1" if how == "deaf" else "60"
+        assert main(["stop", str(folder.path), str(elsewhere), "--here", "--within", within]) == code
+    finally:
+        process.kill()
+        process.wait()
+    out, err = capfd.readouterr()
+    assert says in out + err
+
+
+def test_stop_here_leaves_folders_alone_that_are_no_runs(folder: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "huggingface").mkdir()
+    assert main(["stop", str(folder.path), str(tmp_path / "huggingface"), str(tmp_path / "*"), "--here"]) == 0

@@ -1,0 +1,144 @@
+"""What a run's events tell of its life: roles in service and lost, budgets of the last hour, ages."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rayloop.core import events, incidents
+from rayloop.core.events import Event
+from rayloop.run.folder import RunFolder
+from rayloop.run.metrics import validate
+from rayloop.view.vitals import HOUR, Vitals
+
+ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
+BEGUN: tuple[Event, ...] = (
+    events.Start("c0ffee", {}), events.Starting(ACTORS), events.Started(1.0), events.Begin(1, None, 0, None),
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path, "run")
+    made.path.mkdir()
+    return made
+
+
+def told(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
+    for event, step in happened:
+        folder.events.append(event, step)
+    settings = {
+        "recovery": {"replacements": replacements, "policy_restarts": 3, "driver_restarts": 2},
+        "checkpoint": {"every": 5},
+    }
+    vitals = Vitals(folder, settings)
+    vitals.update()
+    return vitals
+
+
+def begun(*more: Event) -> list[tuple[Event, int | None]]:
+    return [(event, 0) for event in (*BEGUN, *more)]
+
+
+def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: RunFolder) -> None:
+    lost = begun(incidents.WorkerLost("rollout", 2, why="killed"), incidents.ReplacementFailed("rollout", 2, why="no"))
+    found = told(folder, *lost).metrics()
+    assert (found["recovery/in_service/rollout"], found["recovery/wanted/rollout"], found["recovery/lost/rollout"]) == (
+        2,
+        3,
+        1,
+    )
+    assert found["recovery/in_service/environment"] == 2
+    replaced = told(folder, (incidents.WorkerReplaced("rollout", 2, seconds=1.0), 0)).metrics()
+    assert (replaced["recovery/in_service/rollout"], replaced["recovery/lost/rollout"]) == (3, 1)
+
+
+def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFolder) -> None:
+    losses = [incidents.WorkerLost("rollout", n, why="killed") for n in (1, 2)]
+    vitals = told(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
+    assert vitals.metrics()["recovery/budget_left/rollout"] == 4 * 3 - 3
+    assert vitals.metrics()["recovery/budget_left/environment"] == 4 * 2
+    assert vitals.metrics(time.time() + HOUR + 1)["recovery/budget_left/rollout"] == 4 * 3
+
+
+def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
+    lost = told(folder, *begun(incidents.PolicyLost(why="a rank died"))).metrics()
+    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (
+        0,
+        1,
+        2,
+    )
+    rebuilt = told(folder, (incidents.PolicyRebuilt(seconds=2.0), 0)).metrics()
+    assert rebuilt["recovery/in_service/policy"] == 2
+
+
+def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
+    vitals = told(folder, *begun(incidents.WorkerLost("rollout", 1, why="x"), incidents.DriverLost(0, why="killed")))
+    found = vitals.metrics()
+    assert {found[f"recovery/in_service/{role}"] for role in ACTORS} == {0}
+    assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 1)
+    again = told(folder, (events.Starting(ACTORS), 0), (events.Started(1.0), 0)).metrics()
+    assert (again["recovery/in_service/rollout"], again["recovery/lost/rollout"]) == (3, 1)
+    assert again["recovery/budget_left/rollout"] == 12, "the new driver has its budgets anew"
+
+
+def test_checkpoints_and_progress_have_an_age(folder: RunFolder) -> None:
+    vitals = told(folder, *begun())
+    assert "recovery/checkpoint_age" not in vitals.metrics()
+    folder.events.append(events.Trained({}), 7)
+    folder.events.append(events.Checkpoint("step_000007", 0.1), 7)
+    folder.events.append(events.Trained({}), 9)
+    folder.events.append(incidents.Warning(why="odd"), 9)
+    vitals.update()
+    found = vitals.metrics(time.time() + 60)
+    assert (vitals.step, found["recovery/steps_since_checkpoint"], found["recovery/checkpoint_every"]) == (9, 2, 5)
+    assert 59 < found["recovery/checkpoint_age"] < 70
+    assert 59 < found["recovery/progress_age"] < 70
+    assert [record["event"] for record in vitals.incidents] == ["warning"]
+
+
+def test_a_restore_goes_back_to_its_checkpoint(folder: RunFolder) -> None:
+    vitals = told(folder, *begun(), (events.Trained({}), 9), (events.Begin(2, "step_000007", 2, None), 7))
+    assert (vitals.step, vitals.metrics()["recovery/steps_since_checkpoint"]) == (7, 0)
+
+
+def test_the_end_of_a_run_is_no_service(folder: RunFolder) -> None:
+    vitals = told(folder, *begun(), (events.Finished({}), 3))
+    assert vitals.end is not None
+    assert vitals.metrics()["recovery/in_service/rollout"] == 0
+
+
+def test_the_lock_tells_when_its_holder_last_gave_a_sign(folder: RunFolder) -> None:
+    assert "recovery/lock_age" not in told(folder, *begun()).metrics()
+    with folder.acquired():
+        os.utime(folder.lock.path, (time.time() - 40, time.time() - 40))
+        assert 39 < told(folder).metrics()["recovery/lock_age"] < 60
+        assert folder.lock.holder() is not None
+    assert folder.lock.holder() is None
+    assert "recovery/lock_age" not in told(folder).metrics()
+
+
+def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
+    folder.events.append(events.Checkpoint("step_000001", 0.1), 1)
+    with folder.acquired():
+        found = told(folder, *begun(), (events.Checkpoint("step_000001", 0.1), 1)).metrics()
+    assert validate(found) == ()
+    assert {"recovery/lock_age", "recovery/progress_age", "recovery/checkpoint_age"} <= found.keys()
+
+
+def test_what_is_appended_is_read_once_and_a_torn_line_later(folder: RunFolder) -> None:
+    vitals = told(folder, *begun())
+    whole = (folder.path / "events.jsonl").read_bytes()
+    folder.events.append(incidents.WorkerLost("rollout", 1, why="x"), 0)
+    folder.events.close()
+    line = (folder.path / "events.jsonl").read_bytes()[len(whole) :]
+    (folder.path / "events.jsonl").write_bytes(whole + line[:20])
+    vitals.update()
+    assert vitals.roles["rollout"].lost == 0
+    (folder.path / "events.jsonl").write_bytes(whole + line)
+    vitals.update()
+    vitals.update()
+    assert vitals.roles["rollout"].lost == 1
