@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)"
         )
         node.add_argument(
+            "--interface", default=os.environ.get("RAYLOOP_INTERFACE") or None, metavar="NAME",
+            help="network to listen on, such as ib0 (default: RAYLOOP_INTERFACE, else the address that Slurm or the route names)",
+        )  # fmt: skip
+        node.add_argument(
             "--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)"
         )
         node.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for the program to save (150)")

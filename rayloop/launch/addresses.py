@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import socket
 
+import psutil
+
+from rayloop.core.failures import ConfigError
+
 CONNECT = 2.0
 """Seconds for a TCP connection or an HTTP answer."""
 
@@ -25,3 +29,19 @@ def this_node() -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def of_interface(name: str) -> str:
+    """The IPv4 address of a network interface such as ib0. Raises ConfigError with those that there are."""
+    found = {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family is socket.AF_INET
+    }
+    if name not in found:
+        there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
+        raise ConfigError(
+            f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}"
+        )
+    return found[name]

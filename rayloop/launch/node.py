@@ -75,6 +75,12 @@ class End(Enum):
 def run_node(a: argparse.Namespace) -> int:
     """The node of ``python -m cluster node`` until it ends; its exit code."""
     told = StopSignals()
+    if a.requeue and slurm_job.job() is not None and not slurm_job.can_ask():
+        print(
+            "node: --requeue does nothing here, there is no scontrol (a container?): submit the job again when it has saved",
+            flush=True,
+        )
+        a.requeue = 0
     deaf = a.role is worker and not a.program and not a.requeue
     _prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
@@ -112,13 +118,13 @@ def _requeued(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
 def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
     """Start a head, publish it, and stay until a signal, or the end of the program, whose exit code is returned."""
     token = place.open(a.insecure)
-    address = slurm_job.node_address()
+    address = slurm_job.node_address(a.interface)
     with block(*port_range(a.ports), (*SERVICES, *HEAD_SERVICES)) as ports, temporary_folder(a.temp_dir) as folder:
         me = Head(
             f"{address}:{ports['port']}", f"http://{address}:{ports['dashboard-port']}", str(token) if token else None,
             os.uname().nodename, slurm_job.job(), slurm_job.restarts(), time.time(),
         )  # fmt: skip
-        settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0)
+        settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0) | _network(a.interface)
         command = ["--head", f"--dashboard-host={address}", "--include-dashboard=true"]
         command += _offers(a, cpus=0, gpus=0)
         with ray_node(command, address, ports, folder, settings) as ray:
@@ -167,10 +173,13 @@ def worker(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
 
 def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSignals) -> tuple[End, int]:
     """Be a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
-    address, host = slurm_job.node_address(), joined.address.rpartition(":")[0]
+    address, host = slurm_job.node_address(a.interface), joined.address.rpartition(":")[0]
     gone = Gone(place, joined)
     settings = (
-        node_settings(Path(joined.token) if joined.token else None) | without_proxy(address, host) | _drain(DRAIN)
+        node_settings(Path(joined.token) if joined.token else None)
+        | without_proxy(address, host)
+        | _drain(DRAIN)
+        | _network(a.interface)
     )
     with block(*port_range(a.ports), SERVICES) as ports, temporary_folder(a.temp_dir) as folder:
         command = [f"--address={joined.address}", *_offers(a, cpus=slurm_job.cpus(), gpus=slurm_job.gpus())]
@@ -226,6 +235,11 @@ def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None
 
 def _drain(seconds: int) -> dict[str, str]:
     return {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(seconds)}
+
+
+def _network(interface: str | None) -> dict[str, str]:
+    """The ranks of a policy and the broadcast of weights take the same interface as Ray."""
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[str]:

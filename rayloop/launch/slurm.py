@@ -69,6 +69,13 @@ class SiteSettings(SettingsModel):
     """Folder of the jobs' outputs."""
     sbatch: tuple[str, ...] = ()
     """Options of every job, for example --account=vision."""
+    setup: str | None = None
+    """A shell script that each job reads first, on a path that all nodes see: ``module load``, ``source venv/bin/activate``."""
+    container: str | None = Field(None, pattern="^[^,]+$")
+    """Words before ``python``, for example apptainer exec --nv /shared/rayloop.sif; ``python`` is then the container's. A comma is
+    refused, since sbatch would end the value there."""
+    interface: str | None = None
+    """The network that nodes listen on, such as ib0, where Slurm's addresses are those of a slow one."""
     head: NodeSettings = NodeSettings()
     worker: WorkerSettings = WorkerSettings()
     train: JobSettings = JobSettings()
@@ -94,7 +101,14 @@ class Job:
 
 def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job]:
     """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
-    export = f"ALL,RAYLOOP_RENDEZVOUS={Path(site.rendezvous).expanduser().absolute()},RAYLOOP_PYTHON={sys.executable}"
+    told = {
+        "RENDEZVOUS": Path(site.rendezvous).expanduser().absolute(),
+        "PYTHON": sys.executable if site.container is None else "python",
+        "SETUP": None if site.setup is None else Path(site.setup).expanduser().absolute(),
+        "CONTAINER": site.container,
+        "INTERFACE": site.interface,
+    }
+    export = ",".join(["ALL", *(f"RAYLOOP_{name}={value}" for name, value in told.items() if value is not None)])
 
     def job(role: str, script: str, asked: list[str], arguments: list[str], after_head: bool = True) -> Job:
         name = f"{site.cluster}-{role}"

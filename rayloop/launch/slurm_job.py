@@ -10,10 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayloop.core.failures import InfrastructureFailure
-from rayloop.launch.addresses import this_node
+from rayloop.launch.addresses import of_interface, this_node
 
 LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of jobs that will not run again. Those of PREEMPTED jobs depends on the site."""
+
+
+LOOPBACK = "127.0.0.1"
+GPU_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
+"""Variables in which Slurm names a job's GPUs, where it does not count them."""
 
 
 class SlurmError(InfrastructureFailure):
@@ -71,14 +76,31 @@ def ended(number: str) -> bool:
     return state in (*LASTING, "")
 
 
-def node_address() -> str:
-    """The IPv4 address of this node: the one that Slurm knows it by, else that of the interface to the rest of the world."""
+def node_address(interface: str | None = None) -> str:
+    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by, else that of the interface to the
+    rest of the world.
+
+    The last one also when Slurm's cannot be asked (no scontrol in a container), or leads back to this machine (Debian and Ubuntu
+    write 127.0.1.1 for a machine's own name). Raises ConfigError when there is no such interface.
+    """
+    if interface is not None:
+        return of_interface(interface)
+    outward = this_node() or LOOPBACK
     name = os.environ.get("SLURMD_NODENAME")
-    if name is not None:
-        fields = slurm("scontrol", "-o", "show", "node", name).split()
-        addresses = [value for key, _, value in (field.partition("=") for field in fields) if key == "NodeAddr"]
-        return socket.gethostbyname(addresses[0])
-    return this_node() or "127.0.0.1"
+    if name is None or not can_ask():
+        return outward
+    fields = slurm("scontrol", "-o", "show", "node", name).split()
+    named = next((value for key, _, value in (field.partition("=") for field in fields) if key == "NodeAddr"), name)
+    try:
+        address = socket.gethostbyname(named)
+    except OSError:
+        return outward  # a name that only Slurm's controller knows
+    return outward if address.startswith("127.") else address
+
+
+def can_ask() -> bool:
+    """Whether Slurm's ``scontrol`` is here; in containers it often is not."""
+    return shutil.which("scontrol") is not None
 
 
 def cpus() -> int | None:
@@ -88,8 +110,28 @@ def cpus() -> int | None:
 
 
 def gpus() -> int | None:
-    """GPUs of this job on this node: none when it asked for none, whatever the node has."""
-    return None if job() is None else int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+    """GPUs of this job on this node: none when it was given none, whatever the node has.
+
+    Sites without GRES accounting, and old versions of Slurm, set no SLURM_GPUS_ON_NODE but a list of devices.
+    """
+    if job() is None:
+        return None
+    if (count := os.environ.get("SLURM_GPUS_ON_NODE")) is not None:
+        return int(count)
+    lists = (os.environ.get(name, "") for name in GPU_LISTS)
+    return next((_devices(text) for text in lists if text), 0)
+
+
+def _devices(text: str) -> int:
+    """How many a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa`` names; none in ``NoDevFiles``, which is Slurm's word for none."""
+    count = 0
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit():
+            count += int(high or low) - int(low) + 1
+        elif part.startswith(("GPU-", "MIG-")):
+            count += 1
+    return count
 
 
 def requeue() -> None:

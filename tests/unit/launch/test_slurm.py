@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from cluster.cli import main
+from cluster.cli import main, parsed
 from rayloop.config.settings import load
+from rayloop.core.failures import ConfigError
 from rayloop.launch import slurm_job
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
@@ -128,9 +131,114 @@ def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "16")
     assert (slurm_job.job(), slurm_job.cpus(), slurm_job.gpus()) == ("5", 16, 0)
     monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
-    (fake / "scontrol").write_text("#!/bin/bash\necho NodeName=gpu1 NodeAddr=127.0.0.9 NodeHostName=gpu1")
+    knows(fake, "10.1.2.3")
+    assert slurm_job.node_address() == "10.1.2.3"
+
+
+def knows(fake: Path, address: str) -> None:
+    """Slurm's word for where this node is."""
+    (fake / "scontrol").write_text(f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1")
     (fake / "scontrol").chmod(0o755)
-    assert slurm_job.node_address() == "127.0.0.9"
+
+
+@pytest.fixture
+def outward(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the route to the outside."""
+    monkeypatch.setattr(slurm_job, "this_node", lambda: "10.9.9.9")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
+    return "10.9.9.9"
+
+
+@pytest.mark.parametrize("named", ["127.0.1.1", "127.0.0.1", "localhost", "no-such-name.invalid"])
+def test_an_address_that_others_cannot_reach_is_not_published(fake: Path, outward: str, named: str) -> None:
+    knows(fake, named)
+    assert slurm_job.node_address() == outward
+
+
+def test_without_scontrol_the_route_tells_the_address(monkeypatch: pytest.MonkeyPatch, outward: str) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert slurm_job.node_address() == outward
+
+
+def test_an_interface_is_chosen_by_name(fake: Path, outward: str) -> None:
+    knows(fake, "10.1.2.3")
+    assert slurm_job.node_address("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--interface ib7: this node has none.*lo \(127.0.0.1\)"):
+        slurm_job.node_address("ib7")
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({"SLURM_JOB_GPUS": "0,1"}, 2),
+        ({"SLURM_JOB_GPUS": "0-3,6"}, 5),
+        ({"SLURM_STEP_GPUS": "2", "SLURM_JOB_GPUS": "0-3"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-5f2c9d0e,GPU-81aa7c"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0"}, 4),
+        ({}, 0),
+    ],
+)
+def test_gpus_are_counted_where_slurm_only_lists_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], gpus: int
+) -> None:
+    for name in ("SLURM_GPUS_ON_NODE", *slurm_job.GPU_LISTS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert slurm_job.gpus() == gpus
+
+
+def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    seen: list[int] = []
+    words = ["node", "head", "--cluster", "c", "--rendezvous", str(tmp_path), "--requeue", "3", "--", "true"]
+    arguments = parsed(words)
+    arguments.role = lambda a, place, told: seen.append(a.requeue) or 0
+    assert arguments.run(arguments) == 0
+    assert seen == [0]
+    assert "there is no scontrol" in capsys.readouterr().out
+
+
+def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path) -> None:
+    site = SiteSettings(setup=str(tmp_path / "setup.sh"), container="apptainer exec --nv image.sif", interface="ib0")
+    head = plan(site, [], together=False)[0]
+    (export,) = (option for option in head.options if option.startswith("--export="))
+    assert export.endswith(
+        f",RAYLOOP_PYTHON=python,RAYLOOP_SETUP={tmp_path}/setup.sh,"
+        "RAYLOOP_CONTAINER=apptainer exec --nv image.sif,RAYLOOP_INTERFACE=ib0"
+    )
+    with pytest.raises(ValidationError):
+        SiteSettings(container="apptainer exec -B /a,/b image.sif")
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
+def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("loaded=yes; export loaded")
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 0")
+    (tmp_path / "contain").write_text('#!/bin/bash\necho "$loaded $@"')
+    for name in ("srun", "contain"):
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
+        "RAYLOOP_CONTAINER": "contain --nv", "RAYLOOP_PYTHON": "python", "SLURM_JOB_NUM_NODES": "2",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("yes --nv python -m cluster node ")
+
+
+def test_one_allocation_outlives_a_node() -> None:
+    text = (SCRIPTS / "cluster.sbatch").read_text()
+    (options,) = (line for line in text.splitlines() if line.startswith("#SBATCH") and "--requeue" in line)
+    (step,) = (line for line in text.splitlines() if line.startswith("srun "))
+    assert "--no-kill" in options.split()
+    assert "--no-kill" in step.split()
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
