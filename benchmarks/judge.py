@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-seconds", type=float, default=0.5, metavar="S", help="that the model takes for a verdict"
     )
     parser.add_argument("--model-slots", type=int, default=32, metavar="N", help="verdicts that it works on at once")
-    parser.add_argument("--trajectories", type=int, default=512)
+    parser.add_argument("--trajectories", type=int, default=512, help="that are judged")
     parser.add_argument("--distinct", type=int, default=256, help="different answers among them")
     parser.add_argument("--calls", type=int, default=200, help="single calls per round")
     parser.set_defaults(run=_judge)

@@ -31,9 +31,9 @@ EVERY = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="over which processes are weighed")
     parser.set_defaults(run=_memory)
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=15, help="of an episode, with a screenshot each")
     parser.add_argument("--size", type=int, default=1_000_000, help="bytes of a screenshot")
     parser.add_argument("--steps", type=int, default=2, help="that are measured")
-    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--engines", type=int, default=2, help="simulated engines")
     parser.add_argument("--environments", type=int, default=2, help="environment actors")
     parser.add_argument("--seconds", type=float, default=0.2, help="that an engine takes for a turn")
     parser.set_defaults(run=_multi_turn)

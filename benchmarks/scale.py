@@ -33,7 +33,9 @@ WARM = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("cost", "async"))
+    parser.add_argument(
+        "what", choices=("cost", "async"), help="CPU of a trajectory, or asynchronous steps beside others"
+    )
     parser.add_argument("--latencies", type=Path, default=LATENCIES, metavar="FILE", help="JSON list of seconds")
     parser.add_argument("--in-flight", type=int, nargs="*", default=IN_FLIGHT, help="cost: episodes in flight")
     parser.add_argument("--rate", type=float, default=40.0, help="cost: trajectories per second")

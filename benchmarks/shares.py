@@ -24,10 +24,10 @@ from rayloop.run.jsonl import JsonLines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=8, help="of the policy")
     parser.add_argument("--groups", type=int, default=128, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="trajectories of a group")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="that are dealt out")
     parser.add_argument("--prompt", type=int, default=1024, help="mean tokens")
     parser.add_argument("--answer", type=int, default=512, help="mean tokens")
     parser.add_argument(

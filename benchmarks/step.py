@@ -100,7 +100,7 @@ def add_shape(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
     parser.add_argument("--completion", type=int, default=64, help="tokens of every answer")
     parser.add_argument("--steps", type=int, default=7, help="the first one warms up and is left out of the medians")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch in generation and in training")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of both sides")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="that both sides compute in")
 
 

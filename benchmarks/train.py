@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", type=int, default=192, help="sampled tokens")
     parser.add_argument("--rounds", type=int, default=5, help="updates; another one before them warms up")
     parser.add_argument("--threads", type=int, help="as policy.engine.threads; not given: measured")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="that is computed in")
     parser.add_argument("--kernels", choices=("auto", "torch", "onednn"), default="auto", help="as model.kernels")
     parser.add_argument("--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="as policy.engine.gradient_checkpointing")
     parser.add_argument("--profile", type=int, metavar="ROWS", help="print the costliest operations of one more update")
     parser.set_defaults(run=_train)
 

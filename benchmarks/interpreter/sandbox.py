@@ -27,7 +27,7 @@ _DEADLINE = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", choices=list(Level), help="default: the strongest that works here")
-    parser.add_argument("--episodes", type=int, default=50)
+    parser.add_argument("--episodes", type=int, default=50, help="that play at once")
     parser.set_defaults(run=_sandbox)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.cli import main, parsed
+from cluster.cli import COMMANDS, main, parsed, parser
 from cluster.commands.eval import evaluation_folder
 from cluster.shadow import OURS
 from rayloop.config.settings import load
@@ -175,3 +177,35 @@ def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
     )
     wanted = "rayloop: without pydantic and ray: activate the environment (README, Installing)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
+
+
+def options(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[str, argparse.Action]]:
+    """Every argument of a command and of its actions, with the words that lead there."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from options(below, f"{words} {name}")
+        else:
+            yield f"{words} {'/'.join(action.option_strings) or action.dest}", action
+
+
+def of(word: str) -> argparse.ArgumentParser:
+    (commands,) = (a for a in parser([word])._actions if isinstance(a, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = commands.choices[word]
+    return found
+
+
+@pytest.mark.parametrize("word", COMMANDS)
+def test_every_option_says_what_it_is_for(word: str) -> None:
+    assert not [name for name, action in options(of(word), word) if not action.help]
+
+
+@pytest.mark.parametrize("word", COMMANDS)
+def test_no_option_swallows_the_words_that_follow(word: str) -> None:
+    """An option that takes any number of words, in a command that has words of its own, would take those too."""
+    found = dict(options(of(word), word))
+    greedy = {name.rpartition(" ")[0] for name, a in found.items() if a.option_strings and a.nargs in ("*", "+")}
+    own = {name.rpartition(" ")[0] for name, a in found.items() if not a.option_strings}
+    assert not greedy & own - {"bench scale"}, (
+        "give the option action=append"
+    )  # of numbers; what is no number is refused by name
