@@ -6,6 +6,7 @@ Everything here asks Ray, never the driver, so that it answers when the driver h
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import socket
 import subprocess
@@ -58,7 +59,7 @@ class LiveActor:
 @contextmanager
 def joined(place: Place) -> Iterator[list[LiveActor]]:
     """The actors of the run, which is joined for the time of the block. Raises ConfigError when it has none."""
-    ray.init(address=place.address, log_to_driver=False, namespace=place.namespace)
+    ray.init(address=place.address, log_to_driver=False, namespace=place.namespace, logging_level=logging.WARNING)
     try:
         yield _actors(place)
     finally:

@@ -95,7 +95,9 @@ def _state(found: dict[str, Any]) -> str:
 
 
 def _ago(found: dict[str, Any], key: str, what: str) -> str:
-    return "" if found[key] is None else f", {what} {span(found[key])} ago"
+    return (
+        "" if found[key] is None else f", {what} {span(max(0.0, found[key]))} ago"
+    )  # clocks of two machines may differ
 
 
 def _brief(record: dict[str, Any]) -> str:
