@@ -12,7 +12,6 @@ import pytest
 from tests.support.models import digits_model as digits_model
 from tests.support.runs import ROOT, run, settings
 
-
 FROM_ELSEWHERE = """
 import sys
 from cluster.commands.arguments import live_cluster
