@@ -17,7 +17,13 @@ BINDINGS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 
 ALLOWED: dict[str, set[str]] = {
     "actors/base.py": {"_current_frames"},  # of sys; documented, in spite of its name
-    "cluster/roles/session.py": {"ray._private.accelerators", "_get_global_client", "_temp_dir="},
+    "cluster/roles/session.py": {
+        "ray._private.accelerators",
+        "ray._private.state",
+        "ray._private.worker",
+        "_get_global_client",
+        "_temp_dir=",
+    },
     "rayloop/engines/attention.py": {"transformers.integrations.sdpa_attention", "_attn_implementation"},
     "rayloop/engines/generation/vllm.py": {"vllm.v1.engine.async_llm"},
     "rayloop/engines/generation/vllm_chat.py": {"vllm.v1.engine.async_llm"},

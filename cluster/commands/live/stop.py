@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         if holder is None:
             raise ConfigError(f"{path}: nobody runs it. `python -m cluster status {path}` says how it ended")
-        asked.append((folder, holder, time.time()))
+        asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
         _ask(folder, holder)
         print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
     return max([_waited(folder, holder, since, deadline) for folder, holder, since in asked], default=0)
