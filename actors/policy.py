@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.base import Actor
 from actors.lost import fetch
+from rayloop.core.files import Sum, appears
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
@@ -197,10 +199,18 @@ class PolicyRank(Actor):
         """Undo ``perturb``."""
         self.engine.restore_parameters()
 
-    def save(self, folder: str) -> None:
-        """Write this rank's state of the trainer into a folder that all ranks see."""
-        self.engine.save(folder)
+    def shares(self, probe: str, within: float) -> str | None:
+        """Leave a sign in the folder ``probe``, which the driver has made. Returns None; or the machine's name, when it is not seen
+        here ``within`` so many seconds."""
+        if not appears(Path(probe), within):
+            return self.host()
+        (Path(probe) / f"rank-{self.rank}").touch()
+        return None
 
-    def load(self, folder: str) -> None:
-        """Take over what ``save`` wrote."""
-        self.engine.load(folder)
+    def save(self, folder: str) -> Mapping[str, Sum]:
+        """Write this rank's state of the trainer into a folder that all ranks see. Returns name -> sum of its files."""
+        return self.engine.save(folder)
+
+    def load(self, folder: str, sums: Mapping[str, Sum]) -> None:
+        """Take over what ``save`` wrote; ``sums`` is what it returned, of all ranks, as far as that is known. Raises Damaged."""
+        self.engine.load(folder, sums)

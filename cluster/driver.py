@@ -48,7 +48,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.production.ready import without
-from rayloop.run.checkpoint import FAILED_SAVES, NOTHING, Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import FAILED_SAVES, NOTHING, Checkpoint, Origin, complete
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
@@ -82,9 +82,7 @@ class Driver:
         self.timings = Timings()
         self.ledger = Ledger()
         self.publisher = Publisher(config, services, reporter)
-        self.checkpoints = CheckpointStore(
-            origin.folder, config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why))
-        )
+        self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why)))
         self.production = Production(config, self.ledger, training_rows(config, reporter), reporter)
         self.filters = build_filters(config.algorithm.filtering.filters)
         for why in filter(None, (on_training_rows(config), never_evaluated(config), wasteful(config))):
@@ -200,15 +198,9 @@ class Driver:
 
     async def restore(self) -> None:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
-        checkpoint = self.origin.find()
-        if checkpoint is not None:
-            await self.services.policy.load(checkpoint.trainer)
-        try:
-            self.reinstate(checkpoint.state() if checkpoint else self.initial)
-        except (KeyError, TypeError, ValueError) as error:
-            if checkpoint is None:
-                raise
-            raise CheckpointError(f"{checkpoint.folder}: this is no state of a driver: {error!r}") from error
+        checkpoint = await self.origin.restore(self.take, self.reporter.event)
+        if checkpoint is None:
+            self.reinstate(self.initial)
         await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
@@ -219,6 +211,11 @@ class Driver:
         self.version, self.lost = Version(lineage, self.step), False
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
             self.saved = self.version, checkpoint
+
+    async def take(self, checkpoint: Checkpoint) -> None:
+        """Become what was saved."""
+        await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
+        self.reinstate(checkpoint.state())
 
     @timed("update_weights")
     async def publish(self) -> None:
@@ -294,6 +291,7 @@ class Driver:
         """One step of the trainer, on what the ranks hold; each packs its share."""
         report = await self.services.policy.train()
         self.production.ready.settle_trained(groups)
+        self.origin.check()  # before anything of this step is published or told
         self.reporter.trained(self.step + 1, groups)
         return report
 

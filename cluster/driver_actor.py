@@ -19,6 +19,7 @@ from rayloop.core.failures import RayloopError
 from rayloop.core.ledger import Ledger
 from rayloop.run.checkpoint import NOTHING, Origin
 from rayloop.run.config import RunConfig
+from rayloop.run.lock import OPEN, Fence
 from rayloop.run.reporter import Reporter
 from rayloop.view.words import doing
 
@@ -27,14 +28,15 @@ class DriverActor(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; its driver owns all other actors.
 
     ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints;
-    ``resume`` and ``since`` are those of ``Origin``, by default of a start that is made now.
+    ``resume``, ``since`` and ``fence`` are those of ``Origin``, by default of a start that is made now.
     """
 
     def __init__(
-        self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None
-    ) -> None:
+        self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None,
+        fence: Fence = OPEN,
+    ) -> None:  # fmt: skip
         self.config, self.folder, self.hashes = config, folder, hashes
-        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since)
+        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence)
         self.reporter = Reporter(config, Path(folder), open_logger)
         self.driver: Driver | None = None
         self.stopping = False

@@ -14,6 +14,7 @@ from actors.policy import Assignment, LogprobGap, PolicyRank
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.groups import Group, Member
+from rayloop.core.protocols import Sums
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.computing import Computing
@@ -162,13 +163,17 @@ class PolicyGroup:
         """Undo ``perturb``, bit for bit."""
         await self._all(PolicyRank.restore_parameters)
 
-    async def save(self, folder: str) -> None:
-        """Write the trainer's state into a folder that all ranks see."""
-        await self._all(PolicyRank.save, folder)
+    async def shares(self, probe: str, within: float) -> list[str | None]:
+        """Let each rank leave a sign in the folder ``probe``: None, or its machine where that is not seen in so many seconds."""
+        return await self._all(PolicyRank.shares, probe, within)
 
-    async def load(self, folder: str) -> None:
-        """Take over what ``save`` wrote."""
-        await self._all(PolicyRank.load, folder)
+    async def save(self, folder: str) -> Sums:
+        """Write the trainer's state into a folder that all ranks see. Returns name -> sum of all that they have written."""
+        return {name: sum for files in await self._all(PolicyRank.save, folder) for name, sum in files.items()}
+
+    async def load(self, folder: str, sums: Sums) -> None:
+        """Take over what ``save`` wrote; ``sums`` is what it returned, as far as that is known. Raises Damaged."""
+        await self._all(PolicyRank.load, folder, sums)
 
     def stop(self) -> None:
         """End all ranks."""

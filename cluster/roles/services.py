@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -24,6 +25,7 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool, Pooled
+from cluster.roles.shared import check_shared
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
@@ -241,7 +243,11 @@ class TrainingServices(Services):
                 lambda options: create(ReferenceActor, options, c.loaded_model, self._trainer),
             )  # fmt: skip
             self.pools.append(self.reference)
-        return [*super()._starts(), self._up(self.policy.start(), c.policy.ranks)]
+        return [*super()._starts(), self._up(self._start_policy(), c.policy.ranks)]
+
+    async def _start_policy(self) -> None:
+        await self.policy.start()
+        await check_shared(self.policy, Path(self.folder))
 
     def stop(self) -> None:
         if self._group is not None:

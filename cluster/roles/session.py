@@ -18,6 +18,7 @@ import psutil
 import ray
 
 from rayloop.core.failures import ResourcesUnavailable
+from rayloop.launch.kept_logs import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
 
 logger = logging.getLogger(__name__)
@@ -109,10 +110,11 @@ def logs_folder() -> Path:
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy what the actors wrote to stdout and stderr; empty files are left out."""
-    for file in (folder / "session_latest" / "logs").glob("worker-*.*"):
+    """Copy what the actors wrote to stdout and stderr, and what Ray itself did; empty files are left out."""
+    for file in (folder / LOGS).glob("worker-*.*"):
         if file.suffix in (".out", ".err") and file.stat().st_size:
             shutil.copyfile(file, logs / file.name)
+    keep(folder / LOGS, logs / "ray", but="worker-*")
 
 
 def _clean_up(folder: str) -> None:

@@ -26,6 +26,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
+from rayloop.core.files import needed
 from rayloop.core.groups import Member
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
@@ -180,8 +181,11 @@ class Evaluator(Actor):
             return
         if item.cut and self.retries:
             return
-        self.images.keep(images)
-        self.items.append(dataclasses.asdict(item))
+        with needed(self.items.path):
+            self.images.keep(images)
+            self.items.append(dataclasses.asdict(item))
+            if self.items.trouble is not None:
+                raise self.items.trouble
 
     def _hear(self, member: Member) -> None:
         """The first traceback of the reward."""

@@ -34,6 +34,7 @@ from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import check as check_fit
 from rayloop.run.identity import identity
+from rayloop.run.lock import RunLock
 from rayloop.run.place import findable, namespace
 from rayloop.view.pictures import draw_or_tell
 from rayloop.view.progress import Progress
@@ -131,12 +132,12 @@ def _run(
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": here,
         }
-        driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since)
+        driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since, folder.lock.fence)
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until, origin)
+                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder.lock)
         except RayTaskError as error:
             if isinstance(cause(error), RayloopError):
                 raise cause(error) from error
@@ -159,15 +160,17 @@ def _never() -> float:
 
 
 def _follow(
-    driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin
-) -> dict[str, Any]:
+    driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
+    lock: RunLock,
+) -> dict[str, Any]:  # fmt: skip
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
-    Raises GetTimeoutError when the driver does not answer for ``silence`` seconds, NotSaved when the time ``until`` which it
-    must have ended (``time.monotonic``) is over.
+    Raises RunTaken when another process has taken the run, GetTimeoutError when the driver does not answer for ``silence``
+    seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
     """
     running, seen, heard = submit(driver, DriverActor.main), 0, time.monotonic()
     while True:
+        lock.check()
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:

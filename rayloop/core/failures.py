@@ -23,6 +23,10 @@ class RunNameInUse(ConfigError):
     """The run folder belongs to another live run, or holds a run that was not asked to resume."""
 
 
+class RunTaken(RayloopError):
+    """This process held the run, gave no sign of life, and another one has taken it: it must write nothing more."""
+
+
 class ResourcesUnavailable(RayloopError):
     """The cluster cannot place the actors that the configuration asks for."""
 
@@ -71,6 +75,10 @@ class OverLongPrompt(RayloopError):
 
 class InfrastructureFailure(RayloopError):
     """Something outside the policy and the data broke; the work is retried elsewhere within a budget."""
+
+
+class StorageFailed(InfrastructureFailure):
+    """A file that the run cannot do without could not be written or read: its storage is full, read-only or away."""
 
 
 class WorkerLost(InfrastructureFailure):
@@ -173,3 +181,14 @@ class LedgerError(RayloopError):
 
 class Diverged(RayloopError):
     """The gradient or the loss is not finite and skipping updates did not help."""
+
+
+class Damaged(CheckpointError):
+    """A ``file`` of a checkpoint is not there, or does not hold what was written into it."""
+
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(file, why)
+        self.file, self.why = file, why
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.why}"

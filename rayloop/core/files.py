@@ -1,17 +1,59 @@
-"""Files that are there whole or not at all, and files that nobody else may have made, changed or read: keys, tokens, addresses."""
+"""Files that are there whole or not at all, files that hold what was written into them, and files that nobody else may have made,
+changed or read: keys, tokens, addresses."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from rayloop.core.failures import ConfigError
+from isal import isal_zlib  # zlib's CRC-32, several times faster
+
+from rayloop.core.failures import ConfigError, Damaged, StorageFailed
 
 ROOT = 0
+PIECE = 2**22
+"""Bytes that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Of a file's bytes: how many they are (``size``), and their CRC-32."""
+
+    size: int = 0
+    crc32: int = 0
+
+    def then(self, data: bytes | memoryview) -> Sum:
+        """With ``data`` after them."""
+        return Sum(self.size + memoryview(data).nbytes, isal_zlib.crc32(data, self.crc32))
+
+
+def summed(file: IO[bytes]) -> Sum:
+    """Of what is left to read in ``file``. Raises OSError."""
+    total = Sum()
+    while piece := file.read(PIECE):
+        total = total.then(piece)
+    return total
+
+
+def check_sum(name: str, file: IO[bytes], expected: Sum) -> None:
+    """Read all of ``file`` and return to its beginning. Raises Damaged, with its ``name``, unless it holds what was written."""
+    found = summed(file)
+    if found != expected:
+        raise Damaged(
+            name,
+            f"{found.size:,} bytes with the CRC-32 {found.crc32:08x} are there, "
+            f"{expected.size:,} with {expected.crc32:08x} were written",
+        )
+    file.seek(0)
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
@@ -33,6 +75,30 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def needed(path: Path) -> Iterator[None]:
+    """For what a run cannot begin or go on without: raises StorageFailed, with the room that is left, instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        with suppress(OSError):
+            error.add_note(f", with {shutil.disk_usage(path.parent).free:,} bytes free")
+        raise StorageFailed(
+            f"{error.filename or path} cannot be used: {error.strerror or error}{''.join(getattr(error, '__notes__', ()))}. Make "
+            "room or repair the storage, and start again: the run goes on from its newest checkpoint"
+        ) from error
+
+
+def appears(path: Path, within: float) -> bool:
+    """Whether the file is there, or comes within so many seconds: a network file system may keep what it knew of a folder."""
+    deadline = time.monotonic() + within
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def sync(path: Path) -> None:

@@ -108,6 +108,28 @@ class CheckpointFailed(Event, by="cluster/driver.py"):
     why: str
 
 
+class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
+    """A checkpoint cannot be restored: a file is not as it was written, or cannot be read. The run continues from an older one, and
+    the folder is called `NAME.damaged` from now on. To do: look at the storage (`why`); remove the folder, or rename it back when
+    the storage is well again."""
+
+    checkpoint: str
+    """The folder's name before."""
+    file: str
+    """Which file of it; empty when that is not known."""
+    why: str
+
+
+class NotWritten(Event, by="rayloop/run/reporter.py"):
+    """The storage refuses a file of the run folder: it is full, read-only or away. The run goes on. Records (`events.jsonl`,
+    `metrics.jsonl`, `quarantine.jsonl`) are held and written when there is room again, the newest 10,000 of each; samples of a step
+    are left out. Told once, and again only after it was well. To do: make room, or mount it again."""
+
+    file: str
+    """Which file."""
+    why: str
+
+
 class EpisodeFailed(Event, by="cluster/loop/episode_runner.py"):
     """An episode failed through no fault of the policy: it is played again, or was given up. To do: read `why` if it comes again
     and again: `excluded` tells how much."""

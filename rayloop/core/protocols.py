@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from rayloop.core.files import Sum
 from rayloop.core.groups import Outcome
 from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
+
+Sums: TypeAlias = Mapping[str, Sum]
+"""Of files that a rank wrote, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,5 +249,5 @@ class TrainingEngine(Protocol):
     def parameter_groups(self) -> list[str]: ...
     def perturb(self, group: str) -> None: ...
     def restore_parameters(self) -> None: ...
-    def save(self, folder: str) -> None: ...
-    def load(self, folder: str) -> None: ...
+    def save(self, folder: str) -> Sums: ...
+    def load(self, folder: str, sums: Sums = ...) -> None: ...

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from rayloop.doctor.finding import Finding, size
+from rayloop.doctor.finding import Finding, Level, size
 from rayloop.engines.cores import CGROUP, quota
+from rayloop.launch.limits import MemoryLimit, memory_limit
 
 SOCKET_LIMIT = 107
 """Bytes in the path of a Unix socket, on Linux."""
@@ -19,6 +23,8 @@ SOCKET = "rayloop-12345678/ray-12345678/session_2026-01-01_00-00-00_000000_12345
 """The longest path that Ray makes below our temporary folder (rayloop/launch/ray_variables.py, cluster/roles/session.py)."""
 RAY_RESERVE = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
+PROBE, SLOW = 2**14, 3.0
+"""Bytes that are written to see whether they can be, and seconds after which that is slow."""
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits")
 
 
@@ -36,11 +42,18 @@ def shared_memory(folder: Path, store: int) -> list[Finding]:
 
 
 def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
-    """Room for checkpoints of ``needed`` bytes each, of which ``kept`` exist at once while one is written: error.
+    """Whether the folder can be written, and room for checkpoints of ``needed`` bytes each, of which ``kept`` exist at once while
+    one is written: error; storage that takes seconds for a little: warning.
 
     ``output``: the run's folder; what its checkpoints take already counts as free. ``needed`` None: not known.
     """
     there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    try:
+        seconds = _written(there)
+    except OSError as error:
+        remedy = "set output=FOLDER on a disk that can be written, or repair this one (mount -o remount,rw; quota -s)"
+        level: Level = "warning" if output == Path() else "error"  # without a configuration nobody has named the folder
+        return [Finding(level, f"{there} cannot be written: {error.strerror}", remedy)]
     usage = shutil.disk_usage(there)
     found = f"{there} has {size(usage.free)} free of {size(usage.total)}"
     if needed is None:
@@ -54,17 +67,30 @@ def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
     if usage.free + present < kept * needed:
         remedy = f"free {size(kept * needed - present - usage.free)}, set output=FOLDER on another disk, or lower checkpoint.keep"
         return [Finding("error", found, remedy)]
+    if seconds > SLOW:
+        slow = f"{found}; {size(PROBE)} took {seconds:.1f} s to be written"
+        return [Finding("warning", slow, "checkpoints would hold up the run: set output=FOLDER on faster storage")]
     return [Finding("ok", found)]
 
 
-def memory(needed: int, group: Path = CGROUP) -> list[Finding]:
-    """Memory for ``needed`` bytes of tensors (error) and for Ray (warning), in the machine and in the control group."""
+def _written(folder: Path) -> float:
+    """Seconds until ``PROBE`` bytes are on the disk of this folder, in a file without a name. Raises OSError."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(PROBE))
+        os.fsync(file.fileno())
+    return time.monotonic() - began
+
+
+def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit) -> list[Finding]:
+    """Memory for ``needed`` bytes of tensors (error) and for Ray (warning), in the machine and below the limits of its control
+    groups and the Slurm job."""
+    limit = limited()
     available = psutil.virtual_memory().available
     found = f"{size(available)} available of {size(psutil.virtual_memory().total)}"
-    limit = group / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        available = min(available, int(most) - int((group / "memory.current").read_text()))
-        found += f", limited by the control group to {size(int(most))}: {size(available)} left"
+    if limit is not None and limit.most < psutil.virtual_memory().total:
+        available = min(available, limit.most - (limit.used or 0))
+        found += f", limited to {size(limit.most)} by {limit.by}: {size(available)} left"
     if needed:
         found += f"; weights, gradients and optimizer take at least {size(needed)}"
     if available < needed:

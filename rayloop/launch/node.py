@@ -29,6 +29,8 @@ import psutil
 from rayloop.core.failures import ConfigError, InfrastructureFailure, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
+from rayloop.launch.kept_logs import kept_logs
+from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.ports import Ports, block, port_range
 from rayloop.launch.ray_variables import node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Head, Rendezvous, accepts
@@ -127,7 +129,7 @@ def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
         settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0) | _network(a.interface)
         command = ["--head", f"--dashboard-host={address}", "--include-dashboard=true"]
         command += _offers(a, cpus=0, gpus=0)
-        with ray_node(command, address, ports, folder, settings) as ray:
+        with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
             if not _started(ray, folder, [me.address, me.dashboard.removeprefix("http://")], told):
                 return Preempted.exit_code if a.program else 0
             place.publish(me)
@@ -183,7 +185,7 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSign
     )
     with block(*port_range(a.ports), SERVICES) as ports, temporary_folder(a.temp_dir) as folder:
         command = [f"--address={joined.address}", *_offers(a, cpus=slurm_job.cpus(), gpus=slurm_job.gpus())]
-        with ray_node(command, address, ports, folder, settings) as ray:
+        with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
             print(f"node: joining {joined.address} as {address}", flush=True)
             if not _started(ray, folder, [f"{address}:{ports['node-manager-port']}"], told, gone):
                 return (End.TOLD, Preempted.exit_code if a.program else 0) if told.first else (End.GONE, 0)
@@ -248,7 +250,7 @@ def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[s
         "--num-cpus": cpus if a.num_cpus is None else a.num_cpus,
         "--num-gpus": gpus if a.num_gpus is None else a.num_gpus,
     }
-    amounts["--object-store-memory"] = a.object_store_memory
+    amounts |= ray_memory(a.object_store_memory, memory_limit())
     resources = {}
     for item in a.resource:
         name, _, amount = item.partition("=")

@@ -4,7 +4,7 @@
         trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
         driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
         driver.safetensors              and its arrays and bytes (rayloop/run/plain_files.py)
-        COMPLETE                        JSON: step, lineage, the size of every file, and what it says of its run
+        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and what it says of its run
                                         (rayloop/run/identity.py); written last, then the folder is renamed
     checkpoints/latest                  name of the checkpoint written last
     checkpoints/best                    link to the checkpoint of the best held-out reward (``checkpoint.keep_best``)
@@ -12,6 +12,10 @@
 
 A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
 never read. A later lineage is newer whatever its steps: it began where an earlier one was given up.
+
+The sums of the trainer's files are those of the ranks, taken on the way to the disk. Who restores compares what it reads; a
+checkpoint in which a file is not as it was written is called ``*.damaged`` once an older one took its place. Sizes alone are
+compared in checkpoints from before there were sums.
 """
 
 from __future__ import annotations
@@ -20,22 +24,32 @@ import asyncio
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rayloop.core.failures import CheckpointError, ConfigError, NotSaved, Preempted, RayloopError
-from rayloop.core.files import sync, write_whole
+from rayloop.core import incidents
+from rayloop.core.events import Tell
+from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
+from rayloop.core.files import Sum, check_sum, needed, summed, sync, write_whole
+from rayloop.run.lock import OPEN, Fence
 from rayloop.run.plain_files import read, write
 
 MARKER, TRAINER, BEST = "COMPLETE", "trainer", "best"
 STRUCTURE, TENSORS = "driver.json", "driver.safetensors"
+ASIDE, DAMAGED = ".tmp", ".damaged"
+"""How the names of folders end that are not read."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
 """In a row that a run goes on without: a disk that is full for a while costs checkpoints, one that stays full everything since."""
+SEEN = 60.0
+"""Seconds after which what a rank wrote must be seen here: a network file system may have kept what it knew of the folder."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +64,62 @@ class Checkpoint:
     def trainer(self) -> str:
         return str(self.folder / TRAINER)
 
+    @property
+    def sums(self) -> dict[str, Sum]:
+        """Of the trainer's files, by name; empty for a checkpoint from before there were any."""
+        return {name.removeprefix(f"{TRAINER}/"): sum for name, sum in _sums(self.about).items()}
+
     def state(self) -> Any:
-        """The driver's. Raises CheckpointError when it cannot be read."""
+        """The driver's. Raises Damaged, and CheckpointError when it cannot be read."""
+        sums = _sums(self.about)
+        for name in sums.keys() & {STRUCTURE, TENSORS}:
+            try:
+                with (self.folder / name).open("rb") as file:
+                    check_sum(name, file, sums[name])
+            except OSError as error:
+                raise Damaged(name, f"it cannot be read: {error}") from error
         return read(self.folder / STRUCTURE, self.folder / TENSORS)
+
+
+def _sums(marker: Mapping[str, Any]) -> dict[str, Sum]:
+    """Of all files that the marker lists, by path."""
+    return {name: Sum(marker["files"][name], int(crc, 16)) for name, crc in marker.get("crc32", {}).items()}
 
 
 def complete(folder: Path) -> Checkpoint | None:
     """The checkpoint in ``folder``, or None unless its marker and every file that the marker lists are there in full."""
+    with suppress(Damaged):
+        return opened(folder)
+    return None
+
+
+def opened(folder: Path) -> Checkpoint:
+    """The checkpoint in ``folder``. Raises Damaged, with the file, unless its marker is whole and all others have their sizes."""
     try:
         marker = json.loads((folder / MARKER).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in marker["files"].items())
-        return Checkpoint(folder, marker["step"], marker["lineage"], marker) if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        if marker.pop("own_crc32", None) not in (None, _own(marker)):
+            raise Damaged(MARKER, "its text is not the one that was written")
+        found = Checkpoint(folder, marker["step"], marker["lineage"], marker)
+        for name, size in marker["files"].items():
+            if (there := _size_of(folder / name)) != size:
+                raise Damaged(
+                    name,
+                    f"{'it is not there' if there is None else f'{there:,} bytes are there'}, {size:,} were written",
+                )
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(MARKER, f"it cannot be read: {error!r}") from error
+
+
+def _own(marker: Mapping[str, Any]) -> str:
+    """The CRC-32 of what a marker says."""
+    return f"{Sum().then(json.dumps(marker, sort_keys=True).encode()).crc32:08x}"
+
+
+def _size_of(file: Path) -> int | None:
+    with suppress(OSError):
+        return file.stat().st_size
+    return None
 
 
 @dataclass(frozen=True)
@@ -70,23 +127,67 @@ class Origin:
     """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced.
 
     ``folder`` is that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun
-    before this start: what a later one has saved goes before what is named.
+    before this start: what a later one has saved goes before what is named. ``fence`` tells whether the run still is this start's.
     """
 
     folder: Path
     resume: str
     since: int
+    fence: Fence = OPEN
 
     @classmethod
-    def of(cls, folder: Path, resume: str, since: int | None = None) -> Origin:
+    def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Origin:
         """Of a start that is made now, unless ``since`` says otherwise."""
-        return cls(folder, resume, CheckpointStore(folder, keep=1).lineages() if since is None else since)
+        return cls(folder, resume, CheckpointStore(folder, keep=1).lineages() if since is None else since, fence)
+
+    def store(self, keep: int, warn: Callable[[str], None]) -> CheckpointStore:
+        """Where this start saves."""
+        return CheckpointStore(self.folder, keep, warn, self.fence)
+
+    def check(self) -> None:
+        """Raises RunTaken when another process has taken the run; nothing when that cannot be told now."""
+        with suppress(OSError):
+            self.fence.check()
 
     def find(self) -> Checkpoint | None:
         """Raises ConfigError when a named folder holds no complete checkpoint."""
+        return next(iter(self.candidates()), None)
+
+    def candidates(self) -> list[Checkpoint]:
+        """What to continue from, and what when that is damaged, one after the other. Raises ConfigError as ``find``."""
         store = CheckpointStore(self.folder, keep=1)
-        newest = store.find("auto")
-        return newest if newest is not None and newest.lineage > self.since else store.find(self.resume)
+        found = store.newest_first()
+        if self.resume == "auto":
+            return found
+        ours = [checkpoint for checkpoint in found if checkpoint.lineage > self.since]
+        with suppress(*([ConfigError] if ours else [])):
+            ours += filter(None, [store.find(self.resume)])
+        return ours
+
+    async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], tell: Tell) -> Checkpoint | None:
+        """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one.
+
+        What is damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises
+        CheckpointError, with everything as it was, when none of them can be read.
+        """
+        failed = CheckpointStore(self.folder, keep=1).damaged()
+        for checkpoint in self.candidates():
+            try:
+                await take(checkpoint)
+            except CheckpointError as error:
+                failed.append((checkpoint.folder, getattr(error, "cause", error)))  # without Ray's wrapping
+                continue
+            except (KeyError, TypeError, ValueError) as error:
+                failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
+                continue
+            for bad, why in failed:
+                tell(incidents.CheckpointDamaged(bad.name, why.file if isinstance(why, Damaged) else "", why=str(why)))
+                with suppress(OSError):
+                    os.replace(bad, _free(bad.with_name(bad.name + DAMAGED)))
+            return checkpoint
+        if failed:
+            raise CheckpointError(_none_left(failed)) from failed[0][1]
+        return None
 
     def again(self) -> str:
         """How to continue, and from what, in words: the same command would begin where it did when that was named."""
@@ -116,10 +217,13 @@ class Origin:
 
 
 class CheckpointStore:
-    """``warn`` is told what failed when a checkpoint was already complete; the next save tries again."""
+    """``warn`` is told what failed when a checkpoint was already complete; the next save tries again. ``fence`` is asked before
+    anything is written or removed."""
 
-    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None) -> None:
-        self.folder, self.keep, self._warn = folder, keep, warn
+    def __init__(
+        self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN
+    ) -> None:
+        self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
         self.lineage = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -131,7 +235,8 @@ class CheckpointStore:
     def next_lineage(self) -> int:
         """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
         self.lineage = self.lineages() + 1
-        write_whole(self.folder / "lineage", str(self.lineage).encode())
+        with needed(self.folder / "lineage"):
+            write_whole(self.folder / "lineage", str(self.lineage).encode())
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
@@ -150,9 +255,22 @@ class CheckpointStore:
             return found
         return next(iter(self.newest_first()), None)
 
+    def _folders(self) -> list[Path]:
+        return [path for path in sorted(self.folder.glob("step_*")) if path.suffix not in (ASIDE, DAMAGED)]
+
+    def damaged(self) -> list[tuple[Path, CheckpointError]]:
+        """The folders that were complete once, since they are called so, and are not any more: which, and why."""
+        found: list[tuple[Path, CheckpointError]] = []
+        for folder in self._folders():
+            try:
+                opened(folder)
+            except Damaged as why:
+                found.append((folder, why))
+        return found
+
     def newest_first(self) -> list[Checkpoint]:
         """The complete checkpoints: by lineage, then step, then time."""
-        found = [complete(path) for path in self.folder.glob("step_*") if path.suffix != ".tmp"]
+        found = [complete(path) for path in self._folders()]
         return sorted(
             (c for c in found if c is not None),
             key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
@@ -160,26 +278,23 @@ class CheckpointStore:
         )
 
     async def save(
-        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[None]],
+        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Sum] | None]],
         about: Mapping[str, Any] = NOTHING, *, best: bool = False,
     ) -> Checkpoint:  # fmt: skip
         """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
 
-        Raises CheckpointError, with the bytes at stake, unless it is complete; nothing half-done stays.
+        ``save_trainer`` writes into the folder that it is given, and returns the sum of each file by name; None: of what is there.
+        Raises CheckpointError, with the bytes at stake, unless it is complete, and RunTaken; nothing half-done stays.
         """
-        name = f"step_{step:06d}"
-        final = next(
-            path for path in (self.folder / f"{name}{'-' * (n > 0)}{n or ''}" for n in count()) if not path.exists()
-        )
-        aside = self.folder / f"{name}.tmp"
+        final = _free(self.folder / f"step_{step:06d}")
+        aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
-            await asyncio.to_thread(self._clear_aside)
+            await asyncio.to_thread(self._begin)
             (aside / TRAINER).mkdir(parents=True)
-            await save_trainer(str(aside / TRAINER))
-            await asyncio.to_thread(self._commit, aside, final, step, state, about)
+            written = await save_trainer(str(aside / TRAINER)) or {}
+            await asyncio.to_thread(self._commit, aside, final, step, state, about, written)
         except (OSError, CheckpointError) as error:
-            written = sum(f.stat().st_size for f in aside.rglob("*") if f.is_file()) if aside.exists() else 0
-            raise CheckpointError(self._explain(step, error, written)) from error
+            raise CheckpointError(self._explain(step, error, _size(aside))) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
         for why in await asyncio.to_thread(self._tidy, final, best):
@@ -194,22 +309,31 @@ class CheckpointStore:
             f"({written:,} were written), {free:,} are free; the previous checkpoint is intact"
         )
 
-    def _clear_aside(self) -> None:
-        for path in self.folder.glob("*.tmp"):
+    def _begin(self) -> None:
+        self._fence.check()
+        for path in self.folder.glob(f"*{ASIDE}"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _commit(self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any]) -> None:
+    def _commit(
+        self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any], written: Mapping[str, Sum]
+    ) -> None:
+        _until_seen(aside / TRAINER, written)
         write(aside / STRUCTURE, aside / TENSORS, state)
-        files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
-        for file in files:
-            sync(file)
+        sums = {f"{TRAINER}/{name}": sum for name, sum in written.items()}
+        for path in sorted(path for path in aside.rglob("*") if path.is_file()):
+            sync(path)
+            if (name := str(path.relative_to(aside))) not in sums:
+                with path.open("rb") as file:
+                    sums[name] = summed(file)
         marker = {
             **about,
             "step": step,
             "lineage": self.lineage,
-            "files": {str(f.relative_to(aside)): f.stat().st_size for f in files},
+            "files": {name: sum.size for name, sum in sums.items()},
+            "crc32": {name: f"{sum.crc32:08x}" for name, sum in sums.items()},
         }
-        write_whole(aside / MARKER, json.dumps(marker, indent=1).encode())
+        write_whole(aside / MARKER, json.dumps({**marker, "own_crc32": _own(marker)}, indent=1).encode())
+        self._fence.check()
         os.replace(aside, final)
 
     def _tidy(self, final: Path, best: bool) -> list[str]:
@@ -239,10 +363,37 @@ class CheckpointStore:
         for old in self.newest_first()[self.keep :]:
             if old.folder.resolve() == best:
                 continue
-            condemned = old.folder.with_name(old.folder.name + ".tmp")
+            condemned = old.folder.with_name(old.folder.name + ASIDE)
             os.replace(old.folder, condemned)
             shutil.rmtree(condemned)
 
 
 def _size(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _free(path: Path) -> Path:
+    """``path``, or the first of path-1, path-2, ... that is not there."""
+    named = (path.with_name(f"{path.name}{'-' * (n > 0)}{n or ''}") for n in count())
+    return next(one for one in named if not one.exists())
+
+
+def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
+    (newest, why), *others = failed
+    rest = f", nor can {len(others)} more" if others else "; there is no other one to take its place"
+    return (
+        f"{newest} cannot be restored: {why}{rest}. Nothing was changed: repair the storage and start again, name another "
+        "checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
+    )
+
+
+def _until_seen(trainer: Path, written: Mapping[str, Sum]) -> None:
+    """Return when all that the ranks have ``written`` is seen here. Raises CheckpointError after ``SEEN`` seconds."""
+    deadline = time.monotonic() + SEEN
+    while missing := [name for name, sum in written.items() if _size_of(trainer / name) != sum.size]:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on {socket.gethostname()} after "
+                f"{SEEN:g} s. output must be a folder that all nodes share"
+            )
+        time.sleep(0.1)

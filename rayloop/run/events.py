@@ -48,11 +48,16 @@ class EventLog:
         self._lines = JsonLines(path)
 
     def append(self, event: Event, step: int | None = None) -> dict[str, Any]:
-        """Write the event; returns its record, without schema version and time. Raises OSError when the disk refuses."""
+        """Write the event, or hold it while the storage refuses; returns its record, without schema version and time."""
         fields = event.record()
         record = {"event": fields.pop("event"), **({} if step is None else {"step": step}), **fields}
         self._lines.append(record)
         return record
+
+    @property
+    def trouble(self) -> OSError | None:
+        """Why the last event is not on the disk; None when it is."""
+        return self._lines.trouble
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self._lines)

@@ -55,7 +55,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
             rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
         )  # fmt: skip
-        engine.load(checkpoint.trainer)
+        engine.load(checkpoint.trainer, checkpoint.sums)
         save_model(config.model.path, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype)
         engine.close()
 

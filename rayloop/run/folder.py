@@ -9,13 +9,13 @@ import dataclasses
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.files import write_whole
+from rayloop.core.files import needed, write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.run.events import EventLog
@@ -52,22 +52,25 @@ class RunFolder:
         """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder.
 
         Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when
-        it cannot be made.
+        it cannot be made; StorageFailed when it cannot be written.
         """
         make_folder(self.path, "output=FOLDER")
         try:
-            self.lock.acquire()
+            with needed(self.lock.path):
+                self.lock.acquire()
             if resume == "never" and self.used:
                 raise RunNameInUse(
                     f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "
                     "with checkpoint.resume=auto; to start afresh, choose another name=... or remove the folder."
                 )
-            for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
-                folder.mkdir(exist_ok=True)
+            with needed(self.path):
+                for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
+                    folder.mkdir(exist_ok=True)
             yield self
         finally:  # a signal may have ended acquire itself
             self.close()
-            self.lock.release()
+            with suppress(OSError):  # then it is taken over, as that of a process that was killed
+                self.lock.release()
 
     @property
     def used(self) -> bool:
@@ -80,9 +83,10 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Keep the expanded configuration; the one of an earlier attempt stays beside it when it differs."""
-        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
-            self.config.rename(_aside(self.config))
-        self.config.write_text(text, encoding="utf-8")
+        with needed(self.config):
+            if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+                self.config.rename(_aside(self.config))
+            self.config.write_text(text, encoding="utf-8")
 
     def write_replay(self, step: int, stats: Mapping[str, Any]) -> None:
         """What the replay buffer held at ``step``, in place of what was known of it before."""
@@ -94,9 +98,10 @@ class RunFolder:
 
         Metrics go to ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved.
         """
-        moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
-        self.rollouts.set_aside_after(step)
-        self.evaluations.set_aside_after(step)
+        with needed(self.path):
+            moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
+            self.rollouts.set_aside_after(step)
+            self.evaluations.set_aside_after(step)
         return moved
 
     def close(self) -> None:

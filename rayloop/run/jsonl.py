@@ -5,38 +5,68 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from rayloop.core.files import write_whole
 
 SCHEMA_VERSION = 1
+HELD = 10_000
+"""Records that are held in memory while the storage refuses them; of more, the newest."""
 
 
 class JsonLines:
     """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it.
 
-    The file is opened at the first ``append``; a line that a killed process left unfinished is removed then.
+    The file is opened at the first ``append``; a line that a killed process left unfinished is removed then. Storage that is full,
+    read-only or away costs nothing but time: what it refuses is written with the next record that it takes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self.trouble: OSError | None = None
+        """Why the last record is not on the disk; None when it is."""
+        self._held: deque[bytes] = deque(maxlen=HELD)
+        self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. Raises OSError when the disk refuses, TypeError for a value that JSON cannot hold."""
-        if self._file is None:
-            _drop_torn_line(self.path)
-            self._file = self.path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n")
+        """Write one line, after those that are held. Raises TypeError for a value that JSON cannot hold, and never OSError."""
+        line = encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n"
+        self._held.append(line.encode())
+        self._write_held()
+
+    def _write_held(self) -> None:
+        try:
+            if self._file is None:
+                _drop_torn_line(self.path)
+                self._file = self.path.open("ab", buffering=0)
+            while self._held:
+                written = self._file.write(self._held[0])
+                if written < len(self._held[0]):  # the disk became full within the line
+                    self._file.write(self._held[0][written:])
+                self._held.popleft()
+            self.trouble = None
+        except OSError as error:
+            self.trouble = error
+            self._shut()  # a line that was cut is removed when it is opened again
+
+    def _shut(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file; what is held is tried once more. A later append opens it again."""
+        if self._held:
+            self._write_held()
+        self._shut()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records, in order. An unfinished last line is left out; a missing file has no records."""

@@ -1,14 +1,22 @@
 """The lock of a run folder: one live process per run name, recovered by itself when that process is gone.
 
 ``run.lock`` names its holder; an empty file means nobody. It is judged and rewritten under ``flock``, so two processes
-that start at the same moment cannot both win. A holder on this host is looked up exactly (pid, start time and boot id);
+that start at the same moment cannot both win; where the file system knows no flock (Lustre mounted without it, some FUSE), under a
+file that only one can create. A holder on this host is looked up exactly (pid, start time and boot id);
 one on another host counts as gone when its heartbeat (the file's modification time) has stopped.
+
+A holder that was suspended (SIGSTOP, a paused machine, a partition) may wake up after it was taken for gone. ``run.fence``
+therefore counts the holders: whoever writes for one of them compares the number first (``Fence``), and ends when it is another's.
 """
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -20,12 +28,21 @@ from typing import IO
 
 import psutil
 
-from rayloop.core.failures import RunNameInUse
+from rayloop.core.failures import ConfigError, RunNameInUse, RunTaken
+from rayloop.core.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0
 """Seconds between two signs of life."""
 SILENCE = 120.0
 """Seconds without a sign of life after which a holder on another host counts as gone."""
+JUDGING = 30.0
+"""Seconds that others may take to judge and rewrite the file; one that was created instead of a flock is left over after them."""
+POLL, AGAIN = 0.1, 1.0
+"""Seconds between two tries to judge the file, and between two looks at a holder on another host."""
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What flock says where it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +74,79 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What keeps a holder that was replaced from writing: the number that it was given, against that of the newest."""
+
+    path: Path
+    number: int
+
+    def check(self) -> None:
+        """Raises RunTaken when another process has taken the run since; OSError when that cannot be told."""
+        if self.number and (newest := _newest(self.path)) != self.number:
+            raise RunTaken(
+                f"{self.path.parent} was taken over by another process (start {newest}, this one is {self.number}), while this one "
+                "gave no sign of life. Nothing was written since; the other one goes on from the newest checkpoint"
+            )
+
+
+OPEN = Fence(Path(), 0)
+"""Of a folder that nobody else can take."""
+
+
 class RunLock:
     """Held from ``acquire`` to ``release``, with a heartbeat in between."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.fence = Fence(path.absolute().with_suffix(".fence"), 0)
+        """Of the holder, from ``acquire`` on; the driver, whose working directory is another, has it too."""
+        self.taken = threading.Event()
+        """Set when the heartbeat has found another holder; this one must end."""
         self._stopped = threading.Event()
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> Holder | None:
         """Take the lock; its parent folder exists. Returns the dead holder it was recovered from, if any.
 
-        Raises RunNameInUse while another process holds it.
+        Waits while it cannot be told whether a holder on another host lives, for ``SILENCE`` seconds at most. Raises RunNameInUse
+        while another process holds it, ConfigError when the file system does not answer.
         """
-        me = Holder.this_process()
-        with self.path.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            silence = _now(self.path.parent) - os.fstat(file.fileno()).st_mtime
-            former = _read(file)
-            if former is not None and former != me and not former.gone(silence):
+        me, seen = Holder.this_process(), 0.0
+        while True:
+            with _alone(self.path) as file:
+                beat = os.fstat(file.fileno()).st_mtime
+                former = _read(file)
+                if former is None or former == me or former.gone(_now(self.path.parent) - beat):
+                    fence = Fence(self.fence.path, _newest(self.fence.path) + 1)
+                    write_whole(fence.path, str(fence.number).encode())
+                    self.fence = fence
+                    _write(file, json.dumps(asdict(me)))
+                    break
+            if former.host == me.host or seen not in (0.0, beat):
                 raise RunNameInUse(
                     f"{self.path.parent} belongs to a live run ({former}). Choose another name, or end that run first."
-                    + ("" if former.host == me.host else f" If it is gone, wait {SILENCE:.0f} s and start again.")
                 )
-            _write(file, json.dumps(asdict(me)))
+            if not seen:
+                logger.warning("%s: waiting, %g s at most, for a sign of life of %s", self.path, SILENCE, former)
+            seen = beat
+            time.sleep(AGAIN)
         self._stopped.clear()
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._heart.start()
         return former
+
+    def check(self) -> None:
+        """Raises RunTaken when the heartbeat has found another holder."""
+        if self.taken.is_set():
+            self.fence.check()
 
     def release(self) -> None:
         """Leave the lock empty, if this process holds it; also when ``acquire`` was interrupted."""
         self._stopped.set()
         if self._heart is not None and self._heart.is_alive():
             self._heart.join()
-        with self.path.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with _alone(self.path) as file:
             if _read(file) == Holder.this_process():
                 _write(file, "")
 
@@ -115,8 +169,70 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT):
-            with suppress(OSError):  # a file server that restarts: the next beat may come through
+            try:
+                self.fence.check()
                 os.utime(self.path)
+            except OSError:  # a file server that restarts: the next beat may come through
+                continue
+            except RunTaken:
+                self.taken.set()
+                return
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
+    """The file, while nobody else has it. Raises ConfigError after twice ``JUDGING`` seconds."""
+    deadline = time.monotonic() + 2 * JUDGING
+    with path.open("a+") as file:
+        instead: Path | None = None
+        while True:
+            try:
+                if instead is None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                else:
+                    os.close(os.open(instead, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                break
+            except (BlockingIOError, FileExistsError):
+                if instead is not None:
+                    _remove_left_over(instead)
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"{path} is held by a process that judges it, for more than {2 * JUDGING:g} s: the file system or a host "
+                        f"hangs. Look at who has it open{'' if instead is None else f', or remove {instead}'}"
+                    ) from None
+                time.sleep(POLL)
+            except OSError as error:
+                if error.errno not in NO_FLOCK or instead is not None:
+                    raise
+                instead = path.with_suffix(".judging")
+        try:
+            yield file
+        finally:
+            if instead is not None:
+                instead.unlink(missing_ok=True)
+
+
+def _remove_left_over(instead: Path) -> None:
+    """Of a process that died while it judged."""
+    mine = instead.with_name(f"{instead.name}.{socket.gethostname()}-{os.getpid()}")
+
+    def old(file: Path) -> bool:
+        return _now(file.parent) - file.stat().st_mtime > JUDGING
+
+    with suppress(OSError):
+        if old(instead):
+            os.rename(instead, mine)
+            if not old(mine):  # another one was quicker, and this is its own
+                os.link(mine, instead)
+            mine.unlink()
+
+
+def _newest(path: Path) -> int:
+    """The number of holders so far. Raises OSError."""
+    try:
+        return int(path.read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 def _read(file: IO[str]) -> Holder | None:

@@ -65,6 +65,7 @@ class Reporter:
         """The steps of the evaluations since then; saved with the run too. A resume repeats one, which counts once."""
         self._lengths = LengthRatio()
         self._step = 0
+        self._unwritten: set[str] = set()
         shown = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
@@ -76,10 +77,29 @@ class Reporter:
         """Something that happened once, after ``step`` (default: the last one on record)."""
         record = self.folder.events.append(event, self._step if step is None else step)
         self.updates.append(("event", record))
+        self._watch("events.jsonl", self.folder.events.trouble)
+
+    def _watch(self, file: str, trouble: OSError | None) -> None:
+        """Tell that a file cannot be written, once until it can."""
+        if trouble is None:
+            self._unwritten.discard(file)
+        elif file not in self._unwritten:
+            self._unwritten.add(file)
+            self.event(incidents.NotWritten(file, why=str(trouble)))
+
+    def _write(self, file: str, write: Callable[[], None]) -> None:
+        """Do without a file that the storage refuses."""
+        try:
+            write()
+        except OSError as error:
+            self._watch(file, error)
+        else:
+            self._watch(file, None)
 
     def bad_row(self, failure: DataFailure) -> None:
         told = incidents.Quarantined(failure.path, failure.reason).record()
         self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
+        self._watch("quarantine.jsonl", self.folder.quarantine.trouble)
         self.updates.append(("event", told))
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
@@ -114,7 +134,7 @@ class Reporter:
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
-        self.folder.evaluations.write(step, items, images)
+        self._write("evaluations", lambda: self.folder.evaluations.write(step, items, images))
         summary = summarise(items, sum(item.reward is None for item in items))
         self._evaluation = metrics(items, summary["arms"])
         reward = self._evaluation.get("val/reward/mean")
@@ -168,8 +188,9 @@ class Reporter:
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
         self.folder.metrics.append({**record, "step": step})
-        if collected.replay:
-            self.folder.write_replay(step, collected.replay)
+        self._watch("metrics.jsonl", self.folder.metrics.trouble)
+        if (stats := collected.replay) is not None and stats:
+            self._write("replay_buffer_stats.json", lambda: self.folder.write_replay(step, stats))
         self.loggers.log(step, record)
         self.updates.append(("step", record))
         self._evaluation = {}
@@ -187,7 +208,7 @@ class Reporter:
         return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
-        self.folder.rollouts.write(step, records, images)
+        self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
         """The run's last word: what its held-out tasks have gained, and that it is finished."""

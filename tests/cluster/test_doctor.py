@@ -27,6 +27,7 @@ from rayloop.doctor import checks, isolation, machine, network, software
 from rayloop.doctor.finding import Finding, size
 from rayloop.envs.browser.containment import Held
 from rayloop.launch.addresses import this_node
+from rayloop.launch.limits import MemoryLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.sandbox.levels import ATTACKS, Reached
@@ -255,16 +256,22 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
     assert checks.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
 
 
-def test_memory_knows_the_control_group(tmp_path: Path) -> None:
-    assert levels(machine.memory(2**60, tmp_path)) == ["error"]
-    (tmp_path / "memory.max").write_text("max\n")
-    assert "control group" not in only(machine.memory(0, tmp_path)).found
-    (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{GIB}\n")
-    assert levels(machine.memory(0, tmp_path)) == ["warning"]
-    crowded = only(machine.memory(GIB + 1, tmp_path))
+def test_memory_knows_limits() -> None:
+    assert levels(machine.memory(2**60, lambda: None)) == ["error"]
+    assert levels(machine.memory(0, lambda: MemoryLimit(2 * GIB, GIB, "the control group X"))) == ["warning"]
+    crowded = only(machine.memory(GIB + 1, lambda: MemoryLimit(2 * GIB, GIB, "the control group X")))
     assert crowded.level == "error"
-    assert "limited by the control group to 2 GiB: 1 GiB left" in crowded.found
+    assert "limited to 2 GiB by the control group X: 1 GiB left" in crowded.found
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}))
+    prefix = mounted(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'small'}")
+    code, found = command(str(file), before=prefix)
+    assert code == 1
+    assert "cannot be written: Read-only file system" in found["disk"][0]["found"]
 
 
 def test_a_temporary_folder_with_a_long_name_is_an_error(tmp_path: Path) -> None:

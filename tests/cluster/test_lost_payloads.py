@@ -263,7 +263,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
             assert (method, returns) == (ReferenceActor.annotate, 1 + len(payloads))
             return [0] if len(asked) == 1 else [], [ray.put("log-probs") for _ in payloads]
 
-    async def nothing(folder: str) -> None: ...
+    async def nothing(folder: str, sums: object = None) -> None: ...
 
     async def go_on() -> Driver:
         store.next_lineage()

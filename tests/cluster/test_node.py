@@ -139,6 +139,7 @@ def test_nodes_join_leave_and_join_the_next_head(cluster: Nodes) -> None:
     assert second.wait(30) == stays.wait(30) == 0
     assert cluster.place.head() is None
     cluster.until(lambda: not tagged(cluster.tag), "every process ends", 10)
+    assert len(list(cluster.folder.glob("here.logs/*/raylet.out"))) >= 2, "Ray's logs outlive the nodes"
     assert [path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()] == []
 
 

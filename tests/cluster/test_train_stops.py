@@ -18,6 +18,7 @@ from rayloop.core.failures import ConfigError, NotSaved, Preempted, RayloopError
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
+from rayloop.run.lock import Fence
 from tests.support.runs import settings
 
 Life = Callable[[RunFolder], None]
@@ -31,8 +32,11 @@ class Stage:
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
 
-    def create(self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int) -> Any:
+    def create(
+        self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int, fence: Fence
+    ) -> Any:
         self.told.append((resume, since))
+        assert fence is self.folder.lock.fence, "it must notice when the run is taken from this process"
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
 
     def follow(self, *_: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
+from rayloop.core.files import Sum
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.types import Trajectory, Version
@@ -319,8 +320,10 @@ class FsdpEngine:
             local(self._parameters[name]).copy_(before)
         self._unperturbed = {}
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str) -> dict[str, Sum]:
         """Write what has been trained, the optimizer, its position in the schedule and the random states.
+
+        Returns name -> sum of the files that this rank has written.
 
         Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError, also between ``perturb`` and
         ``restore_parameters``: such weights are nobody's.
@@ -329,13 +332,14 @@ class FsdpEngine:
             raise CheckpointError(
                 f"{folder}: the weights are perturbed by the publication's self-test; restore them first"
             )
-        state.save(folder, self._state(), self._rank)
+        return state.save(folder, self._state(), self._rank)
 
-    def load(self, folder: str) -> None:
-        """Continue from a ``save`` exactly, also with another number of ranks. Raises CheckpointError."""
+    def load(self, folder: str, sums: Mapping[str, Sum] = state.UNKNOWN) -> None:
+        """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: what it returned, of all ranks. Raises
+        Damaged, CheckpointError."""
         self.restore_parameters()  # what is frozen is not loaded
         own = self._state()
-        state.load(folder, own, self._rank)
+        state.load(folder, own, self._rank, sums)
         self._optimizer.updates = int(own["updates"].item())
 
     def _state(self) -> dict[str, Any]:

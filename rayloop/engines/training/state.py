@@ -1,45 +1,123 @@
 """A trainer's checkpoint: sharded tensors through torch.distributed.checkpoint, random states in a file per rank.
 
 Tensors may be loaded by another number of ranks than saved them. Torch keeps the index of the tensors as a pickle, which it loads
-without a question; it is therefore looked through first, so that nobody's code runs.
+without a question; it is therefore looked through first, so that nobody's code runs. What a rank writes is summed on its way to the
+disk, and whoever reads a file compares it first.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 
-from rayloop.core.failures import CheckpointError
+from rayloop.core.failures import CheckpointError, Damaged
+from rayloop.core.files import Sum, check_sum, write_whole
+
+UNKNOWN: Mapping[str, Sum] = {}
+"""Of files whose sums nobody has: they are not compared."""
 
 
-def save(folder: str, state: dict[str, Any], rank: int) -> None:
-    """Write ``state`` (nested dicts of tensors) and this rank's random state. Collective. Raises CheckpointError."""
+def save(folder: str, state: dict[str, Any], rank: int) -> dict[str, Sum]:
+    """Write ``state`` (nested dicts of tensors) and this rank's random state. Collective. Raises CheckpointError.
+
+    Returns name -> sum of the files that this rank has written.
+    """
+    disk = _Summing()
     try:
-        dcp.save(state, checkpoint_id=folder)
-        torch.save(_random_state(), _random_file(folder, rank))
+        writer = FileSystemWriter(folder)
+        writer.fs = disk
+        dcp.save(state, storage_writer=writer)
+        held = io.BytesIO()
+        torch.save(_random_state(), held)
+        path = _random_file(folder, rank)
+        write_whole(path, held.getvalue())
+        return {**disk.sums, path.name: Sum().then(held.getvalue())}
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"{folder}: the trainer's state cannot be written: {error}") from error
 
 
-def load(folder: str, state: dict[str, Any], rank: int) -> None:
+def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] = UNKNOWN) -> None:
     """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective.
 
-    Raises CheckpointError when a tensor is missing, of another shape, or unreadable, or when there is anything but tensors.
+    ``sums``: what ``save`` returned, of all ranks. Raises Damaged when a file that this rank reads, or of the tensors another one,
+    is not as it was written; CheckpointError when a tensor is missing, of another shape, or unreadable, or when there is anything
+    but tensors.
     """
+    disk, random = _Comparing(sums), _random_file(folder, rank)
     try:
-        _look_through(Path(folder) / ".metadata")
-        dcp.load(state, checkpoint_id=folder)
-        if _random_file(folder, rank).exists():
-            _set_random_state(torch.load(_random_file(folder, rank), weights_only=True))
+        with disk.create_stream(Path(folder) / ".metadata", "rb") as index:
+            _look_through(index)
+        reader = FileSystemReader(folder)
+        reader.fs = disk
+        dcp.load(state, storage_reader=reader)
+        if random.exists():
+            with disk.create_stream(random, "rb") as file:
+                _set_random_state(torch.load(file, weights_only=True))
+    except Damaged:
+        raise
     except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
+        for found, _ in error.failures.values() if isinstance(error, CheckpointException) else ():
+            if isinstance(found, Damaged):
+                raise found from error
         raise CheckpointError(
             f"{folder}: the trainer's state cannot be read: {error}. Was it saved with the same model and optimizer?"
         ) from error
+
+
+class _Summing(FileSystem):
+    """Sums what torch writes through it, by the names of the files."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            counted = _Counted(stream)
+            yield counted
+        self.sums[Path(path).name] = counted.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _Counted:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.sum = file, Sum()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sum = self.sum.then(data)
+        return int(self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Comparing(FileSystem):
+    """Gives torch a file when it has been compared with its sum."""
+
+    def __init__(self, sums: Mapping[str, Sum]) -> None:
+        self._sums = sums
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if (expected := self._sums.get(name := Path(path).name)) is not None:
+                check_sum(name, stream, expected)
+            yield stream
 
 
 _INDEX = "torch.distributed.checkpoint.metadata"
@@ -66,15 +144,14 @@ class _Index(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _look_through(index: Path) -> None:
+def _look_through(index: IO[bytes]) -> None:
     """Raises pickle.UnpicklingError for an index of something else than tensors."""
-    with open(index, "rb") as file:
-        try:
-            _Index(file).load()
-        except pickle.UnpicklingError:
-            raise
-        except Exception as error:  # of a file that is empty, cut or noise, almost any
-            raise pickle.UnpicklingError(f"its index is broken: {error!r}") from error
+    try:
+        _Index(index).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # of a file that is empty, cut or noise, almost any
+        raise pickle.UnpicklingError(f"its index is broken: {error!r}") from error
 
 
 def _random_file(folder: str, rank: int) -> Path:

@@ -102,6 +102,26 @@ def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: 
     assert validate(record for _, record in reporter.updates) == ()
 
 
+def test_what_the_storage_refuses_is_told_once_until_it_is_well(tmp_path: Path) -> None:
+    """A run goes on without it: a replacement that is told, for one, is still started."""
+    folder = tmp_path / "away"
+    reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), folder, open_logger)
+    reporter.event(incidents.WorkerLost("reward", 1, why="it died"))
+    reporter.event(incidents.WorkerReplaced("reward", 1, seconds=1.0))
+    assert [record.get("file", record["event"]) for _, record in reporter.updates] == [
+        "worker_lost", "events.jsonl", "worker_replaced",
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / "rollouts").touch()  # no step's file can be written there
+    reporter.rollouts(1, [], {})
+    reporter.rollouts(2, [], {})
+    assert [record["event"] for record in reporter.folder.events] == [
+        "worker_lost", "not_written", "worker_replaced", "not_written",
+    ]  # fmt: skip
+    assert validate(reporter.folder.events) == ()
+    assert [record["file"] for record in reporter.folder.events if "file" in record] == ["events.jsonl", "rollouts"]
+
+
 def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlier_start(tmp_path: Path) -> None:
     def answers(reward: float) -> list[Item]:
         return [Item(arm, f"t{n}", "page", reward=reward + n / 100) for arm in (RIGHT, SAMPLED) for n in range(10)]

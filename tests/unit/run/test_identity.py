@@ -121,7 +121,7 @@ def older(run: Run) -> None:
 def schema(number: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         marker = run.checkpoint.folder / MARKER
-        marker.write_text(json.dumps({**json.loads(marker.read_text()), "schema": number}))
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), "schema": number, "own_crc32": None}))
 
     return change
 
@@ -164,6 +164,7 @@ def test_a_resume_that_does_not_fit_is_refused_and_touches_nothing(
     assert [part for part in says if part not in message] == []
     after = made.contents()
     assert after.pop("run.lock") == b"", "it was free again"
+    assert after.pop("run.fence") == b"1", "how often it was held"
     assert after == before
     assert not ray.is_initialized()
 
@@ -205,7 +206,7 @@ def test_what_may_change_is_told_with_old_and_new(
 
 def test_keys_that_were_removed_since_are_told_only_when_they_had_another_value(made: Run) -> None:
     marker = made.checkpoint.folder / MARKER
-    written = json.loads(marker.read_text())
+    written = json.loads(marker.read_text()) | {"own_crc32": None}
     set_key(written["config"], "policy.engine.kind", "fsdp")
     set_key(written["config"], "alarms.window", 512)
     set_key(written["config"], "alarms.least", 20)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rayloop.core.failures import ConfigError, RunNameInUse
+from rayloop.core.failures import ConfigError, RunNameInUse, StorageFailed
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
@@ -211,3 +214,51 @@ def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -
         folder.write_replay(step, {"stored": step, "tasks": 1, "per_task": {"a": {"stored": step}}})
     found = json.loads((folder.path / "replay_buffer_stats.json").read_text())
     assert (found["step"], found["stored"], found["per_task"]) == (2, 2, {"a": {"stored": 2}})
+
+
+@contextmanager
+def full(bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes, as on a disk that is full within a line."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "events.jsonl")
+    lines.append({"n": 0})
+    with full(lines.path.stat().st_size + 20):
+        for n in (1, 2):
+            lines.append({"n": n})
+            assert isinstance(lines.trouble, OSError)
+        lines.close()
+        assert [record["n"] for record in lines] == [0]
+    lines.append({"n": 3})
+    assert lines.trouble is None
+    lines.append({"n": 4})
+    lines.close()
+    assert [record["n"] for record in lines] == [0, 1, 2, 3, 4]
+    assert lines.path.read_bytes().count(b"\n") == 5
+
+
+def test_what_is_held_at_the_end_is_tried_once_more(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "gone" / "events.jsonl")
+    lines.append({"n": 1})
+    (tmp_path / "gone").mkdir()
+    lines.close()
+    assert [record["n"] for record in lines] == [1]
+
+
+def test_a_full_disk_at_the_start_is_a_typed_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "run")
+    with (
+        full(0),
+        pytest.raises(StorageFailed, match=r"File too large, with [\d,]+ bytes free\. Make room"),
+        folder.acquired(),
+    ):
+        pass
+    with folder.acquired(), full(3), pytest.raises(StorageFailed, match=r"config\.yaml cannot be used: File too large"):
+        folder.write_config("steps: 3\n")
