@@ -1,4 +1,4 @@
-"""What Ray raises when something is gone: the error below its wrapping, objects that are lost, and what is left without them."""
+"""What Ray raises, in words and as values, and what is left when objects are lost. What is done about it: actors/fates.py."""
 
 from __future__ import annotations
 
@@ -7,34 +7,19 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
-from rayloop.core.failures import WorkerLost, WorkerSpent
+from actors.fates import cause, object_lost
+from rayloop.core.failures import WorkerSpent
 from rayloop.core.references import Ref
 
 T = TypeVar("T")
-
-
-def cause(error: BaseException) -> BaseException:
-    """The error raised inside the actor, without Ray's wrapping."""
-    while isinstance(error, RayTaskError) and error.cause is not None:
-        error = error.cause
-    return error
 
 
 def as_value(error: BaseException) -> RayTaskError:
     """What was raised for one of several that a call answers for, to be returned among their answers. Whoever called raises it
     (``as_instanceof_cause``): it is then as if a call of its own had failed."""
     return RayTaskError("one of several", "".join(traceback.format_exception(error)), error)
-
-
-LOST = (RayActorError, TimeoutError, WorkerLost)
-"""What a caller sees when an actor died, became unreachable, or outlived its deadline (Ray's GetTimeoutError is a TimeoutError)."""
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether the error says that the actor, not the work, is the problem; an object that is gone is no loss of the actor."""
-    return isinstance(cause(error), LOST) and not object_lost(error)
 
 
 def is_spent(error: BaseException) -> bool:
@@ -52,27 +37,21 @@ def last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
 
 
-def object_lost(error: BaseException) -> bool:
-    """Whether an object is gone: fetching it failed, or a call that was given it.
-
-    All of Ray's kinds derive from one class: no copy is left (ObjectReconstructionFailedError), its owner died, it was freed, it
-    could not be fetched in time.
-    """
-    return isinstance(cause(error), ObjectLostError)
-
-
 def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
     """What the references stand for, each fetched once, and the references whose objects are gone."""
     distinct = list(dict.fromkeys(refs))
     try:
         return dict(zip(distinct, ray.get(distinct), strict=True)), set()
-    except ObjectLostError:
-        pass
+    except Exception as error:
+        if not object_lost(error):
+            raise
     found: dict[Ref[T], T] = {}
     gone: set[Ref[T]] = set()
     for ref in distinct:
         try:
             [found[ref]] = ray.get([ref])
-        except ObjectLostError:
+        except Exception as error:
+            if not object_lost(error):
+                raise
             gone.add(ref)
     return found, gone

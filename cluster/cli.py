@@ -1,6 +1,7 @@
 """The command line: ``python -m cluster`` (installed as ``rayloop``).
 
-Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configuration cannot work; 75 stopped after saving.
+Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configuration cannot work; 69 the machines failed, start it
+again; 75 stopped after saving.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from actors.fates import cause
 from actors.handles import Handle
 from actors.lease import LeasesEngines
-from actors.lost import brief, cause
+from actors.lost import brief
 from actors.reference import ReferenceActor
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play

@@ -14,9 +14,10 @@ from typing import Any, cast
 import ray
 
 from actors.environment import EnvironmentActor
+from actors.fates import is_lost
 from actors.handles import Handle, submit_split
 from actors.lease import Lease, LeasesEngines
-from actors.lost import brief, is_lost, is_spent
+from actors.lost import brief, is_spent
 from actors.rollout import RolloutActor
 from cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline

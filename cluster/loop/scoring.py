@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 
+from actors.fates import object_lost
 from actors.handles import resolved
-from actors.lost import brief, object_lost
+from actors.lost import brief
 from actors.reward import RewardActor
 from cluster.roles.pool import ATTEMPTS
 from cluster.roles.services import Services

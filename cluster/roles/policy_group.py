@@ -8,8 +8,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from actors.fates import FailureFate, fate
 from actors.handles import Handle, submit, submit_pair
-from actors.lost import brief, cause, is_lost
+from actors.lost import brief
 from actors.policy import Assignment, LogprobGap, PolicyRank
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import PolicyLost, WorkerLost
@@ -82,7 +83,7 @@ class PolicyGroup:
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
-            if is_lost(error) or (len(self.ranks) > 1 and isinstance(cause(error), RuntimeError)):
+            if fate(error, len(self.ranks)) is FailureFate.REBUILD:
                 raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
             raise
         finally:

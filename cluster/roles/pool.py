@@ -17,9 +17,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
+from actors.fates import cause, is_lost
 from actors.handles import Handle, submit, submit_split
 from actors.lease import Lease
-from actors.lost import LOST, brief, cause, is_lost, is_spent, last_line
+from actors.lost import brief, is_spent, last_line
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
@@ -182,10 +183,10 @@ class Pool(Generic[A]):
                         f"{self.settings.replacements}; see events.jsonl for the causes"
                     )
                 await self._start(slot)
-            except (*LOST, WorkerStartFailed) as error:
-                self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
-                continue
             except Exception as error:
+                if is_lost(error) or isinstance(error, WorkerStartFailed):
+                    self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
+                    continue
                 self._failure = cause(error)
                 self._changed.set()
                 return

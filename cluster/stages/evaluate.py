@@ -13,9 +13,9 @@ from typing import Any
 import ray
 
 from actors.base import Actor
+from actors.fates import cause
 from actors.handles import Handle, create, submit
 from actors.lease import Lease
-from actors.lost import cause
 from actors.rollout import RolloutActor, start_weights
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.lost import cause
+from actors.fates import cause
 from cluster.roles.session import session
 from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError

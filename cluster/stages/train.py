@@ -17,15 +17,16 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.fates import cause
 from actors.handles import Handle, create, submit
-from actors.lost import brief, cause
+from actors.lost import brief
 from cluster.driver_actor import DriverActor
 from cluster.roles.services import actor_name
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
-from rayloop.core.failures import NotSaved, RayloopError
+from rayloop.core.failures import AGAIN, NotSaved, RayloopError
 from rayloop.core.signals import STOP, handling
 from rayloop.doctor.checks import parameter_shapes, parameters
 from rayloop.run.checkpoint import Origin
@@ -52,6 +53,8 @@ ANSWER = 30.0
 
 class DriverLost(RayloopError):
     """The driver actor died more often than ``recovery.driver_restarts`` allows."""
+
+    exit_code = AGAIN
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:

@@ -6,6 +6,10 @@ ever turned into a reward. A ``RayloopError`` that reaches the command line is p
 
 from __future__ import annotations
 
+AGAIN = 69
+"""The exit code of a run that a failure of the machines ended: started again later it may well go on (sysexits: a service is
+unavailable). ``node --requeue`` does that."""
+
 
 class RayloopError(Exception):
     """Base of everything rayloop raises on purpose. ``exit_code`` is what the command line returns for it."""
@@ -29,6 +33,8 @@ class RunTaken(RayloopError):
 
 class ResourcesUnavailable(RayloopError):
     """The cluster cannot place the actors that the configuration asks for."""
+
+    exit_code = AGAIN
 
 
 class Preempted(RayloopError):
@@ -84,6 +90,8 @@ class StorageFailed(InfrastructureFailure):
 class WorkerLost(InfrastructureFailure):
     """An actor died, hung past its deadline, or became unreachable while serving a call."""
 
+    exit_code = AGAIN
+
 
 class WorkerSpent(WorkerLost):
     """An actor whose process holds too many threads that hang: it must be replaced. The call itself was not begun."""
@@ -134,6 +142,8 @@ class BroadcastFailed(InfrastructureFailure):
 class RewardLost(RayloopError):
     """The grader is gone for longer, or fails more often, than its policy allows: the run ends instead of guessing rewards."""
 
+    exit_code = AGAIN
+
 
 class GraderBroken(RayloopError):
     """The reward's own code raised on every trajectory of the run's first group, or on all of its first evaluation."""
@@ -150,9 +160,13 @@ class AlarmStopped(RayloopError):
 class PolicyLost(InfrastructureFailure):
     """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
 
+    exit_code = AGAIN
+
 
 class RolesExhausted(RayloopError):
     """A role's replacement budget is spent: there is no worker left to serve it."""
+
+    exit_code = AGAIN
 
 
 class GenerationBudgetSpent(RayloopError):
@@ -171,8 +185,20 @@ class CheckpointError(RayloopError):
     """A checkpoint could not be written or read. The previous complete one is still there."""
 
 
+class MachineFailed(InfrastructureFailure):
+    """Ray, a machine or its storage failed in a way that the run has no remedy for."""
+
+    exit_code = AGAIN
+
+
+class Unforeseen(RayloopError):
+    """An error that nobody gave a name: a bug, here or in what the run was given."""
+
+
 class Stalled(RayloopError):
     """Nothing progressed within the stall timeout. The message names what was awaited."""
+
+    exit_code = AGAIN
 
 
 class LedgerError(RayloopError):

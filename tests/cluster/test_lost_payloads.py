@@ -16,7 +16,8 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from actors.base import GROUPS
-from actors.lost import fetch, object_lost
+from actors.fates import object_lost
+from actors.lost import fetch
 from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor

@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.base import Actor
+from actors.fates import cause
 from actors.handles import create, submit
-from actors.lost import cause
 from cluster.roles.pool import Pool
 from cluster.roles.services import reserve
 from rayloop.core.events import Event

@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from actors.fates import cause
 from actors.images import ImageCache
-from actors.lost import cause
 from actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost

@@ -136,7 +136,7 @@ def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path
         began = time.time()
         event = made.until_event("stalled", phase="gen")
         assert event["time"] - began < 60, "within a minute"
-        made.ends(1, deadline=120)
+        made.ends(69, deadline=120)
     assert event["awaited"].startswith("score of reward 0 for ")
     stacks = (made.folder / event["stacks"]).read_text()
     assert "in score\n    time.sleep(self._settings.seconds)" in stacks

@@ -75,7 +75,7 @@ def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(
 ) -> None:
     config = judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9"})
     config["reward"]["source"]["with"] |= {"on_unavailable": "stop", "patience": 5.0}
-    made = finished(config, code=1)
+    made = finished(config, code=69)
     (line,) = [line for line in made.text.splitlines() if line.startswith("rayloop:")]
     assert "RewardLost: the judge gave no verdict (on_unavailable: stop, 5 s): http://127.0.0.1:9: ConnectError" in line
 

@@ -1,0 +1,145 @@
+"""Every failure has a fate: all of Ray's classes, what they wrap, and torch's."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from ray import exceptions
+
+from actors.fates import FATES, FailureFate, cause, fate, is_lost, object_lost, table, typed
+from rayloop.core.failures import (
+    AGAIN,
+    BroadcastFailed,
+    ConfigError,
+    EnvironmentFailed,
+    GraderBroken,
+    MachineFailed,
+    PolicyLost,
+    PublicationError,
+    RayloopError,
+    RewardLost,
+    Unforeseen,
+    WorkerLost,
+    WorkerSpent,
+)
+
+REPLACE, REBUILD, EXCLUDE, END = FailureFate
+RAYS = {
+    kind
+    for _, kind in inspect.getmembers(exceptions, inspect.isclass)
+    if issubclass(kind, BaseException) and kind.__module__ == exceptions.__name__
+}
+ID = "00" * 28
+
+
+def wrapped(error: Exception) -> BaseException:
+    """As an actor's method raises it at the caller."""
+    return exceptions.RayTaskError("method", "traceback", error).as_instanceof_cause()
+
+
+def made(kind: type[BaseException]) -> BaseException:
+    """One of that class, whatever its constructor asks for: what is decided depends on the class alone."""
+    return kind.__new__(kind)
+
+
+def test_every_class_of_ray_has_its_own_line() -> None:
+    assert len(RAYS) > 35, "the walk must have found them"
+    assert sorted(kind.__name__ for kind in RAYS - FATES.keys()) == [], "say in actors/fates.py what becomes of these"
+
+
+@pytest.mark.parametrize("kind", sorted(RAYS - {exceptions.RayTaskError}, key=lambda kind: kind.__name__))
+def test_a_class_of_ray_has_the_same_fate_bare_and_wrapped_once_or_twice(kind: type[Exception]) -> None:
+    expected = FATES[kind][0]
+    error = made(kind)
+    once = exceptions.RayTaskError("method", "traceback", error)
+    assert [fate(error), fate(once), fate(exceptions.RayTaskError("method", "traceback", once))] == [expected] * 3
+    assert fate(error, ranks=1) is (REBUILD if expected in (REPLACE, EXCLUDE) else expected)
+    assert issubclass(kind, exceptions.ObjectLostError) <= (expected is EXCLUDE)
+    assert issubclass(kind, exceptions.RayActorError) <= (expected is REPLACE)
+
+
+def test_a_class_that_a_later_ray_derives_from_a_known_one_shares_its_fate() -> None:
+    class ActorEatenError(exceptions.RayActorError): ...
+
+    class NewError(exceptions.RayError): ...
+
+    assert fate(made(ActorEatenError)) is REPLACE
+    assert fate(made(NewError)) is END
+
+
+class AcceleratorError(RuntimeError):
+    """Named as torch's."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "pool", "one_rank", "ranks"),
+    [
+        (WorkerLost("no answer"), REPLACE, REBUILD, REBUILD),
+        (WorkerSpent("8 threads hang"), REPLACE, REBUILD, REBUILD),
+        (TimeoutError(), REPLACE, REBUILD, REBUILD),
+        (MemoryError(), REPLACE, REBUILD, REBUILD),
+        (PolicyLost("rank 1"), REBUILD, REBUILD, REBUILD),
+        (AcceleratorError("uncorrectable ECC error"), REPLACE, REBUILD, REBUILD),
+        (RuntimeError("CUDA error: an illegal memory access"), REPLACE, REBUILD, REBUILD),
+        (OutOfMemoryError("CUDA out of memory"), END, END, END),
+        (RuntimeError("Connection closed by peer"), END, END, REBUILD),
+        (ValueError("a bug"), END, END, END),
+        (ConfigError("a key"), END, END, END),
+        (RewardLost("the judge is gone"), END, END, END),
+        (PublicationError("a checksum"), END, END, END),
+        (BroadcastFailed("a member died"), END, END, END),
+        (EnvironmentFailed("reset raised"), END, END, END),
+        (GraderBroken("all raised"), END, END, END),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_other_errors(error: Exception, pool: FailureFate, one_rank: FailureFate, ranks: FailureFate) -> None:
+    for each in (error, wrapped(error)):
+        assert [fate(each), fate(each, ranks=1), fate(each, ranks=4)] == [pool, one_rank, ranks]
+
+
+def test_torch_calls_these_as_is_expected() -> None:
+    torch = pytest.importorskip("torch")
+    assert fate(torch.OutOfMemoryError("CUDA out of memory"), ranks=4) is END
+    assert fate(torch.AcceleratorError("CUDA error: uncorrectable ECC error", 214)) is REPLACE
+
+
+def test_a_lost_object_below_a_call_is_no_loss_of_the_actor() -> None:
+    lost = wrapped(exceptions.OwnerDiedError(ID, "owner", "site"))
+    assert object_lost(lost)
+    assert not is_lost(lost)
+    assert isinstance(cause(lost), exceptions.OwnerDiedError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (wrapped(RewardLost("the judge is gone")), RewardLost, AGAIN),
+        (wrapped(ConfigError("a key")), ConfigError, 2),
+        (exceptions.LocalRayletDiedError("gone"), MachineFailed, AGAIN),
+        (wrapped(exceptions.OutOfDiskError("full")), MachineFailed, AGAIN),
+        (OSError(28, "No space left on device"), MachineFailed, AGAIN),
+        (wrapped(RuntimeError("CUDA error: gone")), MachineFailed, AGAIN),
+        (wrapped(ValueError("a bug\nin two lines")), Unforeseen, 1),
+        (KeyError("step"), Unforeseen, 1),
+    ],
+    ids=str,
+)
+def test_a_run_ends_typed_with_a_code_that_says_whether_to_start_it_again(
+    error: Exception, kind: type[RayloopError], code: int
+) -> None:
+    end = typed(error)
+    assert type(end) is kind
+    assert end.exit_code == code
+    assert str(end).splitlines()[0] == str(end), "one line"
+
+
+def test_the_page_shows_the_table() -> None:
+    page = Path(__file__).parents[3] / "docs" / "reliability.md"
+    assert table() in page.read_text(), "python -m actors.fates prints it"
