@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ray import exceptions as ray
 
-from rayloop.core.failures import MachineFailed, PolicyLost, RayloopError, Unforeseen, WorkerLost
+from rayloop.core.failures import MachineFailed, PolicyLost, RayloopError, Unforeseen, WorkerLost, WorkerStartFailed
 
 
 class FailureFate(StrEnum):
@@ -98,6 +98,8 @@ def fate(error: BaseException, ranks: int = 0) -> FailureFate:
     counts as a lost rank. Memory of a device that does not suffice would not suffice again.
     """
     below = cause(error)
+    if getattr(below, "actor_init_failed", False):  # its constructor raised, which it would do again
+        return END
     found = next((FATES[kind][0] for kind in type(below).__mro__ if kind in FATES), END)
     if found is END and isinstance(below, RuntimeError):
         names = {kind.__name__ for kind in type(below).__mro__}
@@ -123,6 +125,8 @@ def typed(error: BaseException) -> RayloopError:
     below = cause(error)
     if isinstance(below, RayloopError):
         return below
+    if getattr(below, "actor_init_failed", False):
+        return WorkerStartFailed(f"an actor did not start: {str(below).strip().splitlines()[-1]}")
     machine = isinstance(below, ray.RayError | OSError) or fate(below) is not END
     text = (str(below).strip() or "it says nothing").splitlines()[0]
     return (MachineFailed if machine else Unforeseen)(f"{type(below).__name__}: {text}")

@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except RayloopError as error:
-        print(f"rayloop: {type(error).__name__}: {error}", file=sys.stderr)
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"rayloop: {type(error).__name__}: {text}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         lost = " before anything could be saved" if arguments.command in ("train", "sft") else ""

@@ -14,13 +14,11 @@ from dataclasses import astuple
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
-from actors.fates import cause
 from actors.handles import Handle
 from actors.lease import LeasesEngines
-from actors.lost import brief
 from actors.reference import ReferenceActor
+from cluster.loop.ending import ended
 from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
 from cluster.loop.payloads import capture
@@ -35,7 +33,6 @@ from rayloop.core.failures import (
     CheckpointError,
     GenerationBudgetSpent,
     GraderBroken,
-    NotSaved,
     PolicyLost,
     Preempted,
     RayloopError,
@@ -78,7 +75,8 @@ class Driver:
         self.owes_evaluation = False
         self.stopping = asyncio.Event()
         self.saved: tuple[Version, Checkpoint] | None = None
-        self.lost = False
+        self.lost = self.updating = False
+        self.begun = 0
         self.failed_saves = 0
         self.timings = Timings()
         self.ledger = Ledger()
@@ -99,13 +97,16 @@ class Driver:
         await self.restore()
         await self.publish()
         await self.verify()
-        async with background(self.produce(), self.supervise()):  # a dead producer cancels collect(): no silent hang
+        async with background(
+            self.produce(), self.supervise(), self.publisher.remake(lambda: self.version)
+        ):  # a dead producer cancels collect(): no silent hang
             await self.evaluate()
             while not self.done:
                 collected = await self.collect()
-                report = await self.train(collected.groups)
-                self.step += 1
-                await self.publish()
+                async with self.publisher.making:
+                    report = await self.train(collected.groups)
+                    self.step += 1
+                    await self.publish()
                 await self.evaluate()
                 await self.record(report, collected)
                 await self.checkpoint()
@@ -135,39 +136,11 @@ class Driver:
             self.production.close()
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
-        except Preempted:
-            raise await self.stopped() from None
-        except RayloopError as error:
-            self.reporter.failed(cause(error), self.ledger.counts())
-            raise
+        except Exception as error:
+            raise await ended(self, error) from error
         finally:
             self.services.stop()
             await self.reporter.loggers.close()
-
-    async def stopped(self) -> RayloopError:
-        """Save, if the run has begun: before that the ranks may hold no weights, or those of no step.
-
-        Returns Preempted only when a resume will start from this very step, otherwise NotSaved.
-        """
-        if self.version.lineage == 0:
-            return self.ended(self.origin.stopped(self.reporter.folder.last_step()))
-        why = "the policy was lost, and its replacement had not been restored"
-        try:
-            if not self.lost:
-                await self.checkpoint()
-        except (RayloopError, RayError) as error:
-            why = brief(error)
-        where = f"stopped at step {self.step} of {self.config.steps}"
-        if self.on_disk():
-            return self.ended(Preempted(f"{where}, saved; {self.origin.again()}"))
-        return self.ended(NotSaved(f"{where}, not saved: {why}; {self.origin.again()}"))
-
-    def ended(self, end: RayloopError) -> RayloopError:
-        if isinstance(end, Preempted):
-            self.reporter.event(events.Preempted(self.ledger.counts()))
-        else:
-            self.reporter.failed(end, self.ledger.counts())
-        return end
 
     def on_disk(self) -> bool:
         """Whether there is a complete checkpoint of the current version."""
@@ -209,7 +182,8 @@ class Driver:
             self.reporter.event(incidents.Changed(changed))
         if self.done:
             self.reporter.already_done(self.step)
-        self.version, self.lost = Version(lineage, self.step), False
+        self.version, self.begun = Version(lineage, self.step), self.step
+        self.lost = self.updating = False
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
             self.saved = self.version, checkpoint
 
@@ -220,7 +194,7 @@ class Driver:
 
     @timed("update_weights")
     async def publish(self) -> None:
-        self.version = Version(self.version.lineage, self.step)
+        self.version, self.updating = Version(self.version.lineage, self.step), False
         with suppress(Preempted):  # collect() tells; the step is still recorded and saved
             await until_stopped(self.stopping, self.publisher.publish(self.version))
         self.production.published(self.version)
@@ -290,6 +264,7 @@ class Driver:
     @timed("update_actor")
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on what the ranks hold; each packs its share."""
+        self.updating = True
         report = await self.services.policy.train()
         self.production.ready.settle_trained(groups)
         self.origin.check()  # before anything of this step is published or told
@@ -348,9 +323,9 @@ class Driver:
         return records
 
     @timed("save_checkpoint")
-    async def checkpoint(self) -> None:
-        """When due, or when this was the last step. A failed save is reported and tried again at the next step."""
-        c, last = self.config.checkpoint, self.stopping.is_set() or self.done
+    async def checkpoint(self, last: bool = False) -> None:
+        """When due, or when this was the ``last`` step. A failed save is reported and tried again at the next step."""
+        c, last = self.config.checkpoint, last or self.stopping.is_set() or self.done
         best = c.keep_best and self.reporter.is_best(self.step)
         due = last or best or self.failed_saves or self.step % c.every == 0
         if not due or self.on_disk():

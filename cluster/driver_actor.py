@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import ray
 
 from actors.base import Actor
+from actors.fates import typed
 from actors.handles import Handle
 from actors.lease import Lease, LeasesEngines
 from actors.rollout import RolloutActor
 from cluster.driver import Driver
 from cluster.loop.loggers import open_logger
 from cluster.roles.services import TrainingServices
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import Unforeseen
 from rayloop.core.ledger import Ledger
 from rayloop.run.checkpoint import NOTHING, Origin
 from rayloop.run.config import RunConfig
@@ -53,10 +55,11 @@ class DriverActor(Actor):
         """
         try:
             self.driver = self.make(ray.get_runtime_context().current_actor)
-        except RayloopError as error:
-            self.reporter.failed(error, Ledger().counts())
+        except Exception as error:
+            end = typed(error)
+            self.reporter.failed(end, Ledger().counts(), traceback.format_exc() if isinstance(end, Unforeseen) else "")
             await self.reporter.loggers.close()
-            raise
+            raise end from error
         if self.stopping:
             self.driver.stop()
         return await self.driver.main()

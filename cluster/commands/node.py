@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         node.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for the program to save (150)")
         node.add_argument(
-            "--requeue", type=int, default=0, metavar="N", help="after SIGUSR1, requeue the Slurm job up to N times"
+            "--requeue",
+            type=int,
+            default=0,
+            metavar="N",
+            help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times",
         )
         node.add_argument(
             "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from actors.fates import object_lost
 from actors.handles import Handle, submit
 from actors.lost import brief
 from actors.policy import LogprobGap
 from actors.rollout import RolloutActor
 from cluster.loop.episode_runner import EpisodeRunner
+from cluster.roles.policy_group import LOADING
 from cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PublicationError, WorkerLost
+from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PolicyLost, PublicationError, WorkerLost
 from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
 from rayloop.core.seeds import derive
 from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
@@ -49,6 +51,9 @@ class Publisher:
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
         self._current: Publication[Any] | None = None
+        self._kept, self._gone = asyncio.Event(), asyncio.Event()
+        self.making = asyncio.Lock()
+        """Held from the beginning of an update until its weights are published."""
         self._unplayable: set[str] = set()
 
     @cached_property
@@ -60,7 +65,14 @@ class Publisher:
 
         Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
         """
-        await self._transport.deliver(self.services.policy, self, version)
+        try:
+            await self._transport.deliver(self.services.policy, self, version)
+        except Exception as error:
+            if object_lost(error):
+                raise PolicyLost(
+                    f"the weights of version {version} were lost while they were published: {brief(error)}"
+                ) from error
+            raise
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -70,6 +82,8 @@ class Publisher:
     def keep(self, publication: Publication[Any]) -> None:
         """What engines load that come from now on."""
         self._current = publication
+        self._gone.clear()
+        self._kept.set()
 
     async def load(self, publication: Publication[Any]) -> None:
         """Into every engine in service. Raises the first failure, when all have ended."""
@@ -81,12 +95,31 @@ class Publisher:
         self.reporter.event(incidents.BroadcastFailed(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
-        """Bring a new engine to the current weights (none before the first publication)."""
+        """Bring a new engine to the current weights (none before the first publication). Waits for others when these are lost."""
+        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.publish.timeout
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
             answer = submit(engine, RolloutActor.load, loaded.manifest, loaded.source)
-            await with_deadline(self.config.publish.timeout, answer, "load of a new rollout engine", engine)
+            try:
+                await with_deadline(self.config.publish.timeout, answer, "load of a new rollout engine", engine)
+            except Exception as error:
+                if not object_lost(error):
+                    raise
+                if loaded is self._current:
+                    self._kept.clear()
+                    self._gone.set()
+                    self.reporter.event(incidents.WeightsLost(str(loaded.manifest.version), why=brief(error)))
+                    await with_deadline(patience, self._kept.wait(), "weights in place of those that were lost")
+
+    async def remake(self, version: Callable[[], Version]) -> None:
+        """Publish again what was lost with the node that held it, while the run goes on; after an update the next weights are on
+        their way anyway. Raises PolicyLost when the ranks went with that node."""
+        while True:
+            await self._gone.wait()
+            async with self.making:
+                if self._gone.is_set():
+                    await self.publish(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).

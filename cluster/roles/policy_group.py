@@ -42,11 +42,22 @@ class PolicyGroup:
         self.settings, self._start_timeout = settings, max(start_timeout, LOADING)
         self._spawn = spawn
         self.ranks: list[Handle[PolicyRank]] = []
+        self._why = "there are no ranks"
         self.computing: Computing | None = None
         """What the ranks compute with, once measured; on a CPU those that are rebuilt take this number of threads."""
+        self.beside: Sequence[str] = ()
+        """The machines of other actors that compute at the same moment as the ranks."""
 
     async def start(self) -> None:
-        """Create the ranks and let them meet. Raises PolicyLost, WorkerStartFailed."""
+        """Create the ranks and let them meet. If one is lost meanwhile, there are none, and the first call of them says so: who
+        rebuilds them while the run goes on does that at its start too. Raises WorkerStartFailed."""
+        try:
+            await self._meet()
+        except PolicyLost as error:
+            self.stop()
+            self._why = str(error)
+
+    async def _meet(self) -> None:
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
@@ -57,16 +68,18 @@ class PolicyGroup:
         """The machine of each rank."""
         return await self._all(PolicyRank.host)
 
-    async def measure(self, hosts: Sequence[str]) -> Computing:
+    async def measure(self) -> Computing:
         """Let the ranks find out, all at once, what they compute with fastest (``FsdpEngine.measure``); nothing else should
-        compute. ``hosts``: of all actors that compute at the same moment as the ranks, these included."""
-        self.computing, *_ = await self._all(PolicyRank.measure, hosts)
+        compute."""
+        self.computing, *_ = await self._all(PolicyRank.measure, [*await self.hosts(), *self.beside])
         return self.computing
 
     async def rebuild(self) -> None:
-        """Replace all ranks. They hold the start model until ``load``."""
+        """Replace all ranks. They hold the start model until ``load``. Raises PolicyLost, WorkerStartFailed."""
         self.stop()
-        await self.start()
+        await self._meet()
+        if self.computing is None:  # the former ones were lost before they were measured
+            await self.measure()
 
     async def _all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on all ranks with the same arguments."""
@@ -74,7 +87,9 @@ class PolicyGroup:
 
     async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
         """One answer per rank, within ``policy.step_timeout``; the first failure counts, since the others then wait for a peer that
-        will not come."""
+        will not come. Raises PolicyLost, also when there are no ranks."""
+        if not refs:
+            raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
         calls = [
             asyncio.ensure_future(with_deadline(within, ref, f"{method} of policy rank {rank}", self.ranks[rank]))

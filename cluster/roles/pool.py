@@ -42,7 +42,8 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 ATTEMPTS = 3
-"""Workers that may be lost with one call to a reward or a reference, before its trajectory goes without."""
+"""Workers that may be lost with one call to a reward or a reference, before its trajectory goes without; and times that each is
+started at first."""
 
 
 @dataclass
@@ -90,7 +91,17 @@ class Pool(Generic[A]):
 
     async def start(self) -> None:
         """Start all workers. Raises WorkerStartFailed, and WorkerLost when one does not answer in time."""
-        await asyncio.gather(*(self._start(slot) for slot in range(self.size)))
+        await asyncio.gather(*(self._first(slot) for slot in range(self.size)))
+
+    async def _first(self, slot: int) -> None:
+        """Start a worker; one that dies by itself or cannot be reached at once is no reason to end, ``ATTEMPTS`` times."""
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                return await self._start(slot)
+            except Exception as error:
+                if not left or not is_lost(error) or isinstance(error, WorkerLost):
+                    raise
+                self._tell(incidents.ReplacementFailed(self.role, self._serial, why=brief(error)))
 
     async def _start(self, slot: int) -> None:
         self._serial += 1
@@ -100,10 +111,10 @@ class Pool(Generic[A]):
             await with_deadline(self.settings.start_timeout, healthy, what, worker.handle)
             if self._admit is not None:
                 await self._admit(worker.handle)
-        except RayActorError as error:
-            raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
-        except BaseException:
+        except BaseException as error:
             ray.kill(worker.handle)
+            if isinstance(error, RayActorError) and not is_lost(error):
+                raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
         self.workers[worker.serial] = worker
         self._changed.set()

@@ -29,7 +29,7 @@ from cluster.roles.shared import check_shared
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
-from rayloop.core.failures import ResourcesUnavailable, WorkerLost
+from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
 from rayloop.engines.computing import Computing, measured
 from rayloop.engines.settings import FsdpSettings
 from rayloop.run.config import Placement, RunConfig
@@ -222,12 +222,14 @@ class TrainingServices(Services):
         return measured(self.config.trainer, found.threads if found else None)
 
     async def _measure(self) -> dict[str, Computing | None]:
-        ranks, engines = await self.policy.hosts(), await self._hosts(self.rollout)
+        engines, ranks, trainer = await self._hosts(self.rollout), [], None
         asynchronous = self.config.algorithm.staleness.max_staleness > 0
-        together = [*ranks, *engines]
+        self.policy.beside = engines if asynchronous else ()
+        with suppress(PolicyLost):  # who calls the ranks next is told, and rebuilds them
+            ranks, trainer = await self.policy.hosts(), await self.policy.measure()
         found = {
-            "trainer": await self.policy.measure(together if asynchronous else ranks),
-            "engine": await self._measure_engines(together if asynchronous else engines),
+            "trainer": trainer,
+            "engine": await self._measure_engines([*ranks, *engines] if asynchronous else engines),
         }
         if self.reference is not None:
             hosts = [*await self._hosts(self.reference), *engines]

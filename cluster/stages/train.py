@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
@@ -17,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.fates import cause
+from actors.fates import typed
 from actors.handles import Handle, create, submit
 from actors.lost import brief
 from cluster.driver_actor import DriverActor
@@ -26,7 +27,8 @@ from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
-from rayloop.core.failures import AGAIN, NotSaved, RayloopError
+from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen
+from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.doctor.checks import parameter_shapes, parameters
 from rayloop.run.checkpoint import Origin
@@ -37,6 +39,7 @@ from rayloop.run.identity import check as check_fit
 from rayloop.run.identity import identity
 from rayloop.run.lock import RunLock
 from rayloop.run.place import findable, namespace
+from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_tell
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe, sampled
@@ -73,13 +76,38 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         hashes = _fitting(config, folder, origin)
         names = namespace(folder.path)
         room = store(config, parameters(parameter_shapes(config.model.path)))
-        with session(total(bundles(config)), address, temporary, folder.logs, names, room), _findable(folder, names):
+        started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
+        with _told(folder, origin), started, _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
             result = _run(config, folder, origin, hashes, progress, check)
             draw_or_tell(folder, config.report.boxes, progress.note)
             progress.close(result)
     return 0
+
+
+@contextmanager
+def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
+    """Whatever ends the run is typed, and an event; what the driver raised it has told itself."""
+    try:
+        yield
+    except Exception as error:
+        end = typed(error)
+        if not isinstance(error.__cause__, RayTaskError):
+            _tell(folder, end, traceback.format_exc() if isinstance(end, Unforeseen) else "")
+        if end is error:
+            raise
+        raise end from error
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
+            _tell(folder, origin.stopped(folder.last_step()))
+        raise
+
+
+def _tell(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
+    if not isinstance(end, Preempted):
+        with suppress(OSError):
+            folder.events.append(failure(end, Ledger().counts(), trace))
 
 
 def _findable(folder: RunFolder, names: str) -> AbstractContextManager[None]:
@@ -142,9 +170,7 @@ def _run(
                 check()
                 return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder.lock)
         except RayTaskError as error:
-            if isinstance(cause(error), RayloopError):
-                raise cause(error) from error
-            raise
+            raise typed(error) from error
         except (RayActorError, GetTimeoutError) as error:
             lost = folder.events.append(incidents.DriverLost(restarts, why=brief(error)))
             folder.events.close()  # the next driver goes on writing it

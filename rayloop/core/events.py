@@ -177,7 +177,7 @@ class Finished(Event, by="rayloop/run/reporter.py"):
     ledger: Mapping[str, int]
 
 
-class Preempted(Event, by="cluster/driver.py"):
+class Preempted(Event, by="cluster/loop/ending.py"):
     """The run was asked to stop, and is saved. To do: start it again; it continues."""
 
     ledger: Mapping[str, int]
@@ -190,3 +190,7 @@ class Failed(Event, by="rayloop/run/reporter.py"):
     """Its name."""
     why: str
     ledger: Mapping[str, int]
+    saved: str = ""
+    """Which step is saved, or why it is not, and what a resume starts from."""
+    traceback: str = ""
+    """Of an error that nobody foresaw."""

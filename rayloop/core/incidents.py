@@ -96,6 +96,15 @@ class BroadcastFailed(Event, by="cluster/loop/publication.py"):
     why: str
 
 
+class WeightsLost(Event, by="cluster/loop/publication.py"):
+    """A new engine cannot have the published weights: they went with the node that held them. They are published again, by a new
+    policy if that went too. To do: nothing; find out why a node died."""
+
+    version: str
+    """`lineage.step`."""
+    why: str
+
+
 class EvaluationStopped(Event, by="cluster/driver.py"):
     """A stop ended an evaluation; the run that continues begins with it."""
 

@@ -4,7 +4,8 @@ The head publishes where it is (rayloop/launch/rendezvous.py); workers wait for 
 another one has come, and then wait for that one. Nothing of a node outlives its process.
 
 SIGTERM, SIGINT and SIGUSR1 (Slurm's ``--signal``: the time limit is near) end the program, with time to save, and then the
-node; a second one does not wait. After SIGUSR1 a job that may be requeued is. A worker without program and without --requeue
+node; a second one does not wait. After SIGUSR1 a job that may be requeued is, and, after a while, one whose program, or Ray, the
+machines failed (exit code 69). A worker without program and without --requeue
 takes no notice of SIGUSR1: it is needed while others save, and leaves with the head.
 """
 
@@ -26,14 +27,14 @@ from typing import Any
 
 import psutil
 
-from rayloop.core.failures import ConfigError, InfrastructureFailure, Preempted
+from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.kept_logs import kept_logs
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.ports import Ports, block, port_range
 from rayloop.launch.ray_variables import node_settings, temporary_folder, without_proxy
-from rayloop.launch.rendezvous import Head, Rendezvous, accepts
+from rayloop.launch.rendezvous import Head, NoHead, Rendezvous, accepts
 
 ROOT = "~/.rayloop"
 """Where rendezvous folders are by default: home folders are shared on most clusters."""
@@ -51,6 +52,8 @@ START = 120.0
 """Seconds within which Ray must accept connections."""
 SILENCE = 10.0
 """Seconds without an accepted connection after which a head is gone that did not take leave."""
+BACKOFF, LONGEST = 15.0, 300.0
+"""Seconds before a job is requeued for the first time since the machines failed, and at most: it keeps its nodes meanwhile."""
 DRAIN = 5
 """Seconds that a leaving worker waits for what runs on it (Ray's own default, 30, is all that Slurm allows before SIGKILL)."""
 END = 5.0
@@ -89,11 +92,13 @@ def run_node(a: argparse.Namespace) -> int:
     with handling(told, *STOP), handling((lambda *_: None) if deaf else told, signal.SIGUSR1):
         if (job := slurm_job.job()) is not None:
             place.register(job, program=bool(a.program))
-        code: int = a.role(a, place, told)
+        code = _code(a, place, told)
         psutil.wait_procs(
             psutil.Process().children(), timeout=DRAIN + END
         )  # cluster.sbatch's srun: its nodes leave now
         if _requeued(a, told, code):  # within the block: to be requeued is to be sent SIGTERM
+            if code == AGAIN and not _backed_off(told):
+                return code
             print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
             slurm_job.requeue()
     return code
@@ -112,9 +117,33 @@ def _child(command: Sequence[str], environment: Mapping[str, str], log: Any = No
 
 
 def _requeued(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
-    """Whether this job will be started again: near its time limit, if its program has saved, and not too often."""
+    """Whether this job will be started again, not too often: near its time limit, if its program has saved, and when the machines
+    failed while nobody had asked it to end."""
     saved = code == Preempted.exit_code or not a.program
-    return told.near_limit() and saved and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
+    due = (told.near_limit() and saved) or (told.first is None and code == AGAIN)
+    return due and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
+
+
+def _code(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+    """Be the node until it ends. Its exit code: AGAIN when Ray failed, or no head came, and the job may be requeued for that."""
+    try:
+        code: int = a.role(a, place, told)
+        return code
+    except (NodeFailed, NoHead) as error:
+        if not _requeued(a, told, AGAIN):
+            raise
+        print(f"node: {error}", flush=True)
+        return AGAIN
+
+
+def _backed_off(told: StopSignals) -> bool:
+    """Wait before the job is requeued, longer each time: what has failed may take a while. False when told to end meanwhile."""
+    seconds = min(BACKOFF * 2 ** slurm_job.restarts(), LONGEST)
+    print(f"node: the machines failed: the job is requeued in {seconds:g} s", flush=True)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and told.first is None:
+        time.sleep(POLL)
+    return told.first is None or told.near_limit()
 
 
 def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:

@@ -107,9 +107,9 @@ class Reporter:
         ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
         self.folder.events.append(events.Trained(ids), step)
 
-    def failed(self, why: BaseException, ledger: Mapping[str, int]) -> None:
+    def failed(self, why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> None:
         """The run ends because of ``why``."""
-        self.event(events.Failed(type(why).__name__, why=str(why), ledger=dict(ledger)))
+        self.event(failure(why, ledger, traceback))
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain values."""
@@ -225,3 +225,9 @@ class Reporter:
             after, before = read_items(files[step]), read_items(files[since])
             if rewards := gain(after, before, greedy=self.config.evaluation.greedy):
                 self.event(events.Gain(since, rewards), step)
+
+
+def failure(why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> events.Failed:
+    """The event of a run that ends because of ``why``, with the notes that it carries."""
+    notes = "; ".join(getattr(why, "__notes__", ()))
+    return events.Failed(type(why).__name__, why=str(why), ledger=dict(ledger), saved=notes, traceback=traceback)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ray.exceptions import ActorUnavailableError
 
 from actors.policy import LogprobGap, PolicyRank, RankSettings
 from cluster.driver import Driver
@@ -23,8 +24,9 @@ from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
 from cluster.roles.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
-from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
 from rayloop.core.types import Version
+from rayloop.engines.computing import Computing
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -117,7 +119,7 @@ class Stage:
         return driver, asyncio.run(main()), waited
 
 
-class Begun(Exception):
+class Begun(RayloopError):
     """The run got as far as its first step."""
 
 
@@ -321,3 +323,69 @@ def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_told_to_begin(
     restored = [record["restored"] for _, record in driver.reporter.updates if record.get("event") == "begin"]
     again = ("step_000002-1" if whose == "run" else "step_000002") if saves else "step_000001"
     assert restored == ["step_000001", again]
+
+
+@pytest.mark.parametrize(("where", "step"), [("beside", 2), ("update", 1)])
+def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, step: int
+) -> None:
+    """Two steps are trained since the checkpoint of step 1 (``beside``), or the second update is under way and breaks off."""
+
+    async def steps(self: Driver) -> None:
+        for self.step in (1, 2):
+            await self.publish()
+            if self.step == 1:
+                await self.checkpoint()
+        if where == "update":
+            await self.train(())
+        raise RolesExhausted("the rollout role lost 21 workers")
+
+    async def broken(self: PolicyGroup) -> dict[str, float]:
+        raise RolesExhausted("the rollout role lost 21 workers")
+
+    monkeypatch.setattr(Driver, "evaluate", steps)
+    monkeypatch.setattr(PolicyGroup, "train", broken)
+    driver = stage.driver(tmp_path / "run")
+    with pytest.raises(RolesExhausted) as raised:
+        asyncio.run(driver.main())
+    assert raised.value.exit_code == 69
+    found = driver.checkpoints.find("auto")
+    assert found is not None
+    assert found.step == step
+    assert raised.value.__notes__[0].endswith(f"run again to continue from step {step} (step_00000{step})")
+    assert list(driver.reporter.updates)[-1][1] | {"time": 0} >= {"event": "failed", "error": "RolesExhausted"}.items()
+
+
+def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message is lost while the ranks meet. The first lineage finds no ranks; they are rebuilt as at any other time."""
+    lost = ActorUnavailableError("connection reset", b"1" * 16)
+    failed = []
+
+    def address(self: PolicyRank) -> Any:
+        if not failed:
+            failed.append(lost)
+            raise lost
+        return "127.0.0.1", 1
+
+    async def evaluate(self: Driver) -> None:
+        raise Begun
+
+    monkeypatch.setattr(PolicyRank, "address", address)
+    monkeypatch.setattr(PolicyRank, "join", lambda self, meeting: stage.begin_anew())
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    driver = stage.driver(tmp_path / "run")
+    policy = driver.services.policy
+    policy.computing, policy._spawn = Computing(1, ""), lambda rank: LocalActor(stage.rank)
+
+    async def start(admit: Any) -> None:
+        await policy.start()
+        assert policy.ranks == []
+
+    monkeypatch.setattr(driver.services, "start", start)
+    with pytest.raises(Begun):
+        asyncio.run(driver.main())
+    kinds = [record["event"] for kind, record in driver.reporter.updates if kind == "event"]
+    assert kinds.count("policy_lost") == kinds.count("policy_rebuilt") == 1
+    assert "connection reset" in next(r for _, r in driver.reporter.updates if r.get("event") == "policy_lost")["why"]

@@ -117,6 +117,14 @@ def test_a_lost_object_below_a_call_is_no_loss_of_the_actor() -> None:
     assert isinstance(cause(lost), exceptions.OwnerDiedError)
 
 
+def test_what_a_constructor_raised_it_would_raise_again() -> None:
+    task = exceptions.RayTaskError("__init__", "trace", OSError("no model at /models/gone"), actor_id="ab")
+    task._actor_id = "ab"
+    died = exceptions.ActorDiedError(task)
+    assert fate(died) is fate(died, ranks=2) is END
+    assert type(typed(died)).__name__ == "WorkerStartFailed"
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +218,49 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
     with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
         assert node.run_node(asks) == 75
     assert (asked, missed) == ([1], [])
+
+
+@pytest.mark.parametrize(
+    ("ends", "restarts", "told", "waits", "requeued"),
+    [
+        (69, 0, None, 15.0, True),
+        (69, 3, None, 120.0, True),
+        (69, 9, None, 300.0, True),
+        (node.NodeFailed("Ray ended"), 0, None, 15.0, True),
+        (NoHead("no head within 3600 s"), 0, None, 15.0, True),
+        (69, 10, None, 0.0, False),
+        (69, 0, signal.SIGTERM, 15.0, False),
+        (69, 0, signal.SIGUSR1, 15.0, True),
+        (1, 0, None, 0.0, False),
+        (2, 0, None, 0.0, False),
+        (0, 0, None, 0.0, False),
+    ],
+    ids=str,
+)
+def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, restarts: int, told: int | None, waits: float,
+    requeued: bool,
+) -> None:  # fmt: skip
+    """``told``: a signal that comes while it waits."""
+    now, asked = [0.0], list[int]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if told is not None:
+            signal.raise_signal(told)
+
+    def role(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+        if isinstance(ends, Exception):
+            raise ends
+        return int(ends)
+
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(slurm_job, "job", lambda: "7")
+    monkeypatch.setattr(slurm_job, "restarts", lambda: restarts)
+    monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
+    monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
+    monkeypatch.setattr(node, "_prctl", lambda *_: None)
+    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10)
+    assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
+    assert len(asked) == requeued
+    assert now[0] == pytest.approx(waits if told is None else 0.5, abs=0.5)

@@ -1,0 +1,107 @@
+"""How a run ends before its last step: saved if it can be, on record, typed, with what a resume starts from."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from contextlib import suppress
+from typing import Protocol
+
+from actors.fates import typed
+from actors.lost import brief
+from rayloop.core import events
+from rayloop.core.failures import (
+    AGAIN,
+    AlarmStopped,
+    Diverged,
+    LedgerError,
+    NotSaved,
+    ParityError,
+    Preempted,
+    PublicationError,
+    RayloopError,
+    Unforeseen,
+)
+from rayloop.core.ledger import Ledger
+from rayloop.core.types import Version
+from rayloop.run.checkpoint import Origin
+from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
+
+SUSPECT = (Diverged, LedgerError, ParityError, PublicationError, AlarmStopped)
+"""Ends after which neither weights nor accounts are to be trusted: a resume shall start from what was saved before."""
+
+
+class Run(Protocol):
+    """What of the driver matters at its end."""
+
+    config: RunConfig
+    reporter: Reporter
+    origin: Origin
+    ledger: Ledger
+    stopping: asyncio.Event
+    step: int
+    version: Version
+    begun: int
+    """The step that was restored."""
+    lost: bool
+    """The ranks hold the weights of no step: one of them died, and nothing has been restored since."""
+    updating: bool
+    """An update was begun and has not ended."""
+
+    async def checkpoint(self, last: bool = False) -> None:
+        """Save this step, if ``last`` whether it is due or not."""
+
+    def on_disk(self) -> bool:
+        """Whether there is a complete checkpoint of the current version."""
+
+
+async def ended(run: Run, error: Exception) -> RayloopError:
+    """What is raised when the run ends by ``error``, told and, if there is anything to save and the policy lives, saved.
+
+    After a stop that is Preempted only when a resume will start from this very step, otherwise NotSaved; what else fails while
+    a run stops is not why it ended. Else it is the error, typed, with a note about the checkpoint.
+    """
+    end = typed(error)
+    stopped = isinstance(end, Preempted) or (run.stopping.is_set() and end.exit_code == AGAIN)
+    if stopped and run.version.lineage == 0:
+        return _told(run, run.origin.stopped(run.reporter.folder.last_step()), error)
+    why = await _save(run, end) if stopped or run.step > run.begun else ""
+    saved = run.on_disk()
+    if stopped:
+        where = f"stopped at step {run.step} of {run.config.steps}"
+        again = run.origin.again()
+        end = Preempted(f"{where}, saved; {again}") if saved else NotSaved(f"{where}, not saved: {why}; {again}")
+    elif run.step or end.exit_code == AGAIN:
+        said = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
+        end.add_note(said + run.origin.again())
+    return _told(run, end, error)
+
+
+async def _save(run: Run, end: RayloopError) -> str:
+    """Save the step unless it is on disk. Returns why it could not be."""
+    if run.lost:
+        return "the policy was lost, and its replacement had not been restored"
+    if run.updating:
+        return "its update had begun and did not end"
+    if isinstance(end, SUSPECT):
+        return f"it is not to be trusted after {type(end).__name__}"
+    try:
+        async with asyncio.timeout(run.config.preemption.grace):
+            await run.checkpoint(last=True)
+    except TimeoutError:
+        return f"the checkpoint was not written within preemption.grace ({run.config.preemption.grace:g} s)"
+    except Exception as error:
+        return brief(error)
+    return ""
+
+
+def _told(run: Run, end: RayloopError, error: Exception) -> RayloopError:
+    """On record. A disk on which nothing can be written does not hide why the run ends."""
+    with suppress(OSError):
+        if isinstance(end, Preempted):
+            run.reporter.event(events.Preempted(run.ledger.counts()))
+        else:
+            trace = "".join(traceback.format_exception(error)) if isinstance(end, Unforeseen) else ""
+            run.reporter.failed(end, run.ledger.counts(), trace)
+    return end

@@ -1,0 +1,65 @@
+"""A role whose actors die, or cannot be reached, while they start; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray
+from ray import exceptions
+
+from cluster.roles.pool import ATTEMPTS, Pool
+from rayloop.core.failures import RayloopError, WorkerStartFailed
+from rayloop.core.incidents import ReplacementFailed
+from rayloop.run.lifetime import RecoverySettings
+from tests.support.local import LocalActor
+
+UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"1" * 16)
+MEMORY = exceptions.OutOfMemoryError("Ray's memory monitor ended it")
+
+
+class Worker:
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures = failures
+
+    def health(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def constructor_raised() -> exceptions.ActorDiedError:
+    task = exceptions.RayTaskError("__init__", "trace", OSError("no model at /models/gone"))
+    task._actor_id = "ab"
+    return exceptions.ActorDiedError(task)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> tuple[Pool[Any], list[Any]]:
+    """A role of one actor whose starts fail like this, one after the other, and what it told."""
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+    left, told = list(failures), list[Any]()
+    made: Any = LocalActor(Worker(left))
+    pool = Pool[Any]("tester", 1, lambda slot: made, RecoverySettings(start_timeout=5.0), told.append)
+    try:
+        asyncio.run(pool.start())
+    finally:
+        assert all(isinstance(event, ReplacementFailed) for event in told)
+    return pool, told
+
+
+@pytest.mark.parametrize("error", [UNREACHABLE, MEMORY], ids=lambda error: type(error).__name__)
+def test_an_actor_that_is_lost_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    pool, told = started(monkeypatch, error)
+    assert len(pool.workers) == len(told) == 1
+
+
+def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(exceptions.ActorUnavailableError):
+        started(monkeypatch, *[UNREACHABLE] * ATTEMPTS)
+
+
+def test_what_a_constructor_raises_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
+        started(monkeypatch, constructor_raised(), RayloopError("it was tried again"))

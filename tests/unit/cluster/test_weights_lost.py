@@ -1,0 +1,146 @@
+"""The published weights go with the node that held them: engines that come wait for others, which are made at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import exceptions
+
+from cluster.loop.loggers import open_logger
+from cluster.loop.publication import Publisher
+from rayloop.core.failures import PolicyLost
+from rayloop.core.types import Version
+from rayloop.run.config import RunConfig
+from rayloop.run.reporter import Reporter
+from rayloop.transports.seam import Publication
+from tests.support.local import LocalActor
+from tests.support.runs import settings
+
+NOW, NEXT = Version(1, 5), Version(1, 6)
+
+
+class Engine:
+    """Loads what is there. ``had``: what it loaded."""
+
+    def __init__(self, lost: set[str]) -> None:
+        self.lost, self.had = lost, list[str]()
+
+    async def load(self, manifest: Any, source: str) -> None:
+        await asyncio.sleep(0)
+        if source in self.lost:
+            error = exceptions.ObjectReconstructionFailedError.__new__(exceptions.ObjectReconstructionFailedError)
+            raise exceptions.RayTaskError("load", "trace", error).as_instanceof_cause()
+        self.had.append(source)
+
+
+class Stage:
+    """A policy whose exports are called first, second, ...; ``serving`` is what engines in service do with them."""
+
+    def __init__(self, folder: Path) -> None:
+        config = RunConfig.model_validate(settings(folder, Path("/models/any")))
+        self.lost = {"first"}
+        self.exports = iter(["first", "second", "third"])
+        self.alive = True
+        self.serving = Engine(set())
+        self.reporter = Reporter(config, folder, open_logger)
+        services: Any = SimpleNamespace(policy=self, rollout=self, weights=str(folder))
+        self.publisher = Publisher(config, services, self.reporter)
+
+    async def export(self, version: Version) -> Publication[str]:
+        if not self.alive:
+            raise PolicyLost("rank 0 died")
+        return Publication(SimpleNamespace(version=version), next(self.exports))  # type: ignore[arg-type]
+
+    def within(self, deadline: float) -> Stage:
+        return self
+
+    async def everywhere(self, method: Any, manifest: Any, source: str) -> None:
+        await self.serving.load(manifest, source)
+
+    def told(self, kind: str) -> int:
+        return sum(record["event"] == kind for _, record in self.reporter.updates)
+
+    @asynccontextmanager
+    async def remaking(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.publisher.remake(lambda: NOW))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, PolicyLost):
+                await task
+
+    def admit(self, engine: Engine) -> asyncio.Task[None]:
+        return asyncio.create_task(self.publisher.admit(LocalActor(engine)))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def act(play: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await play
+
+    asyncio.run(bounded())
+
+
+def test_a_policy_that_lives_publishes_again_and_all_who_wait_are_admitted(stage: Stage) -> None:
+    async def play() -> None:
+        await stage.publisher.publish(NOW)
+        engines = [Engine(stage.lost) for _ in range(3)]
+        async with stage.remaking():
+            await asyncio.gather(*(stage.admit(engine) for engine in engines))
+        assert [engine.had for engine in engines] == [["second"]] * 3
+        assert stage.serving.had == ["first", "second"], "once for all of them"
+        assert stage.told("weights_lost") >= 1
+
+    act(play())
+
+
+def test_while_an_update_is_under_way_the_next_weights_are_waited_for(stage: Stage) -> None:
+    async def play() -> None:
+        await stage.publisher.publish(NOW)
+        engine = Engine(stage.lost)
+        async with stage.remaking(), stage.publisher.making:
+            admitted = stage.admit(engine)
+            await asyncio.sleep(0.05)
+            assert not admitted.done()
+            assert stage.serving.had == ["first"], "no export in the middle of an update"
+            await stage.publisher.publish(NEXT)
+            await admitted
+        assert engine.had == ["second"]
+        assert stage.serving.had == ["first", "second"]
+
+    act(play())
+
+
+def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it_is_rebuilt(stage: Stage) -> None:
+    async def play() -> None:
+        await stage.publisher.publish(NOW)
+        engine, stage.alive = Engine(stage.lost), False
+        admitted = stage.admit(engine)
+        async with stage.remaking() as remaking:
+            with pytest.raises(PolicyLost, match="rank 0 died"):
+                await remaking
+        assert not admitted.done()
+        stage.alive = True
+        await stage.publisher.publish(Version(2, 4))
+        await admitted
+        assert engine.had == ["second"]
+
+    act(play())
+
+
+def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage: Stage) -> None:
+    stage.serving = Engine({"first"})
+    with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were published"):
+        act(stage.publisher.publish(NOW))
