@@ -84,7 +84,7 @@ class Driving:
         return self.saved is not None and complete(self.saved.folder) is not None
 
     def ends(self, error: Exception) -> RayloopError:
-        return asyncio.run(ended(self, copy.copy(error)))
+        return asyncio.run(ended(self, copy.copy(error).with_traceback(error.__traceback__)))
 
     def told(self) -> dict[str, Any]:
         kind, last = list(self.reporter.updates)[-1]

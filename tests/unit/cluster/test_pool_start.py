@@ -29,7 +29,7 @@ class Worker:
 
 
 def constructor_raised() -> exceptions.ActorDiedError:
-    task = exceptions.RayTaskError("__init__", "trace", OSError("no model at /models/gone"))
+    task = exceptions.RayTaskError("__init__", "trace\nOSError: no model at /models/gone", OSError())
     task._actor_id = "ab"
     return exceptions.ActorDiedError(task)
 

@@ -34,7 +34,7 @@ class Engine:
     async def load(self, manifest: Any, source: str) -> None:
         await asyncio.sleep(0)
         if source in self.lost:
-            error = exceptions.ObjectReconstructionFailedError.__new__(exceptions.ObjectReconstructionFailedError)
+            error = exceptions.OwnerDiedError("00" * 28, "owner", "site")
             raise exceptions.RayTaskError("load", "trace", error).as_instanceof_cause()
         self.had.append(source)
 
