@@ -137,7 +137,9 @@ class Driver:
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Exception as error:
-            raise await ended(self, error) from error
+            if (end := await ended(self, error)) is not error:
+                raise end from error
+            raise
         finally:
             self.services.stop()
             await self.reporter.loggers.close()

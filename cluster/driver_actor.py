@@ -59,7 +59,9 @@ class DriverActor(Actor):
             end = typed(error)
             self.reporter.failed(end, Ledger().counts(), traceback.format_exc() if isinstance(end, Unforeseen) else "")
             await self.reporter.loggers.close()
-            raise end from error
+            if end is not error:
+                raise end from error
+            raise
         if self.stopping:
             self.driver.stop()
         return await self.driver.main()
