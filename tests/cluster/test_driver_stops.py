@@ -371,12 +371,15 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
             raise lost
         return "127.0.0.1", 1
 
+    def join(self: PolicyRank, meeting: Any) -> None:
+        stage.begin_anew()
+
     async def evaluate(self: Driver) -> None:
         raise Begun
 
     monkeypatch.setattr(ray, "kill", lambda handle: None)
     monkeypatch.setattr(PolicyRank, "address", address)
-    monkeypatch.setattr(PolicyRank, "join", lambda self, meeting: stage.begin_anew())
+    monkeypatch.setattr(PolicyRank, "join", join)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     driver = stage.driver(tmp_path / "run")
     policy = driver.services.policy
