@@ -12,13 +12,13 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-env test-faults test-judge test-k8s test-slurm test-vllm lint quickstart digits docs
+.PHONY: fast test test-env test-faults test-judge test-k8s test-nodes test-slurm test-vllm lint quickstart digits docs
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or slurm or judge or vllm or env)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env)"
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
@@ -32,6 +32,9 @@ test-judge: $(VENV)/.judge
 
 test-k8s: $(VENV)/.k8s
 	$(BIN)/python -m pytest -q -rs -m k8s tests/deploy/k8s
+
+test-nodes: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -rs -m nodes tests/nodes
 
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m tests.deploy.slurm.lab install

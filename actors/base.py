@@ -49,6 +49,11 @@ class Actor:
         return socket.gethostname()
 
     @ray.method(concurrency_group="debug")
+    def node(self) -> str:
+        """Ray's id of the node that it is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="debug")
     def stacks(self) -> str:
         """What all threads of this actor are doing, as text; answers when every other call hangs."""
         return dump()

@@ -155,16 +155,15 @@ class Driver:
 
     async def run_and_rebuild(self) -> None:
         """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
-        for restarts in range(self.config.recovery.policy_restarts + 1):
+        while True:
             try:
-                if restarts:
+                if self.lost:
                     await self.rebuild()
-                return await self.run()
+                return await self.services.policy.while_there(self.run())
             except PolicyLost as error:
                 self.reporter.event(incidents.PolicyLost(why=str(error)))
                 self.lost = True
-                if restarts == self.config.recovery.policy_restarts:
-                    raise
+                await until_stopped(self.stopping, self.services.policy.afford(error))
 
     async def rebuild(self) -> None:
         """Replace all ranks of the policy."""

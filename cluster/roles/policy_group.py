@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from actors.fates import FailureFate, fate
+from actors.fates import FailureFate, fate, is_lost
 from actors.handles import Handle, submit, submit_pair
 from actors.lost import brief
 from actors.policy import Assignment, LogprobGap, PolicyRank
-from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import PolicyLost, WorkerLost
+from cluster.roles.budget import Budget
+from cluster.roles.nodes import Nodes
+from rayloop.core.deadlines import until_stopped, with_deadline
+from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Sums
 from rayloop.core.references import Ref
@@ -23,6 +25,7 @@ from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
 from rayloop.run.config import PolicySettings
+from rayloop.run.lifetime import RecoverySettings
 from rayloop.transports.seam import Publication
 
 P = ParamSpec("P")
@@ -36,11 +39,21 @@ class PolicyGroup:
     """Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt (``rebuild``)."""
 
     def __init__(
-        self, settings: PolicySettings, spawn: Callable[[int], Handle[PolicyRank]], start_timeout: float = LOADING
+        self,
+        settings: PolicySettings,
+        spawn: Callable[[int], Handle[PolicyRank]],
+        recovery: RecoverySettings | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
-        """``start_timeout``: seconds in which all ranks must have loaded the model; less than ``LOADING`` is not counted."""
-        self.settings, self._start_timeout = settings, max(start_timeout, LOADING)
+        """``recovery.start_timeout``: seconds for all ranks to load the model; less than ``LOADING`` is not counted."""
+        self.settings, self.recovery = settings, recovery or RecoverySettings()
+        self._start_timeout = max(self.recovery.start_timeout, LOADING)
+        self._budget = Budget(self.recovery.policy_restarts)
         self._spawn = spawn
+        self._nodes, self._places, self._gone = nodes, list[str](), asyncio.Event()
+        self._blamed = set[str]()
+        if nodes is not None:
+            nodes.add(self._evict)
         self.ranks: list[Handle[PolicyRank]] = []
         self._why = "there are no ranks"
         self.computing: Computing | None = None
@@ -58,11 +71,14 @@ class PolicyGroup:
             self._why = str(error)
 
     async def _meet(self) -> None:
+        self._gone.clear()
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
+        if self._nodes is not None:
+            self._places = [await self._nodes.locate(rank, "policy") for rank in self.ranks]
 
     async def hosts(self) -> list[str]:
         """The machine of each rank."""
@@ -74,12 +90,43 @@ class PolicyGroup:
         self.computing, *_ = await self._all(PolicyRank.measure, [*await self.hosts(), *self.beside])
         return self.computing
 
+    async def afford(self, lost: PolicyLost) -> None:
+        """Wait until ``recovery.policy_restarts`` allows to replace the ranks once more. Raises ``lost`` when that is further away
+        than ``recovery.start_timeout``."""
+        now = asyncio.get_running_loop().time
+        if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
+            raise lost
+        await asyncio.sleep(wait)
+        self._budget.take(now())
+
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``. Raises PolicyLost, WorkerStartFailed."""
         self.stop()
+        for node in self._places:
+            if self._nodes is not None and not await self._nodes.lost(node):
+                self._nodes.left(node, "policy")
+                if node in self._blamed:
+                    self._nodes.failed(node)
+        self._places = []
+        self._blamed.clear()
         await self._meet()
         if self.computing is None:  # the former ones were lost before they were measured
             await self.measure()
+
+    def _evict(self, node: str, why: str) -> None:
+        if node in self._places and self._nodes is not None:
+            self._nodes.charge(node)  # ``afford`` will take it
+            self._why = f"a rank of the policy: {why}"
+            self._gone.set()
+
+    async def while_there(self, work: Coroutine[Any, Any, R]) -> R:
+        """Await ``work``, but cancel it when the policy is lost while nobody calls it. Raises PolicyLost then."""
+        try:
+            return await until_stopped(self._gone, work)
+        except Preempted:
+            if not self._gone.is_set():
+                raise
+            raise PolicyLost(self._why) from None
 
     async def _all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on all ranks with the same arguments."""
@@ -91,10 +138,16 @@ class PolicyGroup:
         if not refs:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
-        calls = [
-            asyncio.ensure_future(with_deadline(within, ref, f"{method} of policy rank {rank}", self.ranks[rank]))
-            for rank, ref in enumerate(refs)
-        ]
+
+        async def one(rank: int, ref: Ref[R]) -> R:
+            try:
+                return await with_deadline(within, ref, f"{method} of policy rank {rank}", self.ranks[rank])
+            except Exception as error:
+                if self._nodes is not None and is_lost(error) and rank < len(self._places):
+                    self._blamed.add(self._places[rank])
+                raise
+
+        calls = [asyncio.ensure_future(one(rank, ref)) for rank, ref in enumerate(refs)]
         try:
             return await asyncio.gather(*calls)
         except Exception as error:

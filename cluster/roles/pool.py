@@ -8,7 +8,6 @@ replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; her
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,12 @@ from actors.fates import cause, is_lost
 from actors.handles import Handle, submit, submit_split
 from actors.lease import Lease
 from actors.lost import brief, is_spent, last_line
+from cluster.roles.losses import Losses, now
+from cluster.roles.nodes import Nodes
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
-from rayloop.core.failures import RolesExhausted, WorkerLost, WorkerStartFailed
+from rayloop.core.failures import WorkerLost, WorkerStartFailed
 from rayloop.core.references import Ref
 from rayloop.run.lifetime import RecoverySettings
 
@@ -56,6 +57,8 @@ class Worker(Generic[A]):
     leases: int = 0
     misses: int = 0
     leased: int = 0
+    node: str = ""
+    """Ray's id of the one that it is on."""
     affinities: Counter[str] = field(default_factory=Counter)
 
 
@@ -63,7 +66,8 @@ class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``.
 
     ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service and is awaited at the start
-    and after each replacement. Raises RolesExhausted once ``replacements`` are used up.
+    and after each replacement. A slot is replaced ``recovery.replacements`` times an hour, and waits when it has had them. Raises
+    RolesExhausted when fewer than ``recovery.minimum`` serve for ``recovery.start_timeout``.
     """
 
     def __init__(
@@ -74,16 +78,19 @@ class Pool(Generic[A]):
         settings: RecoverySettings,
         tell: Tell,
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.role, self.size, self.settings = role, size, settings
         self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
         self.ended: set[int] = set()
         """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
-        self._charged = 0
+        self._losses = Losses(role, size, settings)
         self._misses: dict[int, int] = {}
         self._leases = 0
-        self._spawn, self._admit, self._tell = spawn, admit, tell
+        self._spawn, self._admit, self._tell, self._nodes = spawn, admit, tell, nodes
+        if nodes is not None:
+            nodes.add(self._evict)
         self._serial = 0
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -109,14 +116,17 @@ class Pool(Generic[A]):
         try:
             healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {slot}"
             await with_deadline(self.settings.start_timeout, healthy, what, worker.handle)
+            if self._nodes is not None:
+                worker.node = await self._nodes.locate(worker.handle, self.role)
             if self._admit is not None:
-                await self._admit(worker.handle)
+                await self._admit(worker.handle)  # the last: what is published from now on finds it among the workers
         except BaseException as error:
             ray.kill(worker.handle)
             if isinstance(error, RayActorError) and not is_lost(error):
                 raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
         self.workers[worker.serial] = worker
+        self._losses.served(slot)
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
@@ -124,16 +134,19 @@ class Pool(Generic[A]):
 
         ``count``: how much work it brings (the episodes of a call). A failure weighs as much as a lease until the worker succeeds,
         so that one that fails fast does not attract the work; of equals the one that was not leased for longest. Waits for a
-        replacement if there is no worker.
+        replacement if there is no worker, as long as one is pending. Raises RolesExhausted, and WorkerLost when none is.
         """
-        deadline = time.monotonic() + self.settings.start_timeout
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            await with_deadline(
-                deadline - time.monotonic(), self._changed.wait(), f"a replacement for the {self.role} role"
-            )
+            try:
+                await with_deadline(
+                    self.settings.start_timeout, self._changed.wait(), f"a replacement for the {self.role} role"
+                )
+            except WorkerLost:
+                if not self._replacing:
+                    raise
         others = [w for w in self.workers.values() if w.slot not in avoid]
         known = [w for w in others if affinity and w.affinities[affinity]]
         worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
@@ -160,7 +173,7 @@ class Pool(Generic[A]):
                 del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
-        """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of
+        """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of one of
         ``recovery.replacements``. Does nothing for one already replaced."""
         self._end(serial, why, charged=True)
 
@@ -170,39 +183,65 @@ class Pool(Generic[A]):
         self.ended.add(serial)
         self._end(serial, why, charged)
 
-    def _end(self, serial: int, why: object, charged: bool) -> None:
+    def _evict(self, node: str, why: str) -> None:
+        """The same for all that were on a node that is lost, of which somebody else has told."""
+        for serial in [serial for serial, worker in self.workers.items() if worker.node == node]:
+            self._end(serial, why, charged=False, told=True)
+
+    def _end(self, serial: int, why: object, charged: bool, told: bool = False) -> None:
         worker = self.workers.pop(serial, None)
         if worker is None:
             return
         self._misses[worker.slot] = worker.misses
         ray.kill(worker.handle)
-        self._tell(incidents.WorkerLost(self.role, serial, why=str(why)))
-        task = asyncio.get_running_loop().create_task(self._replace(worker.slot, serial, charged))
+        self._losses.lost(worker.slot, why)
+        if not told:
+            self._tell(incidents.WorkerLost(self.role, serial, why=str(why)))
+        task = asyncio.get_running_loop().create_task(self._replace(worker, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, slot: int, serial: int, charged: bool) -> None:
-        began = time.monotonic()
-        while True:
-            self.replaced += 1
-            self._charged += charged
-            charged = True  # an attempt to start that fails is one of the budget
-            try:
-                if self._charged > self.settings.replacements:
-                    raise RolesExhausted(
-                        f"the {self.role} role lost {self._charged} workers, recovery.replacements allows "
-                        f"{self.settings.replacements}; see events.jsonl for the causes"
-                    )
-                await self._start(slot)
-            except Exception as error:
-                if is_lost(error) or isinstance(error, WorkerStartFailed):
-                    self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
-                    continue
-                self._failure = cause(error)
-                self._changed.set()
-                return
-            self._tell(incidents.WorkerReplaced(self.role, serial, seconds=round(time.monotonic() - began, 3)))
+    async def _replace(self, worker: Worker[A], charged: bool) -> None:
+        began, slot, serial = now(), worker.slot, worker.serial
+        try:
+            with self._losses.trying(slot):
+                charged = await self._costs(worker, charged)
+            while not await self._try(slot, serial, charged):
+                charged = True  # an attempt to start that fails is one of the budget
+                if self._nodes is not None:
+                    self._nodes.failed(worker.node)
+        except Exception as error:
+            self._failure = cause(error)
+            self._changed.set()
             return
+        self._tell(incidents.WorkerReplaced(self.role, serial, seconds=round(now() - began, 3)))
+
+    async def _costs(self, worker: Worker[A], charged: bool) -> bool:
+        """Whether its replacement is one of the budget; waits until it is known what became of its node."""
+        if self._nodes is None:
+            return charged
+        if await self._nodes.lost(worker.node):
+            return self._nodes.charge(worker.node)
+        self._nodes.left(worker.node, self.role)
+        if charged:
+            self._nodes.failed(worker.node)
+        return charged
+
+    async def _try(self, slot: int, serial: int, charged: bool) -> bool:
+        """Whether a replacement serves. Raises RolesExhausted."""
+        if charged:
+            await self._losses.afford(slot)
+        self.replaced += 1
+        try:
+            with self._losses.trying(slot):
+                await self._start(slot)
+        except Exception as error:
+            if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
+                raise
+            self._losses.why = str(error)
+            self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
+            return False
+        return True
 
     def within(
         self,

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.base import Actor
 from actors.environment import EnvironmentActor
@@ -23,6 +29,7 @@ from actors.policy import PolicyRank, RankSettings
 from actors.reference import ReferenceActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
+from cluster.roles.nodes import Nodes
 from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool, Pooled
 from cluster.roles.shared import check_shared
@@ -33,7 +40,7 @@ from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
 from rayloop.engines.computing import Computing, measured
 from rayloop.engines.settings import FsdpSettings
 from rayloop.run.config import Placement, RunConfig
-from rayloop.run.demand import bundles, demand, total
+from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
 
 A = TypeVar("A", bound=Pooled)
@@ -100,6 +107,8 @@ class Services:
         self._engine = config.engine
         """What an engine is made with: one that comes later, with what was measured."""
         self._group: PlacementGroup | None = None
+        self.nodes = Nodes(tell)
+        self._watching: asyncio.Task[None] | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
         self.weights = f"{folder}/weights"
         """Where transports and engines may write publications."""
@@ -112,6 +121,7 @@ class Services:
         c, began = self.config, time.monotonic()
         self._tell(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._tell)
+        self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
             lambda options: create(RolloutActor, options, c.loaded_model, self._engine, c.publish.transport, self.weights),
@@ -167,27 +177,41 @@ class Services:
         def spawn(slot: int) -> Handle[A]:
             return make(self._options(role, slot, placement))
 
-        return Pool(role, size, spawn, self.config.recovery, self._tell, admit)
+        return Pool(role, size, spawn, self.config.recovery, self._tell, admit, self.nodes)
 
     def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
         """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._first[role] + slot)
         options: dict[str, Any] = {
             "name": actor_name(f"{role}-{slot}"),
             "num_cpus": placement.num_cpus,
             "num_gpus": placement.num_gpus,
             "resources": placement.resources or None,
-            "scheduling_strategy": strategy,
+            "scheduling_strategy": self._where(self._first[role] + slot, placement),
             "max_restarts": 0,
         }
         if role != "policy":
             options["max_concurrency"] = CONCURRENCY
         return options
 
+    def _where(self, bundle: int, placement: Placement) -> Any:
+        """In its bundle; or, when actors failed there again and again, on another node with room. The bundle then stays, and keeps
+        a bad GPU from being given to anybody."""
+        assert self._group is not None, "start() reserves"
+        inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        if not self.nodes.avoids():
+            return inside
+        home = placement_group_table(self._group)["bundles_to_node_id"].get(bundle, "")
+        if not self.nodes.bad(home):
+            return inside
+        other = self.nodes.elsewhere(needs(placement), but={home})
+        return inside if other is None else NodeAffinitySchedulingStrategy(other, soft=False)
+
     def stop(self) -> None:
         """End every actor and give the resources back."""
         if self._group is None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         for pool in self.pools:
             pool.stop()
         remove_placement_group(self._group)
@@ -212,7 +236,7 @@ class TrainingServices(Services):
             own = replace(settings, engine=self._trainer)
             return create(PolicyRank, self._options("policy", rank, placement), own, rank, ranks)
 
-        self.policy = PolicyGroup(c.policy, spawn, c.recovery.start_timeout)
+        self.policy = PolicyGroup(c.policy, spawn, c.recovery, self.nodes)
         self.reference: Pool[ReferenceActor] | None = None
 
     @property

@@ -109,6 +109,13 @@ def logs_folder() -> Path:
     return Path(global_worker.node.get_logs_dir_path())
 
 
+def room() -> dict[str, dict[str, float]]:
+    """What is free on each node that lives, by Ray's id of it."""
+    from ray._private.state import available_resources_per_node
+
+    return dict(available_resources_per_node())
+
+
 def _keep_logs(folder: Path, logs: Path) -> None:
     """Copy what the actors wrote to stdout and stderr, and what Ray itself did; empty files are left out."""
     for file in (folder / LOGS).glob("worker-*.*"):

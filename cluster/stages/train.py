@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from actors.fates import typed
 from actors.handles import Handle, create, submit
 from actors.lost import brief
 from cluster.driver_actor import DriverActor
+from cluster.roles.budget import Budget
 from cluster.roles.services import actor_name
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
@@ -154,7 +156,8 @@ def _run(
     ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save.
     """
     path = str(folder.path.resolve())
-    for restarts in range(config.recovery.driver_restarts + 1):
+    budget = Budget(config.recovery.driver_restarts)
+    for restarts in count():
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {
@@ -177,11 +180,15 @@ def _run(
             progress.note(describe(lost))
             if until() < math.inf:
                 raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
+            if (wait := budget.wait(time.monotonic())) > config.recovery.start_timeout:
+                raise DriverLost(
+                    f"the driver actor died {restarts + 1} times; recovery.driver_restarts allows {budget.per_hour} an hour"
+                ) from error
         finally:
             ray.kill(driver)
-    raise DriverLost(
-        f"the driver actor died {config.recovery.driver_restarts + 1} times; recovery.driver_restarts is spent"
-    )
+        time.sleep(wait)
+        budget.take(time.monotonic())
+    raise AssertionError("the loop has no end")
 
 
 def _never() -> float:

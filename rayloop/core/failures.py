@@ -164,7 +164,7 @@ class PolicyLost(InfrastructureFailure):
 
 
 class RolesExhausted(RayloopError):
-    """A role's replacement budget is spent: there is no worker left to serve it."""
+    """A role had fewer actors than ``recovery.minimum`` for longer than ``recovery.start_timeout``."""
 
     exit_code = AGAIN
 

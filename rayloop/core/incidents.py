@@ -212,9 +212,33 @@ class WorkerLost(Event, by="cluster/roles/pool.py"):
     why: str
 
 
+class NodeLost(Event, by="cluster/roles/nodes.py"):
+    """A node is gone with every actor on it; all are replaced where there is room, which costs one unit of one budget. To do:
+    nothing while others have room; bring the node back, or join another."""
+
+    name: str
+    """Its host name and address."""
+    node: str
+    """Ray's id of it."""
+    roles: Mapping[str, int]
+    """How many actors of each role were on it."""
+
+
+class NodeAvoided(Event, by="cluster/roles/nodes.py"):
+    """Actors failed again and again on a node that lives: those that are replaced go elsewhere if there is room, for twenty
+    minutes, and what they had reserved, such as a bad GPU, is given to nobody. To do: look at the node; drain it."""
+
+    name: str
+    """Its host name and address."""
+    node: str
+    """Ray's id of it."""
+    failures: int
+    """Within an hour."""
+
+
 class ReplacementFailed(Event, by="cluster/roles/pool.py"):
-    """The replacement of an actor did not start; another is tried. To do: read `why`; `recovery.replacements` bounds how often it
-    is tried."""
+    """The replacement of an actor did not start; another is tried. To do: read `why`; `recovery.replacements` bounds how often in
+    an hour."""
 
     role: str
     worker: int

@@ -27,6 +27,10 @@ SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 STOP_WAIT = 600
 """Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
 
+HEALTH_PERIOD = 1000
+"""Milliseconds between two questions of the head to a node; after the fifth in a row that fails the node is lost. Ray's own 3000
+make that 15 s for a node whose connections are refused. One that cannot be reached is asked for 10 s each time, with any value."""
+
 
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
     """The variables of every Ray process that we start. ``token`` is the path of the token; None: no authentication.
@@ -45,6 +49,7 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),
+        "RAY_health_check_period_ms": str(HEALTH_PERIOD),
     }
 
 

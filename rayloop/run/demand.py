@@ -32,14 +32,15 @@ def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]
     return [(role, placement) for role, count, placement in roles for _ in range(count)]
 
 
-def _bundle(placement: Placement) -> dict[str, float]:
+def needs(placement: Placement) -> dict[str, float]:
+    """What one actor reserves."""
     bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
 
 
 def bundles(config: RunConfig, trains: bool = True) -> list[dict[str, float]]:
     """What each actor reserves, as Ray's placement groups want it."""
-    return [_bundle(placement) for _, placement in demand(config, trains)]
+    return [needs(placement) for _, placement in demand(config, trains)]
 
 
 def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -74,14 +74,18 @@ class ReportSettings(SettingsModel):
 
 
 class RecoverySettings(SettingsModel):
-    replacements: int = Field(20, ge=0)
-    """Actors that may be replaced per role before the run stops. Raise it for long runs on machines that are taken away
-    often."""
-    policy_restarts: int = Field(3, ge=0)
-    """Times the policy group may be rebuilt from the last checkpoint. Raise it for long runs on machines that are taken away
-    often."""
+    replacements: int = Field(12, ge=0)
+    """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. Raise it on machines
+    that are taken away often; 0 to see why an actor died."""
+    minimum: int = Field(1, ge=1)
+    """Actors of a role below which the run ends when they do not come back within ``start_timeout``; a role that has fewer needs
+    all. Raise it when a run with one engine left costs more than it earns."""
+    policy_restarts: int = Field(6, ge=0)
+    """Times an hour that the policy group may be rebuilt from the last checkpoint. Raise it on machines that are taken away
+    often; 0 to see why a rank died."""
     driver_restarts: int = Field(2, ge=0)
-    """Times a driver that died is started anew from the last checkpoint. Raise it for long runs; 0 to see why it died."""
+    """Times an hour that a driver that died is started anew from the last checkpoint. Raise it on machines that are taken away
+    often; 0 to see why it died."""
     health_every: float = Field(5.0, gt=0)
     """Seconds between health checks of idle actors. Raise it when there are hundreds of actors."""
     health_timeout: float = Field(30.0, gt=0)

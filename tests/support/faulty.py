@@ -25,7 +25,7 @@ class FaultyEnvironment:
         once: str | None = None
         """A folder in which each fault that fired leaves a file, so that it fires only once. None: every time."""
         marks: str | None = None
-        """A folder in which each ``reset`` leaves a file: an episode has begun."""
+        """A folder in which each ``reset`` leaves a file with the task in its name: an episode has begun."""
         hang: float = 3600.0
         """Seconds that a hang lasts."""
 
@@ -36,7 +36,7 @@ class FaultyEnvironment:
     def reset(self, task: Task) -> Observation:
         self._task = task.id
         if self._settings.marks is not None:
-            (Path(self._settings.marks) / f"reset-{time.time_ns()}").touch()
+            (Path(self._settings.marks) / f"reset-{time.time_ns()}-{task.id}").touch()
         self._fire("reset", self._settings.reset.get(task.id))
         return Observation(task.messages)
 

@@ -1,0 +1,80 @@
+"""What a role may still lose: a budget for each slot, and the minimum below which the run ends when nobody comes back in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.roles.budget import HOUR, Budget
+from rayloop.core.failures import RolesExhausted
+from rayloop.run.lifetime import RecoverySettings
+
+LOOK = 1.0
+"""Seconds between two looks at a role that is short of actors, at least."""
+
+
+def now() -> float:
+    """Seconds of the event loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+class Losses:
+    """Of the ``size`` slots of a role: which have no actor, which are about to get one, and what that may still cost."""
+
+    def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
+        self.role, self.size, self.settings = role, size, settings
+        self.why = ""
+        """The last loss, or the last start that failed."""
+        self._least = min(size, settings.minimum)
+        self._budgets = [Budget(settings.replacements) for _ in range(size)]
+        self._missing: set[int] = set()
+        self._short: float | None = None
+        self._trying: dict[int, float] = {}
+
+    def lost(self, slot: int, why: object) -> None:
+        """The slot has no actor any more."""
+        self.why = str(why)
+        self._missing.add(slot)
+        if self.size - len(self._missing) < self._least and self._short is None:
+            self._short = now()
+
+    def served(self, slot: int) -> None:
+        """It has one."""
+        self._missing.discard(slot)
+        if self.size - len(self._missing) >= self._least:
+            self._short = None
+
+    @contextmanager
+    def trying(self, slot: int) -> Iterator[None]:
+        """While the block lasts the slot may get an actor: the role is not given up, if it began in time."""
+        self._trying[slot] = now()
+        try:
+            yield
+        finally:
+            del self._trying[slot]
+
+    async def afford(self, slot: int) -> None:
+        """Wait until the slot's budget has a unit, and take it. Raises RolesExhausted when the role cannot be saved."""
+        budget, patience = self._budgets[slot], self.settings.start_timeout
+        while True:
+            if self._hopeless():
+                raise RolesExhausted(
+                    f"the {self.role} role had fewer than {self._least} of {self.size} actors in service, and none came back "
+                    f"within recovery.start_timeout ({patience:g} s); recovery.replacements allows {budget.per_hour} per slot and "
+                    f"hour. The last loss: {self.why}; see events.jsonl for the others"
+                )
+            if not (wait := budget.wait(now())):
+                return budget.take(now())
+            left = HOUR if self._short is None else self._short + patience - now()
+            await asyncio.sleep(min(wait, max(left, LOOK)))
+
+    def _hopeless(self) -> bool:
+        """Whether the role is below its minimum, and no start that is under way or affordable can change that in time. A start that
+        began in time may take its own."""
+        if self._short is None:
+            return False
+        limit = self._short + self.settings.start_timeout
+        if any(began < limit for began in self._trying.values()):
+            return False
+        return now() + min(self._budgets[slot].wait(now()) for slot in self._missing) >= limit

@@ -1,0 +1,160 @@
+"""The nodes that a run's actors are on: one is lost once, with all on it; one on which actors fail again and again is avoided."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+
+from actors.base import Actor
+from actors.handles import Handle, submit
+from cluster.roles.budget import Budget
+from cluster.roles.session import room
+from rayloop.core import incidents
+from rayloop.core.deadlines import bounded, with_deadline
+from rayloop.core.events import Tell
+from rayloop.core.failures import WorkerLost
+
+logger = logging.getLogger(__name__)
+
+PERIOD = 1.0
+"""Seconds between two looks at the cluster's nodes."""
+ANSWER = 5.0
+"""Seconds in which the head tells of the nodes, or a node accepts a connection."""
+DOUBT = 45.0
+"""Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks it several times."""
+FAILURES = 3
+"""Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room elsewhere."""
+
+Evict = Callable[[str, str], None]
+"""Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended."""
+
+
+class Nodes:
+    """``rows``: what the cluster says of its nodes, as ``ray.nodes``."""
+
+    def __init__(self, tell: Tell, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
+        self._tell, self._read = tell, rows
+        self._there: dict[str, Counter[str]] = {}
+        self._residents: list[Evict] = []
+        self._rows: dict[str, Mapping[str, Any]] = {}
+        self._gone: set[str] = set()
+        self._unpaid: set[str] = set()
+        self._failures: dict[str, Budget] = {}
+        self._looking = asyncio.Lock()
+
+    def add(self, resident: Evict) -> None:
+        """Whoever has actors on nodes. The policy comes first: what it loses decides what the others wait for."""
+        self._residents.append(resident)
+
+    async def locate(self, handle: Handle[Any], role: str) -> str:
+        """The node that a new actor is on; from now on it is lost with it. Raises WorkerLost."""
+        node = await with_deadline(DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle)
+        self._there.setdefault(node, Counter())[role] += 1
+        return node
+
+    def left(self, node: str, role: str) -> None:
+        """An actor has ended, and its node has not."""
+        if node in self._there:
+            self._there[node][role] -= 1
+
+    async def watch(self) -> None:
+        """Look at the nodes until cancelled."""
+        while True:
+            try:
+                await self._look()
+            except Exception:  # such as a full disk below the events: the next look may go well
+                logger.exception("the nodes could not be looked at")
+            await asyncio.sleep(PERIOD)
+
+    async def lost(self, node: str) -> bool:
+        """Whether the node of an actor that was lost is gone. The cluster learns that some seconds later than who calls the actor;
+        until then what is started anew would be sent to that very node."""
+        now = asyncio.get_running_loop().time
+        until = now() + DOUBT
+        while node in self._there and now() < until:
+            await self._look()
+            if node in self._gone or await self._accepts(node):
+                break
+            await asyncio.sleep(PERIOD)
+        return node in self._gone
+
+    def charge(self, node: str) -> bool:
+        """Whether who asks is the first of those that were on this lost node: all of them together cost one unit of a budget."""
+        first = node in self._unpaid
+        self._unpaid.discard(node)
+        return first
+
+    async def _look(self) -> None:
+        async with self._looking:
+            late = WorkerLost("the head does not answer")
+            try:
+                rows = await bounded(ANSWER, asyncio.to_thread(self._read), late)
+            except Exception as error:  # the head itself is away: who needs it finds out
+                logger.warning("the cluster's nodes cannot be asked for: %r", error)
+                return
+            self._rows = {row["NodeID"]: row for row in rows}
+            for node in [node for node in self._there if not self._rows.get(node, {}).get("Alive", False)]:
+                self._lose(node)
+
+    def _lose(self, node: str) -> None:
+        roles = {role: number for role, number in self._there.pop(node).items() if number > 0}
+        self._gone.add(node)
+        if not roles:
+            return
+        self._unpaid.add(node)
+        name = self._name(node)
+        self._tell(incidents.NodeLost(name, node, roles))
+        for evict in self._residents:
+            evict(node, f"its node {name} was lost")
+
+    def _name(self, node: str) -> str:
+        """For people: its host name and address."""
+        row = self._rows.get(node, {})
+        return f"{row.get('NodeManagerHostname', node)} ({row.get('NodeManagerAddress', 'address unknown')})"
+
+    async def _accepts(self, node: str) -> bool:
+        """Whether something listens where Ray's process of this node did. Unknown counts as yes."""
+        row = self._rows.get(node)
+        if row is None:
+            return True
+        try:
+            async with asyncio.timeout(ANSWER):
+                _, writer = await asyncio.open_connection(row["NodeManagerAddress"], row["NodeManagerPort"])
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    # Avoiding ------------------------------------------------------------------------------------------------------
+
+    def failed(self, node: str) -> None:
+        """An actor failed here, and the node did not."""
+        now = asyncio.get_running_loop().time()
+        budget = self._failures.setdefault(node, Budget(FAILURES))
+        if budget.wait(now):
+            return
+        budget.take(now)
+        if budget.wait(now):
+            self._tell(incidents.NodeAvoided(self._name(node), node, FAILURES))
+
+    def avoids(self) -> bool:
+        """Whether there has been a failure that a node could be avoided for."""
+        return bool(self._failures)
+
+    def bad(self, node: str) -> bool:
+        """Whether actors failed so often on this node within an hour that it is avoided."""
+        return node in self._failures and self._failures[node].wait(asyncio.get_running_loop().time()) > 0
+
+    def elsewhere(self, wanted: Mapping[str, float], but: Collection[str] = ()) -> str | None:
+        """A node with room for an actor that wants this, which is not avoided; None when there is none."""
+        for node, free in room().items():
+            if node in but or node in self._gone or self.bad(node):
+                continue
+            if all(free.get(name, 0.0) >= amount for name, amount in wanted.items()):
+                return node
+        return None
