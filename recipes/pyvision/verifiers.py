@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
@@ -121,7 +121,7 @@ def _relative(asked: Asked) -> Judged:
 
 def _option(asked: Asked) -> Judged:
     """The letter, as ``B``, ``(B)``, ``B. red`` or the option's own words; anything else is wrong."""
-    return decided(reference(asked.task), asked.answer, question(asked.task))
+    return replace(decided(reference(asked.task), asked.answer, question(asked.task)), flags=())
 
 
 def question(task: Task) -> str:
