@@ -210,11 +210,11 @@ class Diverged(RayloopError):
 
 
 class Damaged(CheckpointError):
-    """A ``file`` of a checkpoint is not there, or does not hold what was written into it."""
+    """A file of a checkpoint, ``path``, is not there, or does not hold what was written into it."""
 
-    def __init__(self, file: str, why: str) -> None:
-        super().__init__(file, why)
-        self.file, self.why = file, why
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.why}"
+        return f"{self.path}: {self.reason}"

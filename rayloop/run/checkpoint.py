@@ -181,7 +181,7 @@ class Origin:
                 failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
                 continue
             for bad, why in failed:
-                tell(incidents.CheckpointDamaged(bad.name, why.file if isinstance(why, Damaged) else "", why=str(why)))
+                tell(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
                 with suppress(OSError):
                     os.replace(bad, _free(bad.with_name(bad.name + DAMAGED)))
             return checkpoint
