@@ -13,6 +13,7 @@ from rayloop.core import events
 from rayloop.core.failures import (
     AGAIN,
     AlarmStopped,
+    CheckpointError,
     Diverged,
     LedgerError,
     NotSaved,
@@ -73,6 +74,8 @@ async def ended(run: Run, error: Exception) -> RayloopError:
         again = run.origin.again()
         end = Preempted(f"{where}, saved; {again}") if saved else NotSaved(f"{where}, not saved: {why}; {again}")
     elif run.step or end.exit_code == AGAIN:
+        if isinstance(end, Unforeseen):
+            end.add_note("its traceback is in events.jsonl")
         said = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
         end.add_note(said + run.origin.again())
     return _told(run, end, error)
@@ -84,6 +87,8 @@ async def _save(run: Run, end: RayloopError) -> str:
         return "the policy was lost, and its replacement had not been restored"
     if run.updating:
         return "its update had begun and did not end"
+    if isinstance(end, CheckpointError):  # it has been tried often enough
+        return "its checkpoint could not be written"
     if isinstance(end, SUSPECT):
         return f"it is not to be trusted after {type(end).__name__}"
     try:

@@ -124,27 +124,12 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
 
 
 @pytest.mark.slow_faults
-def test_a_run_that_has_no_engine_left_ends_saved(tmp_path: Path, digits_model: Path) -> None:
-    config = settings(tmp_path, digits_model, steps=400, checkpoint__every=100, recovery__replacements=0)
-    with run(config) as made:
-        made.until_event("trained", step=3)
-        kill(made.actor("RolloutActor"))
-        made.ends(69, deadline=60)
-    [failed] = made.named("failed")
-    step = made.named("checkpoint")[-1]["step"]
-    assert step >= 3, "it is saved once, at its end"
-    assert failed["error"] == "RolesExhausted"
-    assert failed["saved"] == f"step {step} is saved; run again to continue from step {step} (step_{step:06d})"
-    assert made.text.splitlines()[-1].endswith(failed["saved"])
-
-
-@pytest.mark.slow_faults
 def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path, digits_model: Path) -> None:
     """By a watchdog that comes before the grader's own deadline, which the order of durations would refuse."""
     marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path, digits_model, reward__timeout=3000.0, reward__source__with={"seconds": 1000.0},
-        recovery={"health_every": 600.0, "stall_report": 4.0, "stall_timeout": 30.0},
+        recovery={"health_every": 600.0, "stall_report": 4.0, "stall_timeout": 45.0},
     )  # fmt: skip
     with run(marked(config, marks), module="tests.support.unordered") as made:
         next_mark(made, marks, "score", 8)
@@ -155,5 +140,5 @@ def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path
     assert event["awaited"].startswith("score of reward 0 for ")
     stacks = (made.folder / event["stacks"]).read_text()
     assert "in score\n    time.sleep(self._settings.seconds)" in stacks
-    assert "Stalled: nothing moved for 3" in made.text
+    assert "Stalled: nothing moved for 4" in made.text
     assert "s in phase gen, awaited: score of reward 0" in made.text.splitlines()[-1]
