@@ -61,16 +61,18 @@ def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[s
 
 def lose(stage: Cluster, made: Run, marks: Marks, name: str, phase: str) -> float:
     """Lose the node in the middle of the phase. Returns when that was."""
-    began = time.time()
     with ExitStack() as frozen:
         if phase in IN_METHOD:
             frozen.enter_context(stage.frozen("PolicyRank", IN_METHOD[phase], made.until))
-            if phase == "training":
-                until = time.monotonic() + 8.0  # groups for the next steps get ready, and wait
-                while time.monotonic() < until and len(marks.since("score", began)) < 8:
-                    time.sleep(0.1)
-                time.sleep(0.5)
-        else:
+        began = time.time()
+        if phase == "training":
+            until = (
+                time.monotonic() + 8.0
+            )  # groups for the next steps get ready, and wait; no checkpoint holds them yet
+            while time.monotonic() < until and len(marks.since("score", began)) < 8:
+                time.sleep(0.1)
+            time.sleep(0.5)
+        elif phase not in IN_METHOD:
             kind = "train" if phase == "generation" else "eval"
             made.until(lambda: [m for m in marks.since("reset", began) if kind in m.name], f"episodes of {phase}")
         killed = stage.lose(name)
