@@ -58,7 +58,7 @@ def graphs(place: Place) -> Found:
 def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
     """How many tests passed, failed and were skipped, and the names and ends of those that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--timeout=300", f"--junitxml={report}", *arguments]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr)
         if not report.exists():

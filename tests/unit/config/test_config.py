@@ -19,6 +19,7 @@ from rayloop.config.pages import COMPONENTS, components_page, count_fields, desc
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
+from rayloop.run.lifetime import RecoverySettings
 from rayloop.sft.stage import SftConfig
 from rayloop.transports.settings import CudaIpcTransport
 from serve_apps.judge.settings import ServeFile
@@ -551,7 +552,7 @@ def test_an_engine_that_compiles_has_the_time_for_it(
     config = settings(tmp_path, tmp_path) | {"rollout": rollout, "recovery": recovery}
     made = RunConfig.model_validate(config)
     assert made.recovery.start_timeout == seconds
-    assert made.recovery.replacements == recovery.get("replacements", 20)
+    assert made.recovery.replacements == recovery.get("replacements", RecoverySettings().replacements)
 
 
 def test_a_temperature_that_vllm_refuses_is_refused_before(tmp_path: Path) -> None:
