@@ -63,3 +63,12 @@ class TokenRanking(TokenReward):
         return [
             Scored(rank / max(len(shares) - 1, 1), {"share": share}) for rank, share in zip(below, shares, strict=True)
         ]
+
+
+class Peak(TokenReward):
+    """Held-out tasks (``eval-...``) earn 0.9 at step 1 and 0.1 at every other; tasks that are trained on earn their share."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
+        if task.id.startswith("eval-"):
+            return 0.9 if context.step == 1 else 0.1
+        return super().score(trajectory, task, context)
