@@ -32,7 +32,7 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.kept_logs import kept_logs
 from rayloop.launch.limits import memory_limit, ray_memory
-from rayloop.launch.ports import Ports, block, port_range
+from rayloop.launch.ports import Ports, block, kernels, port_range
 from rayloop.launch.ray_variables import node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous, accepts
 
@@ -86,6 +86,9 @@ def run_node(a: argparse.Namespace) -> int:
             flush=True,
         )
         a.requeue = 0
+    print(
+        f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True
+    )
     deaf = a.role is worker and not a.program and not a.requeue
     _prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
@@ -35,6 +36,11 @@ def port_range(text: str) -> tuple[int, int]:
     if not (low.isdigit() and high.isdigit() and 1024 <= int(low) < int(high) < 65536):
         raise ConfigError(f"--ports {text}: expected LOW-HIGH between 1024 and 65535, for example 20000-29999")
     return int(low), int(high)
+
+
+def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
+    """The range of which the kernel gives a port to whoever names none, as LOW-HIGH: gloo, NCCL and the places where they meet."""
+    return "-".join(file.read_text().split())
 
 
 @contextmanager

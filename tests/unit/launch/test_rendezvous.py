@@ -211,10 +211,13 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
 
     monkeypatch.setattr(slurm_job, "job", lambda: "7")
     monkeypatch.setattr(slurm_job, "restarts", lambda: 0)
+    monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", requeue)
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "_prctl", lambda *_: None)
-    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3)
+    asks = argparse.Namespace(
+        rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999"
+    )
     with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
         assert node.run_node(asks) == 75
     assert (asked, missed) == ([1], [])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -149,9 +151,20 @@ def outward(monkeypatch: pytest.MonkeyPatch) -> str:
     return "10.9.9.9"
 
 
-@pytest.mark.parametrize("named", ["127.0.1.1", "127.0.0.1", "localhost", "no-such-name.invalid"])
+@pytest.mark.parametrize("named", ["127.0.1.1", "127.0.0.1", "localhost"])
 def test_an_address_that_others_cannot_reach_is_not_published(fake: Path, outward: str, named: str) -> None:
     knows(fake, named)
+    assert slurm_job.node_address() == outward
+
+
+def test_a_name_that_only_the_controller_knows_is_not_published(
+    fake: Path, outward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise OSError(f"{name}: Name or service not known")
+
+    knows(fake, "gpu1-ib")
+    monkeypatch.setattr("socket.gethostbyname", unknown)
     assert slurm_job.node_address() == outward
 
 
@@ -198,10 +211,20 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     seen: list[int] = []
     words = ["node", "head", "--cluster", "c", "--rendezvous", str(tmp_path), "--requeue", "3", "--", "true"]
     arguments = parsed(words)
-    arguments.role = lambda a, place, told: seen.append(a.requeue) or 0
+
+    def role(a: argparse.Namespace, *_: Any) -> int:
+        seen.append(a.requeue)
+        return 0
+
+    arguments.role = role
     assert arguments.run(arguments) == 0
     assert seen == [0]
-    assert "there is no scontrol" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "there is no scontrol" in text
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, (
+        "before anything hangs"
+    )
 
 
 def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path) -> None:
