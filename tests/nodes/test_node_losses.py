@@ -39,6 +39,8 @@ SAMPLE = {
 }
 """What fits into a lane of minutes; the whole matrix is measured when it is to be written."""
 ROLES = CARRIES["all four"]
+EVERY = 6
+"""Steps between checkpoints where the policy is not lost: a checkpoint is another place where payloads are."""
 
 
 def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[s
         rollout__sampling={"max_tokens": 100, "min_tokens": 100}, reward__source__with={"seconds": 0.05},
         algorithm={"group_size": 4, "groups_per_step": 2, "staleness": {"max_staleness": 2}},
         recovery={"start_timeout": 120.0, "health_every": 600.0}, rollout__engine={"threads": 1},
+        checkpoint={"every": 1 if "policy" in carries else EVERY},
     )  # fmt: skip
     for role in ROLES:
         config.setdefault(role, {})["placement"] = {
@@ -62,13 +65,13 @@ def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[s
 def lose(stage: Cluster, made: Run, marks: Marks, name: str, phase: str) -> float:
     """Lose the node in the middle of the phase. Returns when that was."""
     with ExitStack() as frozen:
+        if phase == "training":
+            made.until(lambda: made.named("trained")[-1]["step"] % EVERY == EVERY // 2, "steps since the checkpoint")
         if phase in IN_METHOD:
             frozen.enter_context(stage.frozen("PolicyRank", IN_METHOD[phase], made.until))
         began = time.time()
         if phase == "training":
-            until = (
-                time.monotonic() + 8.0
-            )  # groups for the next steps get ready, and wait; no checkpoint holds them yet
+            until = time.monotonic() + 8.0  # groups for the next steps get ready, and wait
             while time.monotonic() < until and len(marks.since("score", began)) < 8:
                 time.sleep(0.1)
             time.sleep(0.5)
