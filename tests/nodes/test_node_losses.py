@@ -127,6 +127,4 @@ def test_the_same_run_goes_on(tmp_path: Path, digits_model: Path, what: str) -> 
     assert counts["issued"] == sum(n for name, n in counts.items() if name not in ("issued", "attempts", "replayed")), (
         counts
     )
-    if what == "environment + reward":
-        assert counts["excluded[payload_lost]"] >= 1, counts
     assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"

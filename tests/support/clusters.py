@@ -112,7 +112,7 @@ def cluster() -> Iterator[Cluster]:
         patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
         made = Ray(shutdown_at_exit=False)
         try:
-            made.add_node(num_cpus=0, object_store_memory=STORE, include_dashboard=False)
+            _patient(lambda: made.add_node(num_cpus=0, object_store_memory=STORE, include_dashboard=False))
             yield Cluster(made, tag)
         finally:
             for process in tagged(tag):
