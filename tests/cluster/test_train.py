@@ -211,7 +211,7 @@ def test_print_config_shows_a_configuration_that_loads_to_the_same(
 
 def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, digits_model, policy__ranks=4, policy__placement={"num_gpus": 1})
-    assert main(["train", path]) == 1
+    assert main(["train", path]) == 69  # another machine may have them
     assert "ResourcesUnavailable: the run needs 4 GPUs, this machine has 0" in capsys.readouterr().err
     assert (tmp_path / "run" / "run.lock").read_text() == ""
 
