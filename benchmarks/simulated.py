@@ -79,7 +79,9 @@ class World(Actor):
 
 
 class SimulatedPolicy:
-    """A trainer that takes its time and changes nothing."""
+    """A trainer that takes its time and changes nothing; it has no ranks."""
+
+    ranks: Sequence[Any] = ()
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -93,6 +95,12 @@ class SimulatedPolicy:
     async def train(self) -> dict[str, float]:
         await asyncio.sleep(self._seconds)
         return {}
+
+    async def while_there(self, work: Awaitable[Any]) -> Any:
+        return await work
+
+    async def shares(self, probe: str, within: float) -> list[str | None]:
+        return []
 
     def stop(self) -> None: ...
 
