@@ -92,16 +92,16 @@ class VllmEngine:
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
         """The turn; None when vLLM gave the request up: it had forgotten an image, and asks to be sent it again."""
-        images = (
-            await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images]) if prompt.images else []
-        )
+        tokens, images = collapsed(prompt, self._image_token), []
+        if prompt.images:
+            images = await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images])
         while not self._open.is_set():  # it may have been closed again before this call runs
             await self._open.wait()
         if (version := self._version) is None:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
-        given, parameters = self._prompt(prompt, images, version), _parameters(prompt, sampling)
+        given, parameters = self._prompt(prompt, tokens, images, version), _parameters(prompt, sampling)
         # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
         entered = self._entering[number] = asyncio.Event()
@@ -192,9 +192,11 @@ class VllmEngine:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=0)
 
-    def _prompt(self, prompt: TokenPrompt, images: Sequence[Image.Image], version: Version) -> dict[str, Any]:
+    def _prompt(
+        self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image], version: Version
+    ) -> dict[str, Any]:
         """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
-        given: dict[str, Any] = {"prompt_token_ids": collapsed(prompt, self._image_token)}
+        given: dict[str, Any] = {"prompt_token_ids": tokens}
         if self._settings.inflight == "keep_kv":
             given["cache_salt"] = str(version)
         if prompt.images:
