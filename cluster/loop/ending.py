@@ -16,6 +16,7 @@ from rayloop.core.failures import (
     CheckpointError,
     Diverged,
     LedgerError,
+    MachineFailed,
     NotSaved,
     ParityError,
     Preempted,
@@ -107,6 +108,6 @@ def _told(run: Run, end: RayloopError, error: Exception) -> RayloopError:
         if isinstance(end, Preempted):
             run.reporter.event(events.Preempted(run.ledger.counts()))
         else:
-            trace = "".join(traceback.format_exception(error)) if isinstance(end, Unforeseen) else ""
+            trace = "".join(traceback.format_exception(error)) if isinstance(end, Unforeseen | MachineFailed) else ""
             run.reporter.failed(end, run.ledger.counts(), trace)
     return end
