@@ -263,7 +263,9 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "_prctl", lambda *_: None)
-    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10)
+    asks = argparse.Namespace(
+        rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999"
+    )
     assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
     assert len(asked) == requeued
     assert now[0] == pytest.approx(waits if told is None else 0.5, abs=0.5)

@@ -84,7 +84,7 @@ def test_fresh_items_are_the_models() -> None:
 
 
 def test_equal_questions_are_asked_once_and_remembered() -> None:
-    model = Model(RIGHT, seconds=0.02)
+    model = Model(RIGHT, seconds=0.5)
     judged = grader(model)
     first = judge(judged, *[item()] * 8)
     assert len(model.asked) == 1
