@@ -68,15 +68,18 @@ QUESTIONS = {
         {
             "none": ("algorithm.filtering={filters: [], ranking: issue}", "steps=100"),
             "whole group": (
-                "algorithm.filtering={ranking: issue, filters: [{kind: equal_rewards}, "
+                "evaluation.every=5",
+                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'benchmarks.evidence.ablations:WholeGroup'}]}",
             ),
             "partial": (
-                "algorithm.filtering={ranking: issue, filters: [{kind: equal_rewards}, "
+                "evaluation.every=5",
+                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'benchmarks.evidence.ablations:Members'}]}",
             ),
             "partial, ranked": (
-                "algorithm.filtering={groups_per_generation: 24, filters: [{kind: equal_rewards}, "
+                "evaluation.every=5",
+                "algorithm.filtering={groups_per_generation: 24, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'benchmarks.evidence.ablations:Members'}]}",
             ),
         },
