@@ -62,7 +62,8 @@ QUESTIONS = {
         Path("recipes/digits/quickstart.yaml"),
         "python -m cluster data prepare digits --out runs/data/digits; python -m cluster sft recipes/digits/warm.yaml",
         (
-            "reward.source={use: 'benchmarks.evidence.ablations:Exact'}", "rollout.sampling.max_tokens=10", "steps=60",
+            "reward.source={use: 'benchmarks.evidence.ablations:Exact'}", "steps=60",
+            "rollout.sampling={max_tokens: 10, temperature: 0.8}",
             "evaluation={every: 10, samples: 2}", "checkpoint.every=100",
         ),
         {
