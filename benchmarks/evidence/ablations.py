@@ -4,10 +4,10 @@
 
 Questions: ``filtering`` (partial dynamic filtering against none and against filtering of whole groups, at equal generated tokens),
 ``replay`` (ARPO: GRPO against GRPO with replay where successes are rare), ``tool_bonus`` (PyVision with and without its reward for
-each call). Each run is put into ablation_QUESTION.json beside those that are there, with the hash of the configuration that it ran,
-and ``--note``, what else the machine did. Of every evaluation: steps, tokens generated until then, held-out scores. Arms are
-compared with the first one seed by seed, paired by task, with 95 % bootstrap intervals. What a question needs to be there is in
-``QUESTIONS``, as commands.
+each call). Each run is put into ablation_QUESTION.json with the hash of the configuration that it ran, and ``--note``, what else
+the machine did; one that is there with this hash, and its folder, is taken as it is. Of every evaluation: steps, tokens generated until
+then, held-out scores. Arms are compared with the first one seed by seed, paired by task, with 95 % bootstrap intervals. What a
+question needs to be there is in ``QUESTIONS``, as commands.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ QUESTIONS = {
             "evaluation={every: 10, samples: 2}", "checkpoint.every=100",
         ),
         {
+            "partial": (
+                "evaluation.every=5",
+                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
+                "{use: 'benchmarks.evidence.ablations:Members'}]}",
+            ),
             "none": ("algorithm.filtering={filters: [], ranking: issue}", "steps=100"),
             "whole group": (
                 "evaluation.every=5",
                 "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'benchmarks.evidence.ablations:WholeGroup'}]}",
-            ),
-            "partial": (
-                "evaluation.every=5",
-                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'benchmarks.evidence.ablations:Members'}]}",
             ),
             "partial, ranked": (
                 "evaluation.every=5",
@@ -153,23 +153,27 @@ def main() -> None:
     runs = json.loads(out.read_text())["runs"] if out.exists() else {}
     for seed in SEEDS if chosen.only is None else [chosen.only]:
         for arm in question.arms if chosen.arm is None else [chosen.arm]:
-            run = measured(question, arm, seed, RUNS / chosen.question)
-            runs.setdefault(str(seed), {})[arm] = {"note": chosen.note, **run}
+            there = runs.setdefault(str(seed), {})
+            if there.get(arm, {}).get("config") != digest(configured(question, arm)):
+                there[arm] = {"note": chosen.note, **measured(question, arm, seed, RUNS / chosen.question)}
             found = {"equal": question.equal, "runs": runs, "compared": compared(question, runs)}
             out.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(markdown(question, runs)))
 
 
+def configured(question: Question, arm: str) -> RunConfig:
+    return load(question.config, [*question.common, *question.arms[arm]], RunConfig)
+
+
 def measured(question: Question, arm: str, seed: int, runs: Path) -> dict[str, Any]:
-    """One run from its command to its end, or as it is there. Raises BenchFailed when it fails."""
-    overrides = [*question.common, *question.arms[arm]]
+    """One run from its command to its end. Raises BenchFailed when it fails."""
     folder = runs / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
-    spent = trained(question.config, folder, seed, overrides)
+    spent = trained(question.config, folder, seed, [*question.common, *question.arms[arm]])
     run = RunFolder.at(folder)
     records = list(run.metrics)
     tokens = [int(record["rollout/tokens"]) for record in records]
     return {
-        "config": digest(load(question.config, overrides, RunConfig)),
+        "config": digest(configured(question, arm)),
         "folder": str(folder),
         "machine": machine(),
         **spent,
@@ -237,17 +241,18 @@ def markdown(question: Question, runs: Mapping[str, Mapping[str, Any]]) -> list[
     """The table of docs/results.md: each run where it is compared, and its difference to the first arm."""
     differences = compared(question, runs)
     lines = [
-        "| seed | arm | s | steps | tokens | "
+        "| seed | arm | s | CPU s | steps | tokens | trained | "
         + " | ".join(f"{s}, {k}" for s in question.shown for k in KINDS.values())
         + " |"
     ]
-    lines.append("|---" * (5 + len(KINDS) * len(question.shown)) + "|")
+    lines.append("|---" * (7 + len(KINDS) * len(question.shown)) + "|")
     for seed, by_arm in sorted(runs.items()):
-        for arm, run in by_arm.items():
+        for arm, run in ((arm, by_arm[arm]) for arm in question.arms if arm in by_arm):
             gap = differences.get(seed, {}).get(arm)
             step = gap["steps"][0] if gap else max(map(int, run["held_out"]))
             held = run["held_out"][str(step)]
-            cells = [seed, arm, run["wall_s"], step, held["tokens"]]
+            trained_on = int(sum(run["training"]["rollout/trained"][:step]))
+            cells = [seed, arm, run["wall_s"], run["cpu_s"], step, held["tokens"], trained_on]
             cells += [cell(held, gap, score, kind) for score in question.shown for kind in KINDS.values()]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
