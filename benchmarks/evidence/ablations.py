@@ -5,9 +5,9 @@
 Questions: ``filtering`` (partial dynamic filtering against none and against filtering of whole groups, at equal generated tokens),
 ``replay`` (ARPO: GRPO against GRPO with replay where successes are rare), ``tool_bonus`` (PyVision with and without its reward for
 each call). Each run is put into ablation_QUESTION.json with the hash of the configuration that it ran, and ``--note``, what else
-the machine did; one that is there with this hash, and its folder, is taken as it is. Of every evaluation: steps, tokens generated until
-then, held-out scores. Arms are compared with the first one seed by seed, paired by task, with 95 % bootstrap intervals. What a
-question needs to be there is in ``QUESTIONS``, as commands.
+the machine did; one that is there with this hash, and its folder, is taken as it is. Of every evaluation: steps, tokens generated
+until then, held-out scores. Arms are compared with the first one seed by seed, paired by task, with 95 % bootstrap intervals.
+What a question needs to be there is in ``QUESTIONS``, as commands.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ QUESTIONS = {
             "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
             "evaluation.every=10", "evaluation.samples=2",
         ),
-        {"grpo": ("algorithm.replay.enabled=false",), "grpo + replay": ("algorithm.replay.enabled=true",)},
+        {"grpo": ("algorithm.replay.enabled=false",), "with replay": ("algorithm.replay.enabled=true",)},
         ("success",),
         "steps",
         ("reward/component/success/mean", "rollout/trained", "rollout/replayed", "rollout/all_wrong", "rollout/tokens"),
