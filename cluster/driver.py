@@ -161,7 +161,7 @@ class Driver:
                     await self.rebuild()
                 return await self.services.policy.while_there(self.run())
             except PolicyLost as error:
-                self.reporter.event(incidents.PolicyLost(why=str(error)))
+                self.reporter.event(incidents.PolicyLost(str(error), self.services.policy.blamed))
                 self.lost = True
                 await until_stopped(self.stopping, self.services.policy.afford(error))
 
@@ -169,7 +169,8 @@ class Driver:
         """Replace all ranks of the policy."""
         began = time.monotonic()
         await until_stopped(self.stopping, self.services.policy.rebuild())
-        self.reporter.event(incidents.PolicyRebuilt(seconds=round(time.monotonic() - began, 3)))
+        seconds = round(time.monotonic() - began, 3)
+        self.reporter.event(incidents.PolicyRebuilt(seconds, self.services.policy.places))
 
     async def restore(self) -> None:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""

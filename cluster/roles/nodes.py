@@ -107,13 +107,15 @@ class Nodes:
         if not roles:
             return
         self._unpaid.add(node)
-        name = self._name(node)
+        name = self.name(node)
         self._tell(incidents.NodeLost(name, node, roles))
         for evict in self._residents:
             evict(node, f"its node {name} was lost")
 
-    def _name(self, node: str) -> str:
-        """For people: its host name and address."""
+    def name(self, node: str) -> str:
+        """For people: its host name and address; "" of the node "", which is not known."""
+        if not node:
+            return ""
         row = self._rows.get(node, {})
         return f"{row.get('NodeManagerHostname', node)} ({row.get('NodeManagerAddress', 'address unknown')})"
 
@@ -140,7 +142,7 @@ class Nodes:
             return
         budget.take(now)
         if budget.wait(now):
-            self._tell(incidents.NodeAvoided(self._name(node), node, FAILURES))
+            self._tell(incidents.NodeAvoided(self.name(node), node, FAILURES))
 
     def avoids(self) -> bool:
         """Whether there has been a failure that a node could be avoided for."""

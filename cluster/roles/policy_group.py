@@ -113,9 +113,23 @@ class PolicyGroup:
         if self.computing is None:  # the former ones were lost before they were measured
             await self.measure()
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The names of the ranks' nodes, by rank; empty where they are not known."""
+        return self._named(self._places)
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        """The names of the nodes on which ranks failed since they met."""
+        return self._named(sorted(self._blamed))
+
+    def _named(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        return () if self._nodes is None else tuple(map(self._nodes.name, nodes))
+
     def _evict(self, node: str, why: str) -> None:
         if node in self._places and self._nodes is not None:
             self._nodes.charge(node)  # ``afford`` will take it
+            self._blamed.add(node)
             self._why = f"a rank of the policy: {why}"
             self._gone.set()
 

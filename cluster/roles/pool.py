@@ -103,18 +103,25 @@ class Pool(Generic[A]):
     async def _first(self, slot: int) -> None:
         """Start a worker; one that dies by itself or cannot be reached at once is no reason to end, ``ATTEMPTS`` times."""
         for left in reversed(range(ATTEMPTS)):
+            worker = self._made(slot)
             try:
-                return await self._start(slot)
+                return await self._start(worker)
             except Exception as error:
                 if not left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
-                self._tell(incidents.ReplacementFailed(self.role, self._serial, why=brief(error)))
+                self._tell(incidents.ReplacementFailed(self.role, worker.serial, brief(error), self._where(worker)))
 
-    async def _start(self, slot: int) -> None:
+    def _made(self, slot: int) -> Worker[A]:
         self._serial += 1
-        worker = Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
+        return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
+
+    def _where(self, worker: Worker[A]) -> str:
+        """The name of its node, for people; "" where that is not known."""
+        return "" if self._nodes is None else self._nodes.name(worker.node)
+
+    async def _start(self, worker: Worker[A]) -> None:
         try:
-            healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {slot}"
+            healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {worker.slot}"
             await with_deadline(self.settings.start_timeout, healthy, what, worker.handle)
             if self._nodes is not None:
                 worker.node = await self._nodes.locate(worker.handle, self.role)
@@ -126,7 +133,7 @@ class Pool(Generic[A]):
                 raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
         self.workers[worker.serial] = worker
-        self._losses.served(slot)
+        self._losses.served(worker.slot)
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
@@ -196,7 +203,7 @@ class Pool(Generic[A]):
         ray.kill(worker.handle)
         self._losses.lost(worker.slot, why)
         if not told:
-            self._tell(incidents.WorkerLost(self.role, serial, why=str(why)))
+            self._tell(incidents.WorkerLost(self.role, serial, str(why), self._where(worker)))
         task = asyncio.get_running_loop().create_task(self._replace(worker, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -206,7 +213,7 @@ class Pool(Generic[A]):
         try:
             with self._losses.trying(slot):
                 charged = await self._costs(worker, charged)
-            while not await self._try(slot, serial, charged):
+            while (made := await self._try(slot, serial, charged)) is None:
                 charged = True  # an attempt to start that fails is one of the budget
                 if self._nodes is not None:
                     self._nodes.failed(worker.node)
@@ -214,7 +221,7 @@ class Pool(Generic[A]):
             self._failure = cause(error)
             self._changed.set()
             return
-        self._tell(incidents.WorkerReplaced(self.role, serial, seconds=round(now() - began, 3)))
+        self._tell(incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made)))
 
     async def _costs(self, worker: Worker[A], charged: bool) -> bool:
         """Whether its replacement is one of the budget; waits until it is known what became of its node."""
@@ -227,21 +234,22 @@ class Pool(Generic[A]):
             self._nodes.failed(worker.node)
         return charged
 
-    async def _try(self, slot: int, serial: int, charged: bool) -> bool:
-        """Whether a replacement serves. Raises RolesExhausted."""
+    async def _try(self, slot: int, serial: int, charged: bool) -> Worker[A] | None:
+        """The replacement, when it serves. Raises RolesExhausted."""
         if charged:
             await self._losses.afford(slot)
         self.replaced += 1
+        worker = self._made(slot)
         try:
             with self._losses.trying(slot):
-                await self._start(slot)
+                await self._start(worker)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
             self._losses.why = str(error)
-            self._tell(incidents.ReplacementFailed(self.role, serial, why=str(error)))
-            return False
-        return True
+            self._tell(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
+            return None
+        return worker
 
     def within(
         self,

@@ -175,7 +175,7 @@ def _run(
         except RayTaskError as error:
             raise typed(error) from error
         except (RayActorError, GetTimeoutError) as error:
-            lost = folder.events.append(incidents.DriverLost(restarts, why=brief(error)))
+            lost = folder.events.append(incidents.DriverLost(restarts, brief(error), socket.gethostname()))
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
             if until() < math.inf:

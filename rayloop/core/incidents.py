@@ -218,6 +218,8 @@ class NodeLost(Event, by="cluster/roles/nodes.py"):
 
     name: str
     """Its host name and address."""
+    node: str = ""
+    """Host name and address of the node that it was on; empty where that is not known."""
     node: str
     """Ray's id of it."""
     roles: Mapping[str, int]
@@ -252,6 +254,8 @@ class WorkerReplaced(Event, by="cluster/roles/pool.py"):
     role: str
     worker: int
     """The serial number of the one that was lost."""
+    node: str = ""
+    """Host name and address of the node on which it came so far as to answer; empty where that is not known."""
     seconds: float
 
 
@@ -261,6 +265,8 @@ class PolicyLost(Event, by="cluster/driver.py"):
 
     why: str
 
+    node: str = ""
+    """Host name and address of the node that the replacement is on; empty where that is not known."""
 
 class PolicyRebuilt(Event, by="cluster/driver.py"):
     """All ranks of the policy are new."""
@@ -268,12 +274,16 @@ class PolicyRebuilt(Event, by="cluster/driver.py"):
     seconds: float
 
 
+    nodes: Sequence[str] = ()
+    """Host names and addresses of the nodes whose ranks failed, as far as they are known."""
 class DriverLost(Event, by="cluster/stages/train.py"):
     """The driver died: another one goes on from the newest checkpoint. To do: nothing the first time; then look whether its node
     lacks memory."""
 
     restarts: int
     """How often it had been replaced before."""
+    nodes: Sequence[str] = ()
+    """Host names and addresses of their nodes, by rank."""
     why: str
 
 
@@ -283,6 +293,8 @@ class Stalled(Event, by="cluster/loop/watchdog.py"):
 
     phase: str
     """What the driver is doing."""
+    node: str = ""
+    """Host name of the node that it was on, which is that of `train`."""
     seconds: float
     """How long."""
     awaited: str

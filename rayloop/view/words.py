@@ -77,7 +77,9 @@ def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[s
 
 def _fields(record: Record) -> str:
     hidden = ("event", "step", "traceback")
-    return f"{record['event']}: " + ", ".join(f"{key} {number(v)}" for key, v in record.items() if key not in hidden)
+    return f"{record['event']}: " + ", ".join(
+        f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != ""
+    )
 
 
 def _starting(record: Record) -> str:
