@@ -194,6 +194,9 @@ class Driver:
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         self.reinstate(checkpoint.state())
 
+        earlier = checkpoint.lineage <= self.origin.since
+        if self.config.checkpoint.clear_quarantine and earlier and (tasks := self.production.clear_quarantine()):
+            self.reporter.event(incidents.QuarantineCleared(tasks))
     @timed("update_weights")
     async def publish(self) -> None:
         self.version, self.updating = Version(self.version.lineage, self.step), False

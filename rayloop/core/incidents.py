@@ -56,6 +56,14 @@ class Quarantined(Event, by="rayloop/run/reporter.py"):
     """What is wrong with it."""
 
 
+class QuarantineCleared(Event, by="cluster/driver.py"):
+    """A run that resumes plays tasks again that were quarantined (`checkpoint.clear_quarantine`). To do: leave the key out from the
+    next start on, or they are cleared again."""
+
+    tasks: Sequence[str]
+    """Their ids."""
+
+
 class BadData(Event, by="cluster/loop/episode_runner.py"):
     """A held-out task cannot be played. It has no score; the training task of that id is another one. To do: repair the row."""
 

@@ -127,7 +127,8 @@ class Issuer:
 
     def no_task(self) -> ConfigError:
         return ConfigError(
-            f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl"
+            f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl. If the rows are good "
+            "and what they need was broken, repair it and run again with checkpoint.clear_quarantine=true"
         )
 
     def probe_tasks(self) -> list[Task]:

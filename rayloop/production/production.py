@@ -204,6 +204,13 @@ class Production:
             if not changed.done():
                 changed.set_result(None)
 
+    def clear_quarantine(self) -> list[str]:
+        """Issue quarantined tasks again, as if none had ever failed. Returns their ids."""
+        cleared = sorted(self.issuer.quarantined)
+        self.issuer.quarantined.clear()
+        self.blame.groups_failed.clear()
+        return cleared
+
     def quarantine(self, task: Task, path: str, reason: str) -> None:
         """Never play this task again, and write down why. With ``data.strict`` the run stops."""
         if self.issuer.quarantine(task, path, reason):

@@ -35,6 +35,9 @@ class CheckpointSettings(SettingsModel):
 
 
 class SolvedSettings(SettingsModel):
+    clear_quarantine: bool = False
+    """Play again what the run had quarantined before this start. Set it once, after what made good rows fail has been repaired: a
+    full disk, a broken environment."""
     """Which answers are right, where an answer is right or wrong: pass@k, and tasks that a policy can solve."""
 
     score: str = "reward"

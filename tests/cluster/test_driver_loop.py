@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.driver import Driver
+from rayloop.core.failures import ConfigError
 from rayloop.core.types import Version
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import RunConfig
@@ -53,6 +54,8 @@ class Policy:
 
     async def save(self, folder: str) -> None: ...
 
+    async def load(self, folder: str, sums: Any) -> None: ...
+
 
 class Services:
     policy = Policy()
@@ -92,3 +95,41 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(
     assert [found.step for found in driver.checkpoints.newest_first()] == [4, 2]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
     assert (tmp_path / "events.jsonl").read_text().count('"early_stop"') == 1
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear: bool) -> None:
+    """Every task was quarantined, as by a full disk. What this start itself quarantined and saved stays so."""
+    values = settings(tmp_path, tmp_path)
+
+    def driver(**checkpoint: Any) -> Driver:
+        config = RunConfig.model_validate({**values, "checkpoint": checkpoint})
+        return made_driver(config, tmp_path, hashes={"data.train": "0"}, services=Services())
+
+    def save(made: Driver, step: int) -> None:
+        made.step, made.version = step, Version(made.checkpoints.lineage, step)
+        asyncio.run(made.checkpoint())
+
+    before = driver(every=1)
+    before.checkpoints.next_lineage()
+    for task in before.production.dataset:
+        before.production.quarantine(task, "", "No space left on device")
+    before.production.blame.groups_failed["train-1"] = 1
+    save(before, 1)
+
+    after = driver(every=1, clear_quarantine=clear)
+    asyncio.run(after.restore())
+    found = after.production.issuer.quarantined
+    told = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
+    if not clear:
+        assert (len(found), told) == (24, [])
+        with pytest.raises(ConfigError, match=r"checkpoint\.clear_quarantine=true"):
+            after.production.issuer.probe_tasks()
+        return
+    assert (found, after.production.blame.groups_failed) == (set(), {})
+    assert [len(tasks) for tasks in told] == [24]
+    bad = after.production.dataset[3]
+    after.production.quarantine(bad, "", "it is broken")
+    save(after, 2)
+    asyncio.run(after.restore())
+    assert after.production.issuer.quarantined == {bad.id}

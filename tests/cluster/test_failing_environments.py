@@ -13,6 +13,8 @@ from cluster.roles.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import PlayRequest
+from rayloop.production.blame import Blame
+from rayloop.run.config import EnvironmentSettings
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, broken, failed, hangs
 
@@ -155,6 +157,20 @@ def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int) -
     assert failure.reason == "its environment failed in 2 groups"
     assert made.plays[BAD] == 2 * 8 * 3
     assert made.named("worker_lost") == []
+
+
+@pytest.mark.parametrize(("slots", "condemned"), [((0, 0), False), ((0, 1), True)])
+def test_quarantine_needs_failures_on_two_actors(slots: tuple[int, int], condemned: bool) -> None:
+    """A task needs what the node of slot 0 lacks; meanwhile others go well everywhere. In each group two of its episodes fail."""
+    blame, reasons = Blame(EnvironmentSettings(actors=2)), []
+    for group in range(4):
+        for slot in slots:
+            blame.begins(group, slot)
+            blame.failed(group, BAD, slot, slot, "reset raised FileNotFoundError: no browser", hung=False)
+        for slot in (0, 1):
+            blame.succeeded(slot)
+        reasons.append(blame.ended(group, BAD, failed=True))
+    assert any(reasons) == condemned
 
 
 def test_failures_are_forgotten_once_the_task_goes_well(world: Make) -> None:
