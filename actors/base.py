@@ -13,8 +13,9 @@ from typing import Any
 
 import ray
 
-GROUPS = {"debug": 1}
-"""Ray's concurrency groups of every actor: ``stacks`` has a thread of its own, so it answers when all others hang."""
+GROUPS = {"debug": 1, "background": 1}
+"""Ray's concurrency groups of every actor, each with a thread of its own: ``stacks`` answers when all others hang, and what goes
+on beside other calls is waited for in ``background``."""
 
 
 def dump() -> str:

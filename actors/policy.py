@@ -211,6 +211,15 @@ class PolicyRank(Actor):
         """Write this rank's state of the trainer into a folder that all ranks see. Returns name -> sum of its files."""
         return self.engine.save(folder)
 
+    def begin_save(self, folder: str) -> None:
+        """The same beside training: returns when what is to be saved has been copied to the host's memory. One at a time."""
+        self._written = self.engine.begin_save(folder)
+
+    @ray.method(concurrency_group="background")
+    def finish_save(self, within: float) -> Mapping[str, Sum]:
+        """Wait until it is written, for so many seconds. Returns and raises what ``save`` does, TimeoutError."""
+        return self._written.result(within)
+
     def load(self, folder: str, sums: Mapping[str, Sum]) -> None:
         """Take over what ``save`` wrote; ``sums`` is what it returned, of all ranks, as far as that is known. Raises Damaged."""
         self.engine.load(folder, sums)

@@ -25,6 +25,7 @@ from benchmarks import (
 )
 from benchmarks.envs import browser, desktop
 from benchmarks.interpreter import sandbox
+from benchmarks.trainer import saving
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
     train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
+    saving.add_arguments(
+        actions.add_parser("saving", help="how long a checkpoint holds up training, waited for and beside it")
+    )
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
     multi_turn.add_arguments(
         actions.add_parser("multi_turn", help="long episodes with large screenshots on simulated engines")

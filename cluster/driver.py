@@ -23,20 +23,14 @@ from cluster.loop.episode_runner import EpisodeRunner
 from cluster.loop.evaluation import play
 from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
+from cluster.loop.saving import Saving, Step
 from cluster.loop.watchdog import watch
 from cluster.roles.pool import ATTEMPTS
 from cluster.roles.services import TrainingServices
-from rayloop.core import events, incidents
+from rayloop.core import incidents
 from rayloop.core.background import background, decisive
 from rayloop.core.deadlines import until_stopped
-from rayloop.core.failures import (
-    CheckpointError,
-    GenerationBudgetSpent,
-    GraderBroken,
-    PolicyLost,
-    Preempted,
-    RayloopError,
-)
+from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.timings import Timings, timed
@@ -46,7 +40,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.production.ready import without
-from rayloop.run.checkpoint import FAILED_SAVES, NOTHING, Checkpoint, Origin, complete
+from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
@@ -74,14 +68,14 @@ class Driver:
         self.inherited: dict[int, int] = {}
         self.owes_evaluation = False
         self.stopping = asyncio.Event()
-        self.saved: tuple[Version, Checkpoint] | None = None
         self.lost = self.updating = False
         self.begun = 0
-        self.failed_saves = 0
         self.timings = Timings()
         self.ledger = Ledger()
         self.publisher = Publisher(config, services, reporter)
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why)))
+        within, beside = config.policy.step_timeout, config.checkpoint.asynchronous
+        self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
         self.production = Production(config, self.ledger, training_rows(config, reporter), reporter)
         self.filters = build_filters(config.algorithm.filtering.filters)
         for why in filter(None, (on_training_rows(config), never_evaluated(config), wasteful(config))):
@@ -141,12 +135,17 @@ class Driver:
                 raise end from error
             raise
         finally:
+            await self.saving.abandon()
             self.services.stop()
             await self.reporter.loggers.close()
 
     def on_disk(self) -> bool:
         """Whether there is a complete checkpoint of the current version."""
-        return self.saved is not None and self.saved[0] == self.version and complete(self.saved[1].folder) is not None
+        return self.saving.on_disk(self.version)
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
+        await self.saving.settle()
 
     @property
     def done(self) -> bool:
@@ -174,6 +173,8 @@ class Driver:
 
     async def restore(self) -> None:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
+        with suppress(PolicyLost):  # whose ranks wrote it
+            await self.saving.settle()
         checkpoint = await self.origin.restore(self.take, self.reporter.event)
         if checkpoint is None:
             self.reinstate(self.initial)
@@ -187,16 +188,16 @@ class Driver:
         self.version, self.begun = Version(lineage, self.step), self.step
         self.lost = self.updating = False
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
-            self.saved = self.version, checkpoint
+            self.saving.saved = self.version, checkpoint
 
     async def take(self, checkpoint: Checkpoint) -> None:
         """Become what was saved."""
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         self.reinstate(checkpoint.state())
-
         earlier = checkpoint.lineage <= self.origin.since
         if self.config.checkpoint.clear_quarantine and earlier and (tasks := self.production.clear_quarantine()):
             self.reporter.event(incidents.QuarantineCleared(tasks))
+
     @timed("update_weights")
     async def publish(self) -> None:
         self.version, self.updating = Version(self.version.lineage, self.step), False
@@ -331,22 +332,17 @@ class Driver:
     async def checkpoint(self, last: bool = False) -> None:
         """When due, or when this was the ``last`` step. A failed save is reported and tried again at the next step."""
         c, last = self.config.checkpoint, last or self.stopping.is_set() or self.done
+        await self.saving.settle(wait=last)
         best = c.keep_best and self.reporter.is_best(self.step)
-        due = last or best or self.failed_saves or self.step % c.every == 0
+        due = last or best or self.saving.failed or self.step % c.every == 0
         if not due or self.on_disk():
             return
-        try:
-            began = time.monotonic()
-            ours = about(self.config, self.hashes, len(self.production.dataset))
-            state = await capture(self.state, self.production.lose, self.config.policy.step_timeout)
-            saved = await self.checkpoints.save(self.step, state, self.services.policy.save, ours, best=best)
-            self.failed_saves, self.saved = 0, (self.version, saved)
-            self.reporter.event(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), self.step)
-        except CheckpointError as error:
-            self.failed_saves += 1
-            self.reporter.event(incidents.CheckpointFailed(self.failed_saves, why=str(error)), self.step)
-            if self.failed_saves > FAILED_SAVES or last:
-                raise
+        ours = about(self.config, self.hashes, len(self.production.dataset))
+
+        async def state() -> Any:
+            return await capture(self.state, self.production.lose, self.config.policy.step_timeout)
+
+        await self.saving.save(Step(self.version, state, ours, best, last), self.services.policy)
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
 

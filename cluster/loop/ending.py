@@ -54,6 +54,9 @@ class Run(Protocol):
     async def checkpoint(self, last: bool = False) -> None:
         """Save this step, if ``last`` whether it is due or not."""
 
+    async def settle(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
+
     def on_disk(self) -> bool:
         """Whether there is a complete checkpoint of the current version."""
 
@@ -83,7 +86,22 @@ async def ended(run: Run, error: Exception) -> RayloopError:
 
 
 async def _save(run: Run, end: RayloopError) -> str:
-    """Save the step unless it is on disk. Returns why it could not be."""
+    """Save the step unless it is on disk, when what was being written is. Returns why it could not be."""
+    try:
+        async with asyncio.timeout(run.config.preemption.grace):
+            await run.settle()
+            if why := _unfit(run, end):
+                return why
+            await run.checkpoint(last=True)
+    except TimeoutError:
+        return f"the checkpoint was not written within preemption.grace ({run.config.preemption.grace:g} s)"
+    except Exception as error:
+        return brief(error)
+    return ""
+
+
+def _unfit(run: Run, end: RayloopError) -> str:
+    """Why the step cannot be saved, or ""."""
     if run.lost:
         return "the policy was lost, and its replacement had not been restored"
     if run.updating:
@@ -92,13 +110,6 @@ async def _save(run: Run, end: RayloopError) -> str:
         return "its checkpoint could not be written"
     if isinstance(end, SUSPECT):
         return f"it is not to be trusted after {type(end).__name__}"
-    try:
-        async with asyncio.timeout(run.config.preemption.grace):
-            await run.checkpoint(last=True)
-    except TimeoutError:
-        return f"the checkpoint was not written within preemption.grace ({run.config.preemption.grace:g} s)"
-    except Exception as error:
-        return brief(error)
     return ""
 
 

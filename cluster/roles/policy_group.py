@@ -254,6 +254,13 @@ class PolicyGroup:
         """Write the trainer's state into a folder that all ranks see. Returns name -> sum of all that they have written."""
         return {name: sum for files in await self._all(PolicyRank.save, folder) for name, sum in files.items()}
 
+    async def save_beside(self, folder: str, copied: asyncio.Event) -> Sums:
+        """The same while training goes on, from ``copied`` being set."""
+        await self._all(PolicyRank.begin_save, folder)
+        copied.set()
+        written = await self._all(PolicyRank.finish_save, self.settings.step_timeout)
+        return {name: sum for files in written for name, sum in files.items()}
+
     async def load(self, folder: str, sums: Sums) -> None:
         """Take over what ``save`` wrote; ``sums`` is what it returned, as far as that is known. Raises Damaged."""
         await self._all(PolicyRank.load, folder, sums)

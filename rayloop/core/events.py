@@ -153,12 +153,13 @@ class Gain(Event, by="rayloop/run/reporter.py"):
     95 % interval, paired by task; null for fewer than 8)."""
 
 
-class Checkpoint(Event, by="cluster/driver.py"):
+class Checkpoint(Event, by="cluster/loop/saving.py"):
     """A checkpoint is complete."""
 
     folder: str
     """Its name below `checkpoints/`."""
     seconds: float
+    """From its beginning, of which the loop was held for `timing_s/save_checkpoint` (`checkpoint.asynchronous`)."""
 
 
 class EarlyStop(Event, by="rayloop/run/reporter.py"):

@@ -117,7 +117,7 @@ class EvaluationStopped(Event, by="cluster/driver.py"):
     """A stop ended an evaluation; the run that continues begins with it."""
 
 
-class CheckpointFailed(Event, by="cluster/driver.py"):
+class CheckpointFailed(Event, by="cluster/loop/saving.py"):
     """A checkpoint could not be saved. To do: make room on the disk; it is tried again at the next step."""
 
     failures: int
@@ -218,6 +218,8 @@ class WorkerLost(Event, by="cluster/roles/pool.py"):
     role: str
     worker: int
     why: str
+    node: str = ""
+    """Host name and address of the node that it was on; empty where that is not known."""
 
 
 class NodeLost(Event, by="cluster/roles/nodes.py"):
@@ -226,8 +228,6 @@ class NodeLost(Event, by="cluster/roles/nodes.py"):
 
     name: str
     """Its host name and address."""
-    node: str = ""
-    """Host name and address of the node that it was on; empty where that is not known."""
     node: str
     """Ray's id of it."""
     roles: Mapping[str, int]
@@ -254,6 +254,8 @@ class ReplacementFailed(Event, by="cluster/roles/pool.py"):
     worker: int
     """The serial number of the one that was lost."""
     why: str
+    node: str = ""
+    """Host name and address of the node on which it came so far as to answer; empty where that is not known."""
 
 
 class WorkerReplaced(Event, by="cluster/roles/pool.py"):
@@ -262,9 +264,9 @@ class WorkerReplaced(Event, by="cluster/roles/pool.py"):
     role: str
     worker: int
     """The serial number of the one that was lost."""
-    node: str = ""
-    """Host name and address of the node on which it came so far as to answer; empty where that is not known."""
     seconds: float
+    node: str = ""
+    """Host name and address of the node that the replacement is on; empty where that is not known."""
 
 
 class PolicyLost(Event, by="cluster/driver.py"):
@@ -272,27 +274,27 @@ class PolicyLost(Event, by="cluster/driver.py"):
     the first time; then read `why` and the ranks' files in `logs/`."""
 
     why: str
+    nodes: Sequence[str] = ()
+    """Host names and addresses of the nodes whose ranks failed, as far as they are known."""
 
-    node: str = ""
-    """Host name and address of the node that the replacement is on; empty where that is not known."""
 
 class PolicyRebuilt(Event, by="cluster/driver.py"):
     """All ranks of the policy are new."""
 
     seconds: float
-
-
     nodes: Sequence[str] = ()
-    """Host names and addresses of the nodes whose ranks failed, as far as they are known."""
+    """Host names and addresses of their nodes, by rank."""
+
+
 class DriverLost(Event, by="cluster/stages/train.py"):
     """The driver died: another one goes on from the newest checkpoint. To do: nothing the first time; then look whether its node
     lacks memory."""
 
     restarts: int
     """How often it had been replaced before."""
-    nodes: Sequence[str] = ()
-    """Host names and addresses of their nodes, by rank."""
     why: str
+    node: str = ""
+    """Host name of the node that it was on, which is that of `train`."""
 
 
 class Stalled(Event, by="cluster/loop/watchdog.py"):
@@ -301,8 +303,6 @@ class Stalled(Event, by="cluster/loop/watchdog.py"):
 
     phase: str
     """What the driver is doing."""
-    node: str = ""
-    """Host name of the node that it was on, which is that of `train`."""
     seconds: float
     """How long."""
     awaited: str

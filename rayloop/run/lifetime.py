@@ -24,6 +24,9 @@ class CheckpointSettings(SettingsModel):
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
     is slow."""
+    asynchronous: bool = False
+    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint:
+    turn it off where that memory is short."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
     keep_best: bool = False
@@ -32,12 +35,12 @@ class CheckpointSettings(SettingsModel):
     resume: LocalPath = "auto"
     """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
     folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
-
-
-class SolvedSettings(SettingsModel):
     clear_quarantine: bool = False
     """Play again what the run had quarantined before this start. Set it once, after what made good rows fail has been repaired: a
     full disk, a broken environment."""
+
+
+class SolvedSettings(SettingsModel):
     """Which answers are right, where an answer is right or wrong: pass@k, and tasks that a policy can solve."""
 
     score: str = "reward"

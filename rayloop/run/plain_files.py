@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file, save_file
 
 from rayloop.core.failures import CheckpointError
 
@@ -30,9 +30,9 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
     found: dict[str, np.ndarray] = {}
     plain = _Writer(found).plain(value, "state")
     try:
-        tensors.write_bytes(save(found))
+        save_file(found, tensors)  # other threads go on meanwhile, unlike with ``save``
     except SafetensorError as error:
-        raise CheckpointError(f"an array of the state cannot be saved: {error}") from error
+        raise CheckpointError(f"the arrays of the state cannot be saved: {error}") from error
     structure.write_text(json.dumps(plain), encoding="utf-8")
 
 

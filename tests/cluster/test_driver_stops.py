@@ -7,6 +7,7 @@ of it is done, in order, whoever stopped waiting for it. Probes and their compar
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import ray
 import torch
 import torch.distributed.checkpoint as dcp
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from actors.policy import LogprobGap, PolicyRank, RankSettings
 from cluster.driver import Driver
@@ -215,6 +216,7 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
     assert saved > number / 2
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     ("kept", "code", "says"),
     [
@@ -224,9 +226,23 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
     ],
 )
 def test_75_means_that_this_very_step_is_on_disk(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], code: int, says: str
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[int, ...],
+    code: int,
+    says: str,
+    beside: bool,
 ) -> None:
-    """The stop comes while a lost policy is being replaced."""
+    """The stop comes while a lost policy is being replaced; what is being written beside training is waited for."""
+    write = CheckpointStore._commit
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(CheckpointStore, "_commit", slowly)
+    stage.config.checkpoint.__dict__["asynchronous"] = beside
 
     async def three_steps(self: Driver) -> None:
         for self.step in range(1, 4):
@@ -324,6 +340,49 @@ def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_told_to_begin(
     restored = [record["restored"] for _, record in driver.reporter.updates if record.get("event") == "begin"]
     again = ("step_000002-1" if whose == "run" else "step_000002") if saves else "step_000001"
     assert restored == ["step_000001", again]
+
+
+def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_the_older_checkpoint(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was writing is never complete; the policy that takes its place begins from the one before, and saves again."""
+    begun, files, lives = [], [], PolicyRank.finish_save
+
+    async def rebuild(self: PolicyGroup) -> None:
+        stage.begin_anew()
+
+    def finish_save(self: PolicyRank, within: float) -> Any:
+        files.extend(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.tmp"))
+        raise ActorDiedError
+
+    async def evaluate(self: Driver) -> None:
+        begun.append(self.step)
+        if len(begun) == 2:
+            monkeypatch.setattr(PolicyRank, "finish_save", lives)
+            self.step = 2
+            self.version = Version(self.version.lineage, 2)
+            await self.checkpoint()
+            await self.settle()
+            raise Begun
+        for self.step in (1, 2):
+            await self.publish()
+            if self.step == 2:
+                monkeypatch.setattr(PolicyRank, "finish_save", finish_save)
+            await self.checkpoint()
+        await asyncio.sleep(0.2)
+        await self.checkpoint()  # as after the next step
+        raise AssertionError("nobody noticed")
+
+    monkeypatch.setattr(PolicyGroup, "rebuild", rebuild)
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    stage.config.checkpoint.__dict__["asynchronous"] = True
+    driver = stage.driver(tmp_path / "run")
+    with pytest.raises(Begun):
+        asyncio.run(driver.main())
+    assert files == ["step_000002.1.tmp"]
+    assert begun == [0, 1]
+    assert [(found.lineage, found.step) for found in driver.checkpoints.newest_first()] == [(2, 2), (1, 1)]
+    assert not list(driver.checkpoints.folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(("where", "step"), [("beside", 2), ("update", 1)])

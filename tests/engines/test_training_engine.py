@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines import models
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training import optimizer
+from rayloop.engines.training import optimizer, state
 from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.grpo.settings import LossSettings
@@ -351,23 +353,33 @@ def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path
         weights = trainer.export(VERSION)
         for group in ("vision", "language"):
             trainer.perturb(group)
-            with pytest.raises(CheckpointError, match="perturbed by the publication's self-test"):
-                trainer.save(str(tmp_path / "other"))
+            for save in (trainer.save, trainer.begin_save):
+                with pytest.raises(CheckpointError, match="perturbed by the publication's self-test"):
+                    save(str(tmp_path / "other"))
             assert not (tmp_path / "other").exists()
             trainer.load(str(tmp_path / "state"))
             assert _same(weights, trainer.export(VERSION))
             trainer.save(str(tmp_path / "state"))
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, dropout=0.1)])
-def test_a_loaded_trainer_continues_bit_exactly(tiny_vlm: Path, tmp_path: Path, lora: LoraSettings | None) -> None:
+def test_a_loaded_trainer_continues_bit_exactly(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSettings | None, beside: bool
+) -> None:
+    """Also when what was saved is written only after it has trained on."""
     items, folder = mixed_items(tiny_vlm), str(tmp_path / "state")
     settings, optimizer = FsdpSettings(lora=lora), OptimizerSettings(lr=1e-3, warmup_steps=5)
     with engine(tiny_vlm, settings, optimizer) as trainer:
         trainer.train([items])
-        trainer.save(folder)
+        trained, write = Event(), state.save
+        monkeypatch.setattr(state, "save", lambda *moment: trained.wait(60) and write(*moment))
+        written = trainer.begin_save(folder) if beside else trained.set() or trainer.save(folder)
         reports = [trainer.train([items]) for _ in range(2)]
         expected = trainer.export(VERSION)
+        trained.set()
+        if isinstance(written, Future):
+            assert len(written.result(60)) == 3
     with engine(tiny_vlm, settings, optimizer, seed=5) as trainer:
         trainer.load(folder)
         resumed = [trainer.train([items]) for _ in range(2)]

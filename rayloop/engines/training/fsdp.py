@@ -11,6 +11,8 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.files import Sum
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
+from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, Version
 from rayloop.engines import linear, plain_attention, threads
 from rayloop.engines.attention import shares_prompts
@@ -100,6 +103,7 @@ class FsdpEngine:
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._optimizer = Optimizer(trainable, optimizer)
         self._unperturbed: dict[str, Tensor] = {}
+        self._savers: dist.ProcessGroup | None = None
         torch.manual_seed(derive(seed, "trainer", rank))
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
         logger.info("training %d of %d parameters", *counts)
@@ -328,11 +332,25 @@ class FsdpEngine:
         Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError, also between ``perturb`` and
         ``restore_parameters``: such weights are nobody's.
         """
+        return state.save(folder, self._saved(folder), self._rank)
+
+    def begin_save(self, folder: str) -> Future[dict[str, Sum]]:
+        """The same beside training: returns when what is to be saved has been copied. What ``save`` returns or raises is there when
+        it has been written. Only one at a time."""
+        own, random = state.copied(self._saved(folder)), state.random_state()
+        if self._savers is None:
+            within = timedelta(seconds=self._settings.collective_timeout)
+            self._savers = dist.new_group(backend="gloo", timeout=within)
+        written: Future[dict[str, Sum]] = asked()
+        start(lambda: settle(written, lambda: state.save(folder, own, self._rank, random, self._savers)))
+        return written
+
+    def _saved(self, folder: str) -> dict[str, Any]:
         if self._unperturbed:
             raise CheckpointError(
                 f"{folder}: the weights are perturbed by the publication's self-test; restore them first"
             )
-        return state.save(folder, self._state(), self._rank)
+        return self._state()
 
     def load(self, folder: str, sums: Mapping[str, Sum] = state.UNKNOWN) -> None:
         """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: what it returned, of all ranks. Raises

@@ -3,6 +3,9 @@
 Tensors may be loaded by another number of ranks than saved them. Torch keeps the index of the tensors as a pickle, which it loads
 without a question; it is therefore looked through first, so that nobody's code runs. What a rank writes is summed on its way to the
 disk, and whoever reads a file compares it first.
+
+What is saved beside training is copied to the host's memory first (``copied``): the ranks go on with the originals, while a thread
+writes the copies. The ranks talk about what they write in a process group that nothing else uses.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rayloop.core.failures import CheckpointError, Damaged
 from rayloop.core.files import Sum, check_sum, write_whole
@@ -27,18 +32,27 @@ UNKNOWN: Mapping[str, Sum] = {}
 """Of files whose sums nobody has: they are not compared."""
 
 
-def save(folder: str, state: dict[str, Any], rank: int) -> dict[str, Sum]:
-    """Write ``state`` (nested dicts of tensors) and this rank's random state. Collective. Raises CheckpointError.
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` (nested dicts of tensors) as it is now, in the host's memory; the originals may change."""
+    copy: dict[str, Any] = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    return copy
 
-    Returns name -> sum of the files that this rank has written.
+
+def save(
+    folder: str, state: dict[str, Any], rank: int,
+    random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None,
+) -> dict[str, Sum]:  # fmt: skip
+    """Write ``state`` (nested dicts of tensors) and this rank's random state: ``random``, or that of now. Raises CheckpointError.
+
+    Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written.
     """
     disk = _Summing()
     try:
         writer = FileSystemWriter(folder)
         writer.fs = disk
-        dcp.save(state, storage_writer=writer)
+        dcp.save(state, storage_writer=writer, process_group=group)
         held = io.BytesIO()
-        torch.save(_random_state(), held)
+        torch.save(random or random_state(), held)
         path = _random_file(folder, rank)
         write_whole(path, held.getvalue())
         return {**disk.sums, path.name: Sum().then(held.getvalue())}
@@ -158,7 +172,8 @@ def _random_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"random_{rank}.pt"
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of PyTorch's generators in this process."""
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 

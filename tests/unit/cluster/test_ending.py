@@ -80,6 +80,8 @@ class Driving:
             raise self.trouble
         self.saved = await self.store.save(self.step, {}, self.trainer)
 
+    async def settle(self) -> None: ...
+
     def on_disk(self) -> bool:
         return self.saved is not None and complete(self.saved.folder) is not None
 

@@ -288,7 +288,7 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
 
 
 def test_an_array_that_no_file_can_hold_is_a_failed_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="an array of the state cannot be saved"):
+    with pytest.raises(CheckpointError, match="the arrays of the state cannot be saved"):
         plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", {"x": np.array([object()], dtype=object)})
 
 
