@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.roles.budget import HOUR, Budget
 from rayloop.core.failures import RolesExhausted
+from rayloop.launch.budget import HOUR, Budget
 from rayloop.run.lifetime import RecoverySettings
 
 LOOK = 1.0

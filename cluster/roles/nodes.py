@@ -12,12 +12,12 @@ import ray
 
 from actors.base import Actor
 from actors.handles import Handle, submit
-from cluster.roles.budget import Budget
 from cluster.roles.session import room
 from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Tell
 from rayloop.core.failures import WorkerLost
+from rayloop.launch.budget import Budget
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from actors.fates import FailureFate, fate, is_lost
 from actors.handles import Handle, submit, submit_pair
 from actors.lost import brief
 from actors.policy import Assignment, LogprobGap, PolicyRank
-from cluster.roles.budget import Budget
 from cluster.roles.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
@@ -24,6 +23,7 @@ from rayloop.engines.computing import Computing
 from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
+from rayloop.launch.budget import Budget
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.transports.seam import Publication

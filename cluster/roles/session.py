@@ -109,6 +109,14 @@ def logs_folder() -> Path:
     return Path(global_worker.node.get_logs_dir_path())
 
 
+def ask_head(seconds: float) -> None:
+    """Raises what Ray does when the cluster's head does not answer within ``seconds``, and AuthenticationError when it is another
+    than the one that was joined."""
+    from ray._private.worker import global_worker
+
+    global_worker.gcs_client.internal_kv_exists(b"rayloop", None, timeout=seconds)
+
+
 def room() -> dict[str, dict[str, float]]:
     """What is free on each node that lives, by Ray's id of it."""
     from ray._private.state import available_resources_per_node

@@ -23,16 +23,17 @@ from actors.fates import typed
 from actors.handles import Handle, create, submit
 from actors.lost import brief
 from cluster.driver_actor import DriverActor
-from cluster.roles.budget import Budget
 from cluster.roles.services import actor_name
 from cluster.roles.session import session
 from cluster.stages.evaluate import config_hash
+from cluster.stages.head_watch import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.doctor.checks import parameter_shapes, parameters
+from rayloop.launch.budget import Budget
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
@@ -82,7 +83,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         with _told(folder, origin), started, _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
-            result = _run(config, folder, origin, hashes, progress, check)
+            with watched(progress.note) as head:
+                result = _run(config, folder, origin, hashes, progress, check, head)
             draw_or_tell(folder, config.report.boxes, progress.note)
             progress.close(result)
     return 0
@@ -150,10 +152,12 @@ def _run(
     hashes: dict[str, str],
     progress: Progress,
     check: Callable[[], None],
+    head: HeadWatch,
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
 
-    ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save.
+    ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save. With the cluster's
+    head everything is lost: raises HeadGone then, with the step that a resume starts from.
     """
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
@@ -171,10 +175,16 @@ def _run(
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder.lock)
+                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder.lock, head)
+        except HeadGone as gone:
+            raise _without_head(gone, until, origin) from None
         except RayTaskError as error:
             raise typed(error) from error
         except (RayActorError, GetTimeoutError) as error:
+            try:
+                head.decide()
+            except HeadGone as gone:
+                raise _without_head(gone, until, origin) from error
             lost = folder.events.append(incidents.DriverLost(restarts, brief(error), socket.gethostname()))
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
@@ -185,10 +195,19 @@ def _run(
                     f"the driver actor died {restarts + 1} times; recovery.driver_restarts allows {budget.per_hour} an hour"
                 ) from error
         finally:
-            ray.kill(driver)
+            if not head.gone:  # it is who kills
+                ray.kill(driver)
         time.sleep(wait)
         budget.take(time.monotonic())
     raise AssertionError("the loop has no end")
+
+
+def _without_head(error: HeadGone, until: Callable[[], float], origin: Origin) -> RayloopError:
+    """How a run ends that lost its head: by that, or by the stop that was asked for and could not be saved."""
+    if until() < math.inf:
+        return NotSaved(f"{error}; {origin.again()}")
+    error.add_note(origin.again())
+    return error
 
 
 def _never() -> float:
@@ -197,16 +216,17 @@ def _never() -> float:
 
 def _follow(
     driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
-    lock: RunLock,
+    lock: RunLock, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
-    Raises RunTaken when another process has taken the run, GetTimeoutError when the driver does not answer for ``silence``
-    seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
+    Raises RunTaken when another process has taken the run, HeadGone, GetTimeoutError when the driver does not answer for
+    ``silence`` seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
     """
     running, seen, heard = submit(driver, DriverActor.main), 0, time.monotonic()
     while True:
         lock.check()
+        head.check()
         ended, _ = ray.wait([running], timeout=POLL)
         patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
         try:

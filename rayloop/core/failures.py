@@ -86,6 +86,8 @@ class InfrastructureFailure(RayloopError):
 class StorageFailed(InfrastructureFailure):
     """A file that the run cannot do without could not be written or read: its storage is full, read-only or away."""
 
+    exit_code = AGAIN
+
 
 class WorkerLost(InfrastructureFailure):
     """An actor died, hung past its deadline, or became unreachable while serving a call."""

@@ -1,22 +1,25 @@
 """Where the nodes of a cluster find each other: a folder on the shared file system, named after the cluster.
 
-head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves
+head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves, or Ray of it ended
 token       the cluster's token, readable by its owner only; its path is handed over, never the token
 done        the same as head.json, once that cluster has done its work: its workers end
+left        the same, once that head has begun to leave and another one will come: runs save, workers stay while it still listens
+
+A file that cannot be read (a slow or failing file system, half a file) is as one that is not there.
 jobs/       one file per Slurm job that belongs to the cluster
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
 from rayloop.core.files import new_secret, trusted, write_whole
 from rayloop.launch import slurm_job
 from rayloop.launch.addresses import unreachable
@@ -27,6 +30,8 @@ POLL = 0.5
 
 class NoHead(InfrastructureFailure):
     """No live head was published within the deadline."""
+
+    exit_code = AGAIN
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Rendezvous:
             )
         elif former is not None:
             print(f"removing what a former head left: {why}", flush=True)
-        for name in ("head.json", "done"):
+        for name in ("head.json", "done", "left"):
             (self.folder / name).unlink(missing_ok=True)
         return None if insecure else new_secret(self.folder / "token", "the cluster's token")
 
@@ -101,34 +106,50 @@ class Rendezvous:
     def publish(self, head: Head) -> None:
         self._write("head.json", head)
 
-    def head(self) -> Head | None:
-        """The head that is published, which may be stale; None: there is none."""
+    def seen(self) -> Head | str:
+        """The head that is published, which may be stale; else why there is none, with the file. Raises ConfigError."""
         return self._read("head.json")
 
-    def withdraw(self, head: Head, *, done: bool = False) -> None:
-        """Take the entry back, unless another head has replaced it. ``done``: nobody need wait for another head."""
-        if self.head() == head:
-            if done:
-                self._write("done", head)
-            (self.folder / "head.json").unlink()
+    def head(self) -> Head | None:
+        """The head that is published, which may be stale; None: there is none that can be read. Raises ConfigError."""
+        seen = self.seen()
+        return None if isinstance(seen, str) else seen
+
+    def withdraw(self, head: Head, *, done: bool = False, left: bool = False) -> None:
+        """Take the entry back, unless another head has replaced it. ``done``: nobody need wait for another head. ``left``: one will
+        come, and this one listens for a while, so that runs save.
+
+        Raises nothing of the file system: the node ends all the same, and the others then notice that it does not listen.
+        """
+        with suppress(OSError):
+            if self.head() in (head, None):
+                if done or left:
+                    self._write("done" if done else "left", head)
+                (self.folder / "head.json").unlink(missing_ok=True)
 
     def done(self, head: Head) -> bool:
         """Whether the cluster of this head has done its work."""
         return self._read("done") == head
+
+    def left(self, head: Head) -> bool:
+        """Whether this head has begun to leave."""
+        return self._read("left") == head
 
     def wait(self, seconds: float, former: Head | None = None, stop: Callable[[], bool] = lambda: False) -> Head | None:
         """The head, as soon as one is published that is not stale. None: ``stop`` says so, or ``former``'s cluster is done.
 
         Raises NoHead after ``seconds``, with what was found instead.
         """
-        deadline, found = time.monotonic() + seconds, f"nothing was published in {self.folder}"
+        deadline, found = time.monotonic() + seconds, ""
         while time.monotonic() < deadline:
             if stop() or (former is not None and self.done(former)):
                 return None
-            head = self.head()
-            if head is not None:
-                if (why := head.stale()) is None:
-                    return head
+            head = self.seen()
+            if isinstance(head, str):
+                found = head
+            elif (why := head.stale()) is None:
+                return head
+            else:
                 found = f"the entry in {self.folder} is stale: {why}"
             time.sleep(POLL)
         raise NoHead(f"no head of the cluster {self.cluster} within {seconds:g} s: {found}. Is its job running?")
@@ -145,11 +166,12 @@ class Rendezvous:
     def _write(self, name: str, head: Head) -> None:
         write_whole(self.folder / name, json.dumps(asdict(head)).encode())
 
-    def _read(self, name: str) -> Head | None:
+    def _read(self, name: str) -> Head | str:
+        file = self.folder / name
         try:
             trusted(self.folder, "the cluster's folder")  # what it says is where code is run, and with which token
-            return Head(**json.loads((self.folder / name).read_text()))
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: on NFS, replaced or removed while it was read
-                return None
-            raise
+            return Head(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            return f"nothing was published in {self.folder}"
+        except (OSError, ValueError, TypeError) as error:  # ESTALE on NFS: replaced or removed while it was read
+            return f"{file} cannot be read: {error}"

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import AuthenticationError, RayActorError
 
 from cluster.stages import train
-from rayloop.core.failures import ConfigError, NotSaved, Preempted, RayloopError
+from cluster.stages.head_watch import HeadGone, HeadWatch
+from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
@@ -25,9 +26,13 @@ Life = Callable[[RunFolder], None]
 
 
 class Stage:
-    """``run`` follows drivers that live as ``lives`` say and then die; a SIGTERM comes when the ``stop``-th has died."""
+    """``run`` follows drivers that live as ``lives`` say and then die; a SIGTERM comes when the ``stop``-th has died. ``ask``
+    raises when the cluster's head is away."""
 
-    def __init__(self, folder: Path, lives: list[Life], stop: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, lives: list[Life], stop: int | None = None, ask: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self.ask, self.killed = ask, 0
         self.config = RunConfig.model_validate(settings(folder, folder, recovery={"driver_restarts": 5}))
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
@@ -45,13 +50,16 @@ class Stage:
         self.lives[len(self.told) - 1](self.folder)
         raise RayActorError
 
+    def kill(self, driver: Any) -> None:
+        self.killed += 1
+
     def note(self, text: str) -> None:
         if len(self.told) == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def run(self, monkeypatch: pytest.MonkeyPatch, resume: str = "auto") -> RayloopError | None:
         context = SimpleNamespace(get_node_id=lambda: "00" * 28)
-        here = SimpleNamespace(get_runtime_context=lambda: context, kill=lambda driver: None)
+        here = SimpleNamespace(get_runtime_context=lambda: context, kill=self.kill)
         monkeypatch.setattr(train, "ray", here)
         monkeypatch.setattr(train, "create", self.create)
         monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
@@ -61,7 +69,7 @@ class Stage:
         ended = lambda: origin.stopped(self.folder.last_step())  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
-                train._run(self.config, self.folder, origin, {}, progress, check)
+                train._run(self.config, self.folder, origin, {}, progress, check, HeadWatch(self.note, self.ask))
         except RayloopError as end:
             return end
         return None
@@ -114,6 +122,22 @@ def test_every_driver_is_told_what_the_first_was(tmp_path: Path, monkeypatch: py
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
     assert stage.run(monkeypatch, "somewhere") is None
     assert stage.told == [("somewhere", 1)] * 4
+
+
+def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(seconds: float) -> None:
+        raise AuthenticationError(
+            "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted."
+        )
+
+    stage = Stage(tmp_path, [lives(1, 2, 3, saves=2)], ask=ask)
+    with pytest.raises(HeadGone, match="was started again, and knows nothing of this run") as end:
+        raise stage.run(monkeypatch) or AssertionError("it ended well")
+    assert end.value.exit_code == AGAIN
+    assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
+    assert (len(stage.told), stage.killed) == (1, 0), "the head is who would start one, and kill one"
 
 
 def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
     monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", requeue)
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
-    monkeypatch.setattr(node, "_prctl", lambda *_: None)
+    monkeypatch.setattr(node, "prctl", lambda *_: None)
     asks = argparse.Namespace(
         rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999"
     )
@@ -262,7 +262,7 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(slurm_job, "restarts", lambda: restarts)
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
-    monkeypatch.setattr(node, "_prctl", lambda *_: None)
+    monkeypatch.setattr(node, "prctl", lambda *_: None)
     asks = argparse.Namespace(
         rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999"
     )

@@ -1,0 +1,122 @@
+"""The processes of one node: ``ray start --block`` with all that it starts, and a program beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
+from rayloop.core.signals import StopSignals
+from rayloop.launch.ports import Ports
+from rayloop.launch.rendezvous import accepts
+
+LOG = "ray-start.log"
+"""What ``ray start`` prints, in the temporary folder."""
+POLL = 0.5
+"""Seconds between two looks."""
+START = 120.0
+"""Seconds within which Ray must accept connections."""
+DRAIN = 5
+"""Seconds that a leaving worker waits for what runs on it (Ray's own default, 30, is all that Slurm allows before SIGKILL)."""
+END = 5.0
+"""Seconds that Ray then gets to end by itself."""
+PATH_LIMIT = 40
+"""Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
+SUBREAPER, DEATH_SIGNAL = 36, 1
+"""Of prctl(2): orphans of our children become ours, so that they can be ended; our children get a signal when we are killed."""
+
+
+class NodeFailed(InfrastructureFailure):
+    """Ray did not start, or ended by itself while the cluster went on."""
+
+    exit_code = AGAIN
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2) of this process."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def child(command: Sequence[str], environment: Mapping[str, str], log: Any = None) -> subprocess.Popen[bytes]:
+    """A process out of reach of the signals for our process group; it gets SIGTERM when this process dies."""
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True,
+        preexec_fn=lambda: prctl(DEATH_SIGNAL, signal.SIGTERM),
+    )  # fmt: skip
+
+
+@contextmanager
+def ray_node(
+    options: Sequence[str], address: str, ports: Ports, folder: Path, settings: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
+    if len(str(folder)) > PATH_LIMIT:
+        raise ConfigError(
+            f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir"
+        )
+    before = set(psutil.Process().children())
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false",
+        f"--node-ip-address={address}", f"--temp-dir={folder}", *options,
+        *(f"--{service}={port}" for service, port in ports.services.items()),
+        f"--min-worker-port={ports.workers[0]}", f"--max-worker-port={ports.workers[1]}",
+    ]  # fmt: skip
+    with (folder / LOG).open("wb") as log:
+        ray = child(command, environment, log)
+    try:
+        yield ray
+    finally:
+        ray.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            ray.wait(DRAIN + END)
+        _end_rest(before)
+
+
+def _end_rest(before: set[psutil.Process]) -> None:
+    """Kill what is left below this process, besides what was there before."""
+    rest = [child for own in set(psutil.Process().children()) - before for child in (own, *_below(own))]
+    for process in rest:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(rest, timeout=END)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def started(
+    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], told: StopSignals, gone: Any = lambda: False
+) -> bool:
+    """Wait until all addresses accept connections. Returns whether they do: False when a signal or ``gone`` came before.
+
+    Raises NodeFailed.
+    """
+    deadline = time.monotonic() + START
+    while not all(map(accepts, addresses)):
+        if told.first is not None or gone():
+            return False
+        if ray.poll() is not None:
+            raise NodeFailed(f"ray start ended with code {ray.returncode}:\n{tail(folder)}")
+        if time.monotonic() > deadline:
+            raise NodeFailed(f"ray start did not open {', '.join(addresses)} within {START:g} s:\n{tail(folder)}")
+        time.sleep(POLL / 2)
+    return True
+
+
+def tail(folder: Path) -> str:
+    return (folder / LOG).read_text(errors="replace")[-2000:]

@@ -1,0 +1,74 @@
+"""Whether a run's cluster is still there, on a clock that a test moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import AuthenticationError, GetTimeoutError
+
+from cluster.stages import head_watch
+from cluster.stages.head_watch import SILENCE, HeadGone, HeadWatch
+from rayloop.core.failures import AGAIN
+
+
+class Stage:
+    """A head that answers, does not, or is another one; each question takes a second."""
+
+    def __init__(self) -> None:
+        self.now, self.notes = 0.0, list[str]()
+        self.error: Exception | None = None
+
+    def ask(self, seconds: float) -> None:
+        self.now += 1.0
+        if self.error is not None:
+            raise self.error
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    made = Stage()
+    monkeypatch.setattr(head_watch, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    return made
+
+
+def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_told_once(stage: Stage) -> None:
+    watch = HeadWatch(stage.notes.append, stage.ask)
+    for _ in range(2):
+        stage.error, began = GetTimeoutError("no answer"), stage.now
+        while stage.now < began + 45:
+            assert not watch.look()
+            watch.check()
+        stage.error = None
+        assert watch.look()
+    assert stage.notes == ["the head does not answer (no answer): waiting, 50 s at most"] * 2
+
+
+def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
+    watch = HeadWatch(stage.notes.append, stage.ask)
+    stage.error = GetTimeoutError("no answer")
+    with pytest.raises(HeadGone, match=r"has not answered for 5[0-9] s") as error:
+        watch.decide()
+    assert SILENCE < stage.now < 60 - head_watch.ANSWER
+    assert error.value.exit_code == AGAIN
+    with pytest.raises(HeadGone):
+        watch.check()
+
+
+def test_another_head_counts_at_once(stage: Stage) -> None:
+    watch = HeadWatch(stage.notes.append, stage.ask)
+    stage.error = AuthenticationError(
+        "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.. Ensure"
+    )
+    with pytest.raises(
+        HeadGone, match=r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .* restarted\)"
+    ):
+        watch.decide()
+
+
+def test_a_head_that_answers_is_not_why_something_was_lost(stage: Stage) -> None:
+    HeadWatch(stage.notes.append, stage.ask).decide()
+    assert stage.now == 1.0
