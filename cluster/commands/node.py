@@ -36,13 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         node.add_argument(
             "--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)"
         )
-        node.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for the program to save (150)")
+        node.add_argument(
+            "--grace", type=float, default=150.0, metavar="SECONDS",
+            help="for the program, near a job's limit also for those of other nodes, to save (150)",
+        )  # fmt: skip
         node.add_argument(
             "--requeue",
             type=int,
             default=0,
             metavar="N",
-            help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times",
+            help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times; without Slurm, begin anew by "
+            "itself when the machines failed",
         )
         node.add_argument(
             "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"

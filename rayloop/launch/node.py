@@ -30,6 +30,7 @@ import psutil
 from rayloop.core.failures import AGAIN, ConfigError, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
+from rayloop.launch.again import backed_off
 from rayloop.launch.budget import Budget
 from rayloop.launch.gone import Gone, Unpublished
 from rayloop.launch.kept_logs import kept_logs
@@ -48,8 +49,6 @@ SERVICES = (
 HEAD_SERVICES = ("port", "dashboard-port", "ray-client-server-port")
 ATTEMPTS = 5
 """Times in a row that Ray may fail on a worker."""
-BACKOFF, LONGEST = 15.0, 300.0
-"""Seconds before a job is requeued for the first time since the machines failed, and at most: it keeps its nodes meanwhile."""
 RESTARTS = 6
 """Times an hour that a head starts Ray again, which had ended by itself."""
 PARTING = 15.0
@@ -88,7 +87,7 @@ def run_node(a: argparse.Namespace) -> int:
             psutil.Process().children(), timeout=DRAIN + END
         )  # cluster.sbatch's srun: its nodes leave now
         if _requeued(a, told, code):  # within the block: to be requeued is to be sent SIGTERM
-            if code == AGAIN and not _backed_off(told, slurm_job.restarts()):
+            if code == AGAIN and not backed_off(told, slurm_job.restarts()):
                 return code
             print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
             slurm_job.requeue()
@@ -125,20 +124,10 @@ def _code(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
                 raise
             print(f"node: {error}", flush=True)
             code = AGAIN
-        if slurm_job.job() is not None or not _repeated(a, told, code) or not _backed_off(told, a.repeats):
+        if slurm_job.job() is not None or not _repeated(a, told, code) or not backed_off(told, a.repeats):
             return code
         a.repeats += 1
         print(f"node: again, {a.repeats} of {a.requeue}", flush=True)
-
-
-def _backed_off(told: StopSignals, before: int) -> bool:
-    """Wait before the node begins again, longer each time: what has failed may take a while. False when told to end meanwhile."""
-    seconds = min(BACKOFF * 2**before, LONGEST)
-    print(f"node: the machines failed: once more in {seconds:g} s", flush=True)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and told.first is None:
-        time.sleep(POLL)
-    return told.first is None or told.near_limit()
 
 
 def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:

@@ -355,6 +355,8 @@ def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, 
         return
     try:
         arguments = parser(words[3:]).parse_args(words[3:])
+        if not arguments.again:
+            yield "entrypoint: without --again nobody starts the run again that the machines failed"
         config = read(ROOT / arguments.config, arguments.overrides)
         lasting(config)
     except (RayloopError, OSError) as error:

@@ -236,6 +236,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000"),
     ),
     ("is not `python -m cluster train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
+    ("without --again", lambda d: replace(spec(d, "RayJob"), "entrypoint", " --again=20", "")),
     ("rollout.actor", lambda d: replace(spec(d, "RayJob"), "entrypoint", "rollout.actors=2", "rollout.actor=2")),
     ("is relative", lambda d: replace(spec(d, "RayJob"), "entrypoint", "output=/runs", "output=runs")),
     ("no.yaml", lambda d: replace(spec(d, "RayJob"), "entrypoint", "arc_vision.yaml", "no.yaml")),

@@ -30,6 +30,7 @@ from rayloop.core.failures import (
     RewardLost,
     RolesExhausted,
     Stalled,
+    StorageFailed,
     Unforeseen,
     WorkerLost,
 )
@@ -118,6 +119,7 @@ ERRORS = [
     Stalled("nothing moved"),
     WorkerLost("no answer"),
     PolicyLost("restarts are spent"),
+    StorageFailed("events.jsonl cannot be used"),
     exceptions.LocalRayletDiedError("gone"),
     OSError(28, "No space left on device"),
 ]

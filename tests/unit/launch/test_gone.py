@@ -12,7 +12,7 @@ import pytest
 
 from rayloop.core.failures import AGAIN
 from rayloop.core.signals import StopSignals
-from rayloop.launch import gone, node, rendezvous, slurm_job
+from rayloop.launch import again, gone, node, rendezvous, slurm_job
 from rayloop.launch.gone import SILENCE, UNPUBLISHED, Gone, Unpublished
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 
@@ -253,7 +253,7 @@ def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(node, "prctl", lambda *_: None)
     monkeypatch.setattr(slurm_job, "job", lambda: None)
     asks = argparse.Namespace(

@@ -17,7 +17,7 @@ import pytest
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.signals import StopSignals, handling
-from rayloop.launch import node, rendezvous, slurm_job
+from rayloop.launch import again, node, rendezvous, slurm_job
 from rayloop.launch.ports import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 
@@ -257,7 +257,7 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
             raise ends
         return int(ends)
 
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(slurm_job, "job", lambda: "7")
     monkeypatch.setattr(slurm_job, "restarts", lambda: restarts)
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))

@@ -1,0 +1,124 @@
+"""Slurm's warning of the time limit reaches head, worker and training in every order: the run is saved while all it needs is there,
+and each job is requeued. Ray is made up: of a node's Ray there are open ports and a file."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayloop.core.signals import StopSignals
+from rayloop.launch import node, ray_process, rendezvous, slurm_job
+from rayloop.launch.ports import Ports
+from rayloop.launch.rendezvous import Rendezvous
+
+SAVES = """
+import pathlib, signal, sys, time
+there = pathlib.Path(sys.argv[1])
+def save(*_):
+    time.sleep(0.5)
+    sys.exit(75 if sorted(file.name for file in there.iterdir()) == ["head", "train", "worker"] else 1)
+signal.signal(signal.SIGTERM, save)
+(there.parent / "began").touch()
+time.sleep(60)
+"""
+GAP = 0.2
+"""Seconds between two warnings."""
+
+
+class Site:
+    """Three jobs as threads, each with its own record of signals."""
+
+    def __init__(self, folder: Path, order: Sequence[str], ports: int) -> None:
+        self.folder, self.order, self.ports = folder, order, ports
+        self.there = folder / "there"
+        self.there.mkdir(parents=True)
+        self.place = Rendezvous(folder / "shared", "mine")
+        self.told = {name: StopSignals() for name in ("head", "worker", "train")}
+        self.codes: dict[str, int] = {}
+        self.asked: dict[str, argparse.Namespace] = {}
+
+        self.threads: list[threading.Thread] = []
+
+    def start(self, name: str, role: Any, *program: str) -> None:
+        ports = self.ports + 30 * len(self.asked)
+        asked = argparse.Namespace(
+            cluster="mine", insecure=True, ports=f"{ports}-{ports + 29}", interface=None, temp_dir=Path("/tmp"), num_cpus=0,
+            num_gpus=0, resource=[], object_store_memory=None, grace=4.0, wait=30.0, requeue=3, repeats=0, program=list(program),
+        )  # fmt: skip
+
+        def be() -> None:
+            self.codes[name] = role(asked, self.place, self.told[name])
+
+        self.asked[name] = asked
+        thread = threading.Thread(target=be, name=name, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def begin(self) -> None:
+        self.start("head", node.head)
+        self.start("worker", node.worker)
+        self.start("train", node.worker, sys.executable, "-S", "-c", SAVES, str(self.there))
+
+    def begun(self) -> bool:
+        return (self.folder / "began").exists() and len(list(self.there.iterdir())) == 3
+
+    @contextmanager
+    def ray(self, address: str, ports: Ports) -> Iterator[Any]:
+        name = threading.current_thread().name
+        with ExitStack() as open_:
+            for port in ports.services.values():
+                open_.enter_context(socket.create_server((address, port)))
+            (self.there / name).touch()
+            open_.callback((self.there / name).unlink)
+            yield SimpleNamespace(poll=lambda: None, kill=lambda: None)
+
+
+@pytest.fixture
+def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Site]:
+    """One for each order, all at once: they wait more than they compute."""
+    orders = list(permutations(("head", "worker", "train")))
+    made = [Site(tmp_path / "-".join(order), order, 11_000 + 100 * at) for at, order in enumerate(orders)]
+
+    def ray_node(options: object, address: str, ports: Ports, folder: object, settings: object) -> Any:
+        (mine,) = (site for site in made if threading.current_thread() in site.threads)
+        return mine.ray(address, ports)
+
+    for module in (node, ray_process, rendezvous):
+        monkeypatch.setattr(module, "POLL", 0.05)
+    monkeypatch.setattr(node, "ray_node", ray_node)
+    monkeypatch.setattr(slurm_job, "node_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(slurm_job, "job", lambda: "7")
+    monkeypatch.setattr(slurm_job, "ended", lambda _: False)
+    monkeypatch.setattr(slurm_job, "restarts", lambda: 0)
+    return made
+
+
+def test_a_run_is_saved_whoever_is_warned_first(sites: list[Site]) -> None:
+    for site in sites:
+        site.begin()
+    until = time.monotonic() + 30
+    while not all(site.begun() for site in sites):
+        assert time.monotonic() < until, "a cluster did not begin"
+        time.sleep(0.05)
+    for at in range(3):
+        for site in sites:
+            site.told[site.order[at]](signal.SIGUSR1, None)
+        time.sleep(GAP)
+    for site in sites:
+        for thread in site.threads:
+            thread.join(30)
+        assert site.codes == {"head": 0, "worker": 0, "train": 75}, site.order
+        assert all(node._requeued(site.asked[name], site.told[name], code) for name, code in site.codes.items())
+        assert list(site.there.iterdir()) == []
