@@ -16,8 +16,10 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import AuthenticationError
 
 from rayloop.core.failures import ResourcesUnavailable
+from rayloop.launch.addresses import unreachable
 from rayloop.launch.kept_logs import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
 
@@ -110,11 +112,18 @@ def logs_folder() -> Path:
 
 
 def ask_head(seconds: float) -> None:
-    """Raises what Ray does when the cluster's head does not answer within ``seconds``, and AuthenticationError when it is another
-    than the one that was joined."""
+    """Raises AuthenticationError when another head answers than the one that was joined, and ConnectionError when none listens. One
+    that listens and does not answer within ``seconds`` has much to do, and is no failure."""
     from ray._private.worker import global_worker
 
-    global_worker.gcs_client.internal_kv_exists(b"rayloop", None, timeout=seconds)
+    try:
+        global_worker.gcs_client.internal_kv_exists(b"rayloop", None, timeout=seconds)
+    except Exception as error:
+        if "WrongClusterID" in str(error):
+            raise AuthenticationError(str(error)) from error
+        host, _, port = global_worker.gcs_client.address.rpartition(":")
+        if why := unreachable(host, int(port)):
+            raise ConnectionError(f"{host}:{port}: {why}") from error
 
 
 def room() -> dict[str, dict[str, float]]:

@@ -14,12 +14,12 @@ from cluster.roles.session import ask_head
 from rayloop.core.failures import MachineFailed
 
 SILENCE = 50.0
-"""Seconds without an answer after which the head is given up. Ray ends this process after 60
+"""Seconds in which the head does not listen, after which it is given up. Ray ends this process after 60
 (``RAY_gcs_rpc_server_reconnect_timeout_s``)."""
 PERIOD, ANSWER = 2.0, 5.0
 """Seconds between two questions, and in which one is answered."""
 TOLD = 10.0
-"""Seconds without an answer after which that is told."""
+"""Seconds after which that is told."""
 
 
 class HeadGone(MachineFailed):
@@ -27,8 +27,7 @@ class HeadGone(MachineFailed):
 
 
 class HeadWatch:
-    """``ask`` raises when the head does not answer within so many seconds; AuthenticationError when it is another one.
-    ``note`` tells a person."""
+    """``ask`` raises what ``ask_head`` does, when the head is not there, within so many seconds. ``note`` tells a person."""
 
     def __init__(self, note: Callable[[str], None], ask: Callable[[float], None] = ask_head) -> None:
         self._note, self._ask = note, ask
@@ -37,7 +36,7 @@ class HeadWatch:
         """Why there is no head any more, in words; empty while there is, or may be."""
 
     def look(self) -> bool:
-        """Ask once. Whether it is decided: the head answers, or is gone."""
+        """Ask once. Whether it is decided: it listens, or is gone."""
         try:
             self._ask(ANSWER)
         except AuthenticationError as error:
@@ -45,10 +44,10 @@ class HeadWatch:
         except Exception as error:
             silent = time.monotonic() - self._heard
             if silent > TOLD and not self._told:
-                self._note(f"the head does not answer ({error}): waiting, {SILENCE:g} s at most")
+                self._note(f"the head does not listen ({error}): waiting, {SILENCE:g} s at most")
                 self._told = True
             if silent > SILENCE:
-                self.gone = f"has not answered for {silent:.0f} s"
+                self.gone = f"has not listened for {silent:.0f} s"
             return bool(self.gone)
         else:
             self._heard, self._told = time.monotonic(), False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import AuthenticationError, GetTimeoutError
+from ray.exceptions import AuthenticationError
 
 from cluster.stages import head_watch
 from cluster.stages.head_watch import SILENCE, HeadGone, HeadWatch
@@ -38,19 +38,19 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_told_once(stage: Stage) -> None:
     watch = HeadWatch(stage.notes.append, stage.ask)
     for _ in range(2):
-        stage.error, began = GetTimeoutError("no answer"), stage.now
+        stage.error, began = ConnectionError("no answer"), stage.now
         while stage.now < began + 45:
             assert not watch.look()
             watch.check()
         stage.error = None
         assert watch.look()
-    assert stage.notes == ["the head does not answer (no answer): waiting, 50 s at most"] * 2
+    assert stage.notes == ["the head does not listen (no answer): waiting, 50 s at most"] * 2
 
 
 def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
     watch = HeadWatch(stage.notes.append, stage.ask)
-    stage.error = GetTimeoutError("no answer")
-    with pytest.raises(HeadGone, match=r"has not answered for 5[0-9] s") as error:
+    stage.error = ConnectionError("no answer")
+    with pytest.raises(HeadGone, match=r"has not listened for 5[0-9] s") as error:
         watch.decide()
     assert SILENCE < stage.now < 60 - head_watch.ANSWER
     assert error.value.exit_code == AGAIN
