@@ -135,13 +135,14 @@ def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
 
     When Ray has ended by itself it is started again in place, RESTARTS times an hour, and the program with it. Raises NodeFailed.
     """
-    token, budget = place.open(a.insecure), Budget(RESTARTS)
+    token, budget, led = place.open(a.insecure), Budget(RESTARTS), False
     with block(*port_range(a.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
             try:
                 return _lead(a, place, told, token, ports)
-            except RayEnded as error:
-                if told.first is not None or budget.wait(time.monotonic()):
+            except NodeFailed as error:  # Ray may also fail to start a second time, on a busy machine
+                led = led or isinstance(error, RayEnded)
+                if not led or isinstance(error, Displaced) or told.first is not None or budget.wait(time.monotonic()):
                     raise
                 budget.take(time.monotonic())
                 print(f"node: {_short(error)}; it is started again, with the same ports and token", flush=True)
@@ -159,8 +160,12 @@ class RayEnded(NodeFailed):
     """Ray of a head that was published ended by itself."""
 
 
+class Displaced(NodeFailed):
+    """Another head is published, or this one could not be for too long."""
+
+
 def _lead(a: argparse.Namespace, place: Rendezvous, told: StopSignals, token: Path | None, ports: Ports) -> int:
-    """Be the head until a signal, the end of the program or of Ray. Returns the exit code; raises NodeFailed, RayEnded."""
+    """Be the head until a signal, the end of the program or of Ray. Returns the exit code; raises NodeFailed."""
     address = slurm_job.node_address(a.interface)
     with temporary_folder(a.temp_dir) as folder:
         me = Head(
@@ -192,7 +197,7 @@ def _lead(a: argparse.Namespace, place: Rendezvous, told: StopSignals, token: Pa
             if why is End.RAY:
                 raise RayEnded(f"Ray ended with code {ray.returncode}:\n{tail(folder)}")
             if why is End.GONE:
-                raise NodeFailed(gone.why)
+                raise Displaced(gone.why)
     return code
 
 

@@ -69,7 +69,7 @@ class Nodes:
             found = self.place.head()
             return None if found == former else found
 
-        head: Head = self.until(published, "a head")
+        head: Head = self.until(published, "a head", 150)
         return head
 
     def alive(self, head: Head) -> int:

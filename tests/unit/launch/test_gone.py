@@ -213,7 +213,7 @@ def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 
 
 def test_a_head_starts_ray_again_in_place(led: Callable[..., tuple[int, list[int]]]) -> None:
-    code, ports = led([node.RayEnded("Ray ended")] * 2 + [0])
+    code, ports = led([node.RayEnded("Ray ended"), node.NodeFailed("did not open"), 0])
     assert code == 0
     assert len(set(ports)) == 1, "with the same ports"
     assert len(ports) == 3
@@ -230,6 +230,11 @@ def test_a_head_whose_ray_ends_again_and_again_gives_up_with_a_rate(led: Callabl
 def test_a_head_that_never_was_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
     with pytest.raises(node.NodeFailed, match="did not open"):
         led([node.NodeFailed("ray start did not open"), 0])
+
+
+def test_a_head_in_whose_place_is_another_one_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
+    with pytest.raises(node.Displaced):
+        led([node.RayEnded("Ray ended"), node.Displaced("another head's entry"), 0])
 
 
 def test_a_head_that_was_told_to_end_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
