@@ -1,8 +1,12 @@
-"""``python -m benchmarks.gpu PROBE --out FILE``: one probe, or ``all``, each in a process of its own and within its deadline."""
+"""``python -m benchmarks.gpu PROBE --out FILE``: one probe, or ``all``, each in a process of its own and within its deadline.
+
+The last line of its output is one JSON object: what it found, as it stands in FILE, too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import pkgutil
 import subprocess
 import sys
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu.children import completed
 from benchmarks.gpu.result import Place, record
 
 
@@ -40,7 +45,7 @@ PROBES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=" ".join(__doc__.split()))
     parser.add_argument("probe", choices=[*PROBES, "all"])
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the JSON file to add to (default gpu.json)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: to try the probe, not to measure")
@@ -50,27 +55,24 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
     if chosen.probe == "all":
-        return _all(chosen)
-    place = Place(chosen.models / ("tiny" if chosen.tiny else "full"), chosen.tiny)
-    return int(not record(chosen.out, chosen.probe, pkgutil.resolve_name(PROBES[chosen.probe].run), place))
+        worst = _all(chosen)
+    else:
+        place = Place(chosen.models / ("tiny" if chosen.tiny else "full"), chosen.tiny)
+        worst = int(not record(chosen.out, chosen.probe, pkgutil.resolve_name(PROBES[chosen.probe].run), place))
+    found = json.loads(chosen.out.read_text())
+    names = PROBES if chosen.probe == "all" else [chosen.probe]
+    print(json.dumps(found | {"probes": {name: found["probes"][name] for name in names if name in found["probes"]}}))
+    return worst
 
 
 def _all(chosen: argparse.Namespace) -> int:
     """One after the other. Returns 1 when one failed or was too slow; the file says which."""
     worst = 0
+    given = ["--out", str(chosen.out), "--models", str(chosen.models), *(["--tiny"] if chosen.tiny else [])]
     for name, probe in PROBES.items():
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu",
-            name,
-            "--out",
-            str(chosen.out),
-            "--models",
-            str(chosen.models),
-        ]
+        command = [sys.executable, "-m", "benchmarks.gpu", name, *given]
         try:
-            done = subprocess.run([*command, *(["--tiny"] if chosen.tiny else [])], timeout=probe.limit)
+            done = completed(command, probe.limit, stdout=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
             print(f"{name}: ended after {probe.limit:g} s; what it had found is in {chosen.out}", file=sys.stderr)
             worst = 1

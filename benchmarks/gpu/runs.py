@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu import models
+from benchmarks.gpu.children import completed
 from benchmarks.gpu.result import Found, Place, attempt
 from benchmarks.measure import BenchFailed
 from rayloop.run.folder import RunFolder
@@ -26,6 +27,12 @@ GPU = [
     "policy.placement.num_gpus=0.4", "policy.engine.gradient_checkpointing=true", "recovery.start_timeout=700",
 ]  # fmt: skip
 CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
+RANDOM = [
+    "algorithm.groups_per_step=8",
+    "algorithm.group_size=4",
+    "reward.source={use: 'benchmarks.gpu.spread:spread'}",
+]
+"""For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
 TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "publish.self_test=false", "publish.probes=1"]
 
 
@@ -47,11 +54,11 @@ def run(place: Place, name: str, kind: str, model: Path | None) -> dict[str, Any
 
     gpu = torch.cuda.is_available()
     own = [*GPU, CACHE[name], f"publish.transport.kind={kind}"] if gpu else []
-    own += [] if model is None else [f"model.path={model}", "algorithm.groups_per_step=8", "algorithm.group_size=4"]
+    own += [] if model is None else [f"model.path={model}", *RANDOM]
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "cluster", "train", CONFIG, *SHORT, *own, *(TINY if place.tiny else []),
                    f"output={output}", "name=probe"]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+        done = completed(command, LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         found = recorded(RunFolder.at(Path(output) / "probe"))
     if done.returncode:
         raise BenchFailed(f"the run ended with {done.returncode} after {found}:\n{done.stdout[-3000:]}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import models
-from benchmarks.gpu.children import Child
+from benchmarks.gpu.children import Child, completed
 from benchmarks.gpu.engine import LIMIT, engine
 from benchmarks.gpu.result import Found, Place, Skipped
 
@@ -27,6 +27,10 @@ TRAINER = [
 VLLM = ["-m", "vllm", "tests/contracts/test_engine.py", "tests/engines/test_vllm_engine.py"]
 HELD = 0.2
 """Share of the GPU that another process holds while an engine starts."""
+
+
+TESTS_LIMIT = 850.0
+"""Seconds for one run of tests; a test that hangs is ended by pytest after 300."""
 
 
 def trainer_suite(place: Place) -> Found:
@@ -60,7 +64,10 @@ def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--timeout=300", f"--junitxml={report}", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr)
+        try:
+            done = completed(command, TESTS_LIMIT, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {TESTS_LIMIT:g} s"}
         if not report.exists():
             raise Skipped(f"pytest ended with {done.returncode} and left no report: its output says why")
         cases = list(tree.parse(report).iter("testcase"))

@@ -1,0 +1,107 @@
+"""What the probes for a GPU share: nothing that they started outlives its limit, and what they found is one JSON object."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import children
+from benchmarks.gpu.__main__ import PROBES, Probe, main
+from benchmarks.gpu.children import completed
+from benchmarks.gpu.result import Found, Place
+from tests.support.runs import eventually
+
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+below = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+orphan = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
+below += [subprocess.run([sys.executable, "-c", orphan, *sleep], stdout=subprocess.PIPE, text=True).stdout.strip()]
+with open(sys.argv[1] + ".part", "w") as file:
+    print(os.getpid(), *(getattr(one, "pid", one) for one in below), file=file)
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_a_process_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child, one in a session of its own, one whose parent has gone, and a process that ignores SIGTERM."""
+    monkeypatch.setattr(children, "GRACE", 0.3)
+    told = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", HANGS, str(told)], start_new_session=True) as process:
+        try:
+            eventually(told.exists, "all are there", 60)
+        finally:
+            children.end_all(process.pid)
+    pids = [int(pid) for pid in told.read_text().split()]
+    assert len(pids) == 4
+    assert living(pids) == []
+
+
+def test_what_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, end_all = list[int](), children.end_all
+    monkeypatch.setattr(children, "end_all", lambda pid: (ended.append(pid), end_all(pid)))
+    with pytest.raises(subprocess.TimeoutExpired):
+        completed([sys.executable, "-c", "import time; time.sleep(600)"], 0.2)
+    assert len(ended) == 1
+    assert living(ended) == []
+
+
+def test_what_ends_in_time_is_as_from_subprocess() -> None:
+    done = completed([sys.executable, "-c", "print(3); raise SystemExit(4)"], 60.0, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (4, "3\n")
+
+
+def finds(place: Place) -> Found:
+    yield "figure", 1
+
+
+def fails(place: Place) -> Found:
+    yield "one", {"error": "no"}
+    yield "other", {"error": "neither"}
+
+
+def probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = f"{__name__}"
+    monkeypatch.setattr(command, "PROBES", {"finds": Probe(f"{here}:finds"), "fails": Probe(f"{here}:fails")})
+
+
+def test_a_probe_alone_prints_what_it_found_as_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes(monkeypatch)
+    for name, code in (("finds", 0), ("fails", 1)):
+        assert main([name, "--tiny", "--out", str(tmp_path / "gpu.json"), "--models", str(tmp_path)]) == code
+        (line,) = capsys.readouterr().out.splitlines()
+        assert list(json.loads(line)["probes"]) == [name]
+    kept = json.loads((tmp_path / "gpu.json").read_text())["probes"]
+    assert {name: probe["status"] for name, probe in kept.items()} == {"finds": "measured", "fails": "failed"}
+
+
+def test_one_that_is_too_slow_does_not_hold_up_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(line: list[str], limit: float, **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(line[3])
+        if line[3] == "start":
+            raise subprocess.TimeoutExpired(line, limit)
+        return subprocess.CompletedProcess(line, 0)
+
+    monkeypatch.setattr(command, "completed", run)
+    (tmp_path / "gpu.json").write_text(json.dumps({"format": 1, "probes": {}}))
+    assert main(["all", "--out", str(tmp_path / "gpu.json")]) == 1
+    assert asked == list(PROBES)
+    assert "start: ended after 1200 s" in capsys.readouterr().err
