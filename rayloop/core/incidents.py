@@ -125,6 +125,16 @@ class CheckpointFailed(Event, by="cluster/loop/saving.py"):
     why: str
 
 
+class GraceTooShort(Event, by="rayloop/run/reporter.py"):
+    """The longest update and the longest checkpoint so far take more together than a stop allows: it might not be saved. Told once.
+    To do: raise `preemption.grace`, and what the scheduler allows, above `seconds`; or save more often, and to faster storage."""
+
+    seconds: float
+    """Of both."""
+    grace: float
+    """`preemption.grace`, in seconds."""
+
+
 class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
     """A checkpoint cannot be restored: a file is not as it was written, or cannot be read. The run continues from an older one, and
     the folder is called `NAME.damaged` from now on. To do: look at the storage (`why`); remove the folder, or rename it back when

@@ -66,6 +66,9 @@ class Reporter:
         self._lengths = LengthRatio()
         self._step = 0
         self._unwritten: set[str] = set()
+        self._longest = {"save": 0.0, "update": 0.0}
+        """Seconds of the longest checkpoint and update of this process, which a stop may have to wait for."""
+        self._told_grace = False
         shown = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
@@ -78,6 +81,16 @@ class Reporter:
         record = self.folder.events.append(event, self._step if step is None else step)
         self.updates.append(("event", record))
         self._watch("events.jsonl", self.folder.events.trouble)
+        if isinstance(event, events.Checkpoint):
+            self._took("save", event.seconds)
+
+    def _took(self, what: str, seconds: float) -> None:
+        """Tell once that a stop now would come too late: an update under way ends first, and then there is a step to save."""
+        self._longest[what] = max(self._longest[what], seconds)
+        grace, needed = self.config.preemption.grace, sum(self._longest.values())
+        if self._longest["save"] and needed > grace and not self._told_grace:
+            self._told_grace = True
+            self.event(incidents.GraceTooShort(round(needed, 1), grace))
 
     def _watch(self, file: str, trouble: OSError | None) -> None:
         """Tell that a file cannot be written, once until it can."""
@@ -192,6 +205,7 @@ class Reporter:
         if (stats := collected.replay) is not None and stats:
             self._write("replay_buffer_stats.json", lambda: self.folder.write_replay(step, stats))
         self.loggers.log(step, record)
+        self._took("update", timings.get("update_actor", 0.0))
         self.updates.append(("step", record))
         self._evaluation = {}
         return record

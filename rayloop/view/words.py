@@ -173,6 +173,10 @@ _WORDS: dict[str, Callable[[Record], str]] = {
         f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} (stacks in {record['stacks']})"
     ),
     "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
+    "grace_too_short": lambda record: (
+        f"WARNING: an update and a checkpoint take up to {span(record['seconds'])}, a stop has {span(record['grace'])}: it might "
+        "not be saved. Raise preemption.grace, and what the scheduler allows"
+    ),
     "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
     "alarm": lambda record: f"ALARM: {record['why']}",
     "warning": lambda record: f"WARNING: {record['why']}",

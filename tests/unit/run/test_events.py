@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
 from rayloop.run.reporter import Reporter, Updates
+from rayloop.run.step_metrics import Collected
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -100,6 +102,25 @@ def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: 
     assert validate(reporter.folder.events) == ()
     assert [record["event"] for _, record in reporter.updates] == ["warning", "checkpoint", "quarantined"]
     assert validate(record for _, record in reporter.updates) == ()
+
+
+def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_told_once(tmp_path: Path) -> None:
+    def told(grace: float, saves: Sequence[float], updates: Sequence[float]) -> list[dict[str, object]]:
+        given = settings(tmp_path, tmp_path, preemption={"grace": grace})
+        folder = tmp_path / f"{grace:g}-{len(saves)}"
+        folder.mkdir()
+        reporter = Reporter(RunConfig.model_validate(given), folder, open_logger)
+        for number, seconds in enumerate(updates):
+            reporter.step(number, {}, Collected(()), {}, {"update_actor": seconds}, {})
+        for number, seconds in enumerate(saves):
+            reporter.event(events.Checkpoint(f"step_{number}", seconds))
+        assert validate(reporter.folder.events) == ()
+        return [record for record in reporter.folder.events if record["event"] == "grace_too_short"]
+
+    assert told(120.0, [30.0, 50.0], [60.0, 40.0]) == []
+    assert told(120.0, [], [500.0]) == [], "nothing was ever saved: how long it takes is not known"
+    (once,) = told(100.0, [30.0, 50.0, 60.0], [60.0])
+    assert (once["seconds"], once["grace"]) == (110.0, 100.0)
 
 
 def test_what_the_storage_refuses_is_told_once_until_it_is_well(tmp_path: Path) -> None:
