@@ -51,7 +51,12 @@ def test_a_process_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: py
 
 def test_what_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, end_all = list[int](), children.end_all
-    monkeypatch.setattr(children, "end_all", lambda pid: (ended.append(pid), end_all(pid)))
+
+    def noted(pid: int) -> None:
+        ended.append(pid)
+        end_all(pid)
+
+    monkeypatch.setattr(children, "end_all", noted)
     with pytest.raises(subprocess.TimeoutExpired):
         completed([sys.executable, "-c", "import time; time.sleep(600)"], 0.2)
     assert len(ended) == 1
