@@ -18,9 +18,10 @@ from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.computing import Computing
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training.heap import grow_segments
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.seam import Sender
-from rayloop.transports.settings import TransportSettings
+from rayloop.transports.settings import CudaIpcTransport, TransportSettings
 
 Address = tuple[str, int]
 
@@ -82,6 +83,8 @@ class PolicyRank(Actor):
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
+        if not isinstance(settings.transport, CudaIpcTransport):  # whose receivers cannot always open such memory
+            grow_segments()
         self.sender: Sender[Any] | None = None
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)

@@ -27,6 +27,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
+from rayloop.engines.training.heap import grow_segments
 from rayloop.grpo.settings import LossSettings
 from rayloop.run.folder import make_folder
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
@@ -129,6 +130,7 @@ class Rank:
     """One rank: each takes its share of every batch, and rank 0 speaks for all. Its methods are collective."""
 
     def __init__(self, config: SftConfig) -> None:
+        grow_segments()
         from rayloop.engines.training.fsdp import FsdpEngine
 
         context = ray.train.get_context()

@@ -22,6 +22,7 @@ from rayloop.core.failures import ConfigError, DeadlineExceeded
 from rayloop.core.threads import in_thread
 from rayloop.doctor import isolation, machine, network, software
 from rayloop.doctor.finding import Finding
+from rayloop.engines.settings import VllmEngineSettings
 from rayloop.launch.addresses import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
@@ -173,11 +174,16 @@ def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
 
 
 def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
-    """Bytes of main memory for the tensors of all roles that are placed on CPUs: a lower bound, without activations."""
+    """Bytes of main memory for the tensors of all roles, where those on GPUs keep copies: a lower bound, without activations."""
     weights, needed = sum(map(math.prod, shapes.values())), 0
-    if not config.policy.placement.num_gpus:
+    if not config.policy.placement.num_gpus or config.policy.engine.cpu_offload:
         # What is saved, the frozen weights, and the gradients, which are as large as what is trained.
         needed += checkpoint_bytes(config, shapes) + FLOAT * weights
+    if config.policy.placement.num_gpus:
+        # Each rank loads the whole model at the start. The first one exports it later, and each engine of vLLM's gets a copy.
+        handed = config.rollout.actors if isinstance(config.engine, VllmEngineSettings) else 0
+        exported = weights * (2 if config.policy.engine.dtype == "bfloat16" else FLOAT)
+        needed += max(config.policy.ranks * FLOAT * weights, exported * (1 + handed))
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
         needed += config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
     if config.reference.kind == "actor" and not config.reference.placement.num_gpus:

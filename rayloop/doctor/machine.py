@@ -92,7 +92,7 @@ def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit
         available = min(available, limit.most - (limit.used or 0))
         found += f", limited to {size(limit.most)} by {limit.by}: {size(available)} left"
     if needed:
-        found += f"; weights, gradients and optimizer take at least {size(needed)}"
+        found += f"; the tensors of the run take at least {size(needed)}"
     if available < needed:
         return [
             Finding("error", found, "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine")

@@ -150,7 +150,18 @@ class SglangEngineSettings(EngineChoice):
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
-    where they suit."""
+    where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: published weights pass through them."""
+
+    def problems(self, gpus: float, room: int) -> Iterator[str]:
+        """Its GPUs, which lie in one node: published tensors are opened there from the memory of the first."""
+        wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
+        if self.extra.get("nnodes", 1) > 1:
+            yield "rollout.engine.extra: nnodes above 1 cannot be: published weights do not leave the node. Lower tp_size"
+        if gpus and gpus != wanted and max(gpus, wanted) > 1:
+            yield (
+                f"rollout.engine.extra: tp_size x pp_size is {wanted} and rollout.placement.num_gpus is {gpus:g}: one engine "
+                "runs on as many GPUs as its actor has"
+            )
 
 
 class ServerCall(SettingsModel):
@@ -304,9 +315,9 @@ class FsdpSettings(SettingsModel):
     logprob_chunk: int = Field(2048, gt=0)
     """Positions whose logits exist at the same time: [T, vocabulary] is never held. Lower it when memory runs out in the
     head."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time. Before a smaller ``micro_batch_tokens`` helps
-    no more."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass: less memory, more time. None: on a GPU, whose memory is what runs out first
+    (7B at 16,384 tokens keeps some 100 GB otherwise). Set false there for small models, true on a CPU that runs out."""
     cpu_offload: bool = False
     """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
     freeze_vision: bool = False
@@ -318,3 +329,7 @@ class FsdpSettings(SettingsModel):
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
     at loading)."""
+
+    def recomputes(self, on_gpu: bool) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return on_gpu if self.gradient_checkpointing is None else self.gradient_checkpointing

@@ -108,15 +108,16 @@ def activations(config: RunConfig, shape: Shape, tokens: int, keys: int, images:
     frozen tower keeps nothing, another one its pixels, too.
     """
     engine, each = config.policy.engine, BYTES[config.policy.engine.dtype]
+    again = engine.recomputes(config.policy.placement.num_gpus > 0)
     hidden, layers = int(shape.config["hidden_size"]), int(shape.config["num_hidden_layers"])
     cache = shape.cache // layers
     one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
-    kept = tokens * layers * hidden + 2 * one if engine.gradient_checkpointing else (layers + 1) * one
+    kept = tokens * layers * hidden + 2 * one if again else (layers + 1) * one
     adapts_vision = engine.lora is None or engine.lora.vision
     if shape.vision and adapts_vision and not engine.freeze_vision:
         hidden, layers = int(shape.vision.get("hidden_size", 0)), int(shape.vision.get("depth", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
-        kept += PATCHES * images * (layers * hidden + one if engine.gradient_checkpointing else layers * one)
+        kept += PATCHES * images * (layers * hidden + one if again else layers * one)
         kept += PATCHES * images * _pixels(shape.vision)
     return kept * each
 

@@ -1,4 +1,7 @@
-"""Weights that stay in the memory of the GPU which sender and receivers share. Not yet run in a whole training."""
+"""Weights in the memory of the GPU which sender and receivers share. Not yet run in a whole training.
+
+They come from CPU memory, where an export ends, and vLLM's workers are handed them through it.
+"""
 
 from __future__ import annotations
 

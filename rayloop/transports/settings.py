@@ -60,8 +60,8 @@ class CollectiveTransport(TransportChoice):
     implementation = "rayloop.transports.collective:Collective"
     kind: Literal["collective"] = "collective"
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: from CPU memory over TCP. nccl: from GPU to GPU; every rollout actor needs a GPU of its own, and so does the
-    policy's first rank."""
+    """gloo: over TCP. nccl: between GPUs, for which every rollout actor and the policy's first rank need one of their own. At
+    both ends the weights pass through CPU memory all the same: choose it where the network between the nodes is slow without."""
     bucket_bytes: int = Field(2**30, ge=2**10)
     """Tensors travel together in buckets of this size; a larger tensor has one of its own."""
     timeout: float = Field(60.0, gt=0)
@@ -77,9 +77,10 @@ class CollectiveTransport(TransportChoice):
 
 
 class CudaIpcTransport(TransportChoice):
-    """Weights stay on the GPU, which the policy's only rank and the rollout actors share, and are opened from there.
+    """Weights are opened in the memory of the GPU, which the policy's only rank and the rollout actors share.
 
-    The policy keeps a second copy of them in GPU memory. Written, and not yet run.
+    The policy keeps a second copy of them there. Before that and after it they pass through CPU memory: it spares the object store,
+    not the copies. Written, and not yet run.
     """
 
     implementation = "rayloop.transports.cuda_ipc:CudaIpc"

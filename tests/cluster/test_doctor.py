@@ -251,7 +251,18 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
     placed = config(
         tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}}
     )
-    assert checks.tensor_bytes(placed, shapes) == 0
+    assert checks.tensor_bytes(placed, shapes) == 4 * 1200 * 4, "each rank loads the whole model"
+    handed = config(
+        tmp_path,
+        policy={"engine": {"dtype": "bfloat16"}, "placement": {"num_gpus": 1}},
+        rollout={"actors": 2, "engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}},
+    )
+    assert checks.tensor_bytes(handed, shapes) == 1200 * 2 * 3, "an export, and a copy for each engine"
+    offloaded = config(
+        tmp_path, policy={"engine": {"cpu_offload": True}, "placement": {"num_gpus": 1}},
+        rollout={"placement": {"num_gpus": 1}},
+    )  # fmt: skip
+    assert checks.tensor_bytes(offloaded, shapes) == 1200 * 4 * 5
     assert total(bundles(placed))["GPU"] == 4.5
     assert checks.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
 

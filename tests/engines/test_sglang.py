@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import io
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
-from rayloop.core.failures import DataFailure, WorkerLost
+from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
+from rayloop.data.images import decode
 from rayloop.engines.generation import sglang
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
+from rayloop.transports.manifest import manifest
 from tests.engines.prompts import image
 
 ADAPTER = ast.parse(Path(sglang.__file__).read_text())
@@ -59,6 +66,37 @@ def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
         sglang.completion(
             {"finish_reason": {"type": "abort", "message": "x"}, "output_token_logprobs": []}, Version(0, 0)
         )
+
+
+def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:
+    odd = image(100, 45)
+    with Image.open(io.BytesIO(sglang.sent(odd, 14))) as shown:
+        assert (shown.format, shown.size) == ("PNG", (14 * odd.ref.grid[2], 14 * odd.ref.grid[1]))
+        assert shown.size != (100, 45)
+    even = image(56, 28)
+    with Image.open(io.BytesIO(sglang.sent(even, 14))) as shown:
+        assert shown.tobytes() == decode(even.data or b"").tobytes(), "nothing is lost on the way"
+
+
+def test_a_publication_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_text: Path) -> None:
+    wanted = sglang.names(str(tiny_text), tied=True)
+    tensors = {name: torch.zeros(1) for name in wanted}
+    assert "lm_head.weight" not in wanted
+    assert len(wanted) > 10
+    engine: Any = object.__new__(sglang.SglangEngine)
+    engine._names = wanted
+    del tensors["model.norm.weight"]
+    with pytest.raises(PublicationError, match=r"0.1 lacks 1 tensors of the engine's model: model.norm.weight"):
+        asyncio.run(engine.load(manifest(Version(0, 1), tensors), tensors))
+
+
+def test_an_engine_has_the_gpus_that_it_is_spread_over_in_one_node() -> None:
+    def wrong(gpus: float, **extra: int) -> list[str]:
+        return list(SglangEngineSettings(extra=dict(extra)).problems(gpus, 100))
+
+    assert wrong(1) == wrong(0.5) == wrong(0) == wrong(4, tp_size=2, pp_size=2) == []
+    assert "tp_size x pp_size is 2 and rollout.placement.num_gpus is 1" in wrong(1, tp_size=2)[0]
+    assert "nnodes above 1" in wrong(8, tp_size=8, nnodes=2)[0]
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from rayloop.engines.tiny_vlm import SPECIAL_TOKENS, write_tiny_vlm
+from benchmarks.gpu.models import TEXT_7B, TINY, VLM_3B
+from rayloop.engines.tiny_vlm import SPECIAL_TOKENS, TinySizes, write_tiny_vlm
+from tests.engines.training import SMALL
 
 TEXTS = ["Select the option 42 and press OK.", "Größe: 3,5 cm"] * 20
 
@@ -22,6 +25,15 @@ def test_default_size_and_heads(tmp_path: Path) -> None:
     assert text.vocab_size % 64 == 0
     assert model.dtype == torch.float32
     assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [{}, SMALL, TINY, VLM_3B, TEXT_7B])
+def test_heads_are_of_a_width_that_flash_attention_takes(sizes: dict[str, Any]) -> None:
+    """Models of the tests and probes: multiples of 8 up to 256 (vLLM's FlashAttention), 32 at least (vLLM's CPU backend)."""
+    size = TinySizes(**sizes)
+    for width, heads in ((size.hidden, size.heads), (size.vision_hidden, size.vision_heads)):
+        assert width % heads == 0
+        assert width // heads in range(32, 257, 8)
 
 
 def test_equal_arguments_give_equal_files(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import TokenPrompt
+from rayloop.core.types import PromptImage, TokenPrompt
+from rayloop.data.images import decode
+from rayloop.engines.models import read_image
 
 
 def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
@@ -27,3 +30,10 @@ def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
     first = np.cumsum([0, *counts])[:-1]
     rest: list[int] = np.delete(ids, np.delete(where, first)).tolist()
     return rest
+
+
+def picture(image: PromptImage, patch: int) -> Image.Image:
+    """The image in the size in which the model sees it, ``patch`` pixels for each patch of its grid: nothing is left for an engine
+    to resize in a way of its own. Raises DataFailure, InfrastructureFailure. Takes a fifth of a second for 8 megapixels."""
+    size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
+    return decode(read_image(image.ref, image.data)).resize(size, Image.Resampling.BICUBIC)

@@ -6,18 +6,22 @@ Only coroutines of its tokenizer manager are called: the engine's own methods wa
 from __future__ import annotations
 
 import asyncio
+import io
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from rayloop.chat.tokenizer import model_folder
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
+from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
-from rayloop.engines.generation.prompts import collapsed
+from rayloop.engines.generation.prompts import collapsed, picture
+from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
@@ -39,17 +43,21 @@ class SglangEngine:
         self._settings, self._running, self._open = settings, 0, asyncio.Event()
         self._version: Version | None = None
         self._open.set()
-        self._image = AutoConfig.from_pretrained(model.path).to_dict().get("image_token_id")
+        config = AutoConfig.from_pretrained(model.path)
+        self._image = config.to_dict().get("image_token_id")
+        self._patch: int = config.vision_config.patch_size if has_vision(config) else 0
+        self._names = names(model.path, tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn; its version is that of its first token. Raises WorkerLost, DataFailure."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        await self._open.wait()
+        images = [await asyncio.to_thread(sent, image, self._patch) for image in prompt.images]
+        while not self._open.is_set():  # it may have been closed again before this call runs
+            await self._open.wait()
         if (version := self._version) is None:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
-        images = [image.data if image.data is not None else f"file://{image.ref.path}" for image in prompt.images]
         request = GenerateReqInput(
             rid=uuid.uuid4().hex, input_ids=collapsed(prompt, self._image), image_data=images or None,
             sampling_params=parameters(prompt, sampling), return_logprob=True,
@@ -81,7 +89,17 @@ class SglangEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises PublicationError."""
+        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises PublicationError.
+
+        SGLang says nothing of tensors that it misses.
+        """
+        self._version = None
+        verify(manifest, tensors)
+        if missing := sorted(self._names - tensors.keys()):
+            few = ", ".join(missing[:3])
+            raise PublicationError(
+                f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}"
+            )
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
@@ -89,8 +107,6 @@ class SglangEngine:
         )
         from sglang.srt.utils import MultiprocessingSerializer
 
-        self._version = None
-        verify(manifest, tensors)
         _check(manifest, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         for bucket in buckets(manifest, BUCKET_BYTES):
             on_gpu = [(name, tensors[name].cuda()) for name in bucket.offsets]  # kept until the next bucket replaces it
@@ -104,6 +120,23 @@ class SglangEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(self._version, self._running, 0)
+
+
+def names(folder: str, tied: bool) -> frozenset[str]:
+    """The tensors of a model folder that a publication has, too: not a head that is ``tied``, nor what is computed at the start."""
+    found: set[str] = set()
+    for file in model_folder(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found.update(tensors.keys())
+    return frozenset(n for n in found if not n.endswith("inv_freq") and not (tied and n.startswith("lm_head.")))
+
+
+def sent(image: PromptImage, patch: int) -> bytes:
+    """An image as it is sent: a PNG in the size in which the model sees it. SGLang decodes JPEGs on the GPU, and resizes others in
+    its own way: its log-probs would not be the trainer's."""
+    file = io.BytesIO()
+    picture(image, patch).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, Publica
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.data.images import decode
 from rayloop.engines.generation.build import Place
-from rayloop.engines.generation.prompts import collapsed
+from rayloop.engines.generation.prompts import collapsed, picture
 from rayloop.engines.generation.vllm_process import (
     VllmLoad,
     alive,
@@ -36,7 +35,7 @@ from rayloop.engines.generation.vllm_process import (
     usage,
 )
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import has_vision, read_image
+from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
@@ -205,14 +204,8 @@ class VllmEngine:
         return given
 
     def _image(self, image: PromptImage) -> Image.Image:
-        """The picture in the size in which the model sees it: nothing is left for vLLM to resize.
-
-        Runs in a thread: 8 megapixels take a fifth of a second, in which the actor could not say that it lives."""
-        ref = image.ref
-        size = (ref.grid[2] * self._patch, ref.grid[1] * self._patch)
-        return self._images.made(
-            ref.sha256, lambda: decode(read_image(ref, image.data)).resize(size, Image.Resampling.BICUBIC)
-        )
+        """Runs in a thread, since the actor could not say that it lives meanwhile."""
+        return self._images.made(image.ref.sha256, lambda: picture(image, self._patch))
 
 
 def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:

@@ -383,5 +383,5 @@ class FsdpEngine:
             tower = {*groups["vision"], *groups["merger"]}
             for name, parameter in self._model.named_parameters():
                 parameter.requires_grad_(self._names[name] not in tower)
-        if self._settings.gradient_checkpointing:
+        if self._settings.recomputes(self._device.type == "cuda"):
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,9 +1,10 @@
-"""Memory of a trainer on a CPU: what one update freed, the next one uses."""
+"""Memory of a trainer: what one update freed, the next one uses."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 
 logger = logging.getLogger(__name__)
 
@@ -23,3 +24,10 @@ def keep_freed() -> None:
         return
     if not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
         logger.info("the C library gives freed memory back at once: updates on this CPU take somewhat longer")
+
+
+def grow_segments() -> None:
+    """Let PyTorch on a GPU grow the blocks that it holds, instead of adding others of the wrong size: micro-batches are of all
+    lengths. Before torch is imported; what the environment says counts."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

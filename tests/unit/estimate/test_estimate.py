@@ -93,6 +93,9 @@ def test_activations_follow_what_is_computed_at_once() -> None:
     whole = parts(run_of(), "policy")["activations"]
     checked = parts(run_of(policy__engine__gradient_checkpointing=True), "policy")["activations"]
     assert checked < whole / 10
+    assert parts(run_of(policy__placement__num_gpus=1), "policy")["activations"] == checked, "the default on a GPU"
+    on = {"policy__placement__num_gpus": 1, "policy__engine__gradient_checkpointing": False}
+    assert parts(run_of(**on), "policy")["activations"] == whole
     small = parts(run_of(policy__engine__micro_batch_tokens=2000), "policy")["activations"]
     assert small == pytest.approx(whole / 8, rel=0.3)
     assert (

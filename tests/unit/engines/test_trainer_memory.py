@@ -1,0 +1,56 @@
+"""Memory of a trainer on a GPU that needs none to be decided: what is computed again, and how blocks grow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from actors.policy import PolicyRank, RankSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.grpo.settings import LossSettings
+from rayloop.transports.settings import CudaIpcTransport, ObjectStoreTransport, TransportSettings
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(("said", "gpu", "cpu"), [(None, True, False), (False, False, False), (True, True, True)])
+def test_activations_are_computed_again_on_a_gpu_unless_somebody_says_otherwise(
+    said: bool | None, gpu: bool, cpu: bool
+) -> None:
+    settings = FsdpSettings(gradient_checkpointing=said)
+    assert (settings.recomputes(on_gpu=True), settings.recomputes(on_gpu=False)) == (gpu, cpu)
+
+
+@pytest.fixture(autouse=True)
+def _no_allocator_settings() -> Iterator[None]:
+    before = {name: os.environ.pop(name, None) for name in NAMES}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        os.environ |= {} if value is None else {name: value}
+
+
+def rank(transport: TransportSettings) -> PolicyRank:
+    settings = RankSettings(
+        ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), LossSettings(), transport, "folder", 0
+    )
+    return PolicyRank(settings, 0, 1)
+
+
+def test_a_rank_s_blocks_grow_before_torch_is_there() -> None:
+    rank(ObjectStoreTransport())
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_environment_says_of_the_allocator_counts(name: str) -> None:
+    os.environ[name] = "max_split_size_mb:128"
+    rank(ObjectStoreTransport())
+    assert {key: os.environ.get(key) for key in NAMES} == dict.fromkeys(NAMES) | {name: "max_split_size_mb:128"}
+
+
+def test_memory_that_another_process_opens_does_not_grow() -> None:
+    rank(CudaIpcTransport())
+    assert not set(NAMES) & os.environ.keys()
