@@ -83,8 +83,6 @@ class PolicyRank(Actor):
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
-        if not isinstance(settings.transport, CudaIpcTransport):  # whose receivers cannot always open such memory
-            grow_segments()
         self.sender: Sender[Any] | None = None
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
@@ -94,10 +92,11 @@ class PolicyRank(Actor):
 
         Raises WorkerStartFailed.
         """
-        from rayloop.engines.training.sharding import meeting_place
-
         if self.rank:
             return None
+        self._before_torch()
+        from rayloop.engines.training.sharding import meeting_place
+
         host = ray.util.get_node_ip_address()
         self._meeting = meeting_place((host, 0), self.settings.engine.collective_timeout, first=True)
         return host, self._meeting.port
@@ -107,6 +106,7 @@ class PolicyRank(Actor):
 
         Raises WorkerStartFailed when the place is not to be reached.
         """
+        self._before_torch()
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
         from rayloop.transports.choose import transport
@@ -121,6 +121,10 @@ class PolicyRank(Actor):
         )  # fmt: skip
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
+
+    def _before_torch(self) -> None:
+        if not isinstance(self.settings.transport, CudaIpcTransport):  # whose receivers cannot always open such memory
+            grow_segments()
 
     def measure(self, hosts: Sequence[str]) -> Computing:
         """What this rank computes with, found out now where that is asked for (``FsdpEngine.measure``). ``hosts``: of all actors

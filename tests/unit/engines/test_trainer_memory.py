@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from actors.policy import PolicyRank, RankSettings
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.settings import CudaIpcTransport, ObjectStoreTransport, TransportSettings
 
+Open = Callable[[TransportSettings], None]
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -32,25 +37,35 @@ def _no_allocator_settings() -> Iterator[None]:
         os.environ |= {} if value is None else {name: value}
 
 
-def rank(transport: TransportSettings) -> PolicyRank:
-    settings = RankSettings(
-        ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), LossSettings(), transport, "folder", 0
-    )
-    return PolicyRank(settings, 0, 1)
+@pytest.fixture
+def opens(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Has a rank open the place where the ranks meet, which is where it imports torch: a stand-in here."""
+    sharding = types.ModuleType("rayloop.engines.training.sharding")
+    sharding.__dict__["meeting_place"] = lambda *_, **__: SimpleNamespace(port=1)
+    monkeypatch.setitem(sys.modules, sharding.__name__, sharding)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    def open_place(transport: TransportSettings) -> None:
+        settings = RankSettings(
+            ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), LossSettings(), transport, "folder", 0
+        )
+        assert PolicyRank(settings, 0, 1).address() == ("127.0.0.1", 1)
+
+    return open_place
 
 
-def test_a_rank_s_blocks_grow_before_torch_is_there() -> None:
-    rank(ObjectStoreTransport())
+def test_a_rank_s_blocks_grow_before_torch_is_there(opens: Open) -> None:
+    opens(ObjectStoreTransport())
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_environment_says_of_the_allocator_counts(name: str) -> None:
+def test_what_the_environment_says_of_the_allocator_counts(opens: Open, name: str) -> None:
     os.environ[name] = "max_split_size_mb:128"
-    rank(ObjectStoreTransport())
+    opens(ObjectStoreTransport())
     assert {key: os.environ.get(key) for key in NAMES} == dict.fromkeys(NAMES) | {name: "max_split_size_mb:128"}
 
 
-def test_memory_that_another_process_opens_does_not_grow() -> None:
-    rank(CudaIpcTransport())
+def test_memory_that_another_process_opens_does_not_grow(opens: Open) -> None:
+    opens(CudaIpcTransport())
     assert not set(NAMES) & os.environ.keys()
