@@ -64,6 +64,9 @@ class Driving:
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
+        if self.hangs:  # else a busy machine must have time to save
+            short = self.config.preemption.model_copy(update={"grace": 0.2})
+            self.config = self.config.model_copy(update={"preemption": short})
         self.reporter = Reporter(self.config, self.folder, open_logger)
         self.origin = Origin.of(self.folder / "checkpoints", "auto")
         self.store = CheckpointStore(self.folder / "checkpoints", keep=2)
@@ -98,7 +101,7 @@ class Driving:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("ending")
-    return RunConfig.model_validate(settings(folder, Path("/models/any"), preemption={"grace": 0.2}))
+    return RunConfig.model_validate(settings(folder, Path("/models/any"), preemption={"grace": 20.0}))
 
 
 FAULTS: dict[str, dict[str, Any]] = {
