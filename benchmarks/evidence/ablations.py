@@ -154,11 +154,16 @@ def main() -> None:
     for seed in SEEDS if chosen.only is None else [chosen.only]:
         for arm in question.arms if chosen.arm is None else [chosen.arm]:
             there = runs.setdefault(str(seed), {})
-            if there.get(arm, {}).get("config") != digest(configured(question, arm)):
+            if not usable(there.get(arm), digest(configured(question, arm))):
                 there[arm] = {"note": chosen.note, **measured(question, arm, seed, RUNS / chosen.question)}
             found = {"equal": question.equal, "runs": runs, "compared": compared(question, runs)}
             out.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(markdown(question, runs)))
+
+
+def usable(run: Mapping[str, Any] | None, config: str) -> bool:
+    """Whether this run was made with the configuration, and its folder is here."""
+    return run is not None and run["config"] == config and Path(run["folder"]).is_dir()
 
 
 def configured(question: Question, arm: str) -> RunConfig:
@@ -192,10 +197,12 @@ def shown(items: Sequence[Item], names: Sequence[str]) -> dict[str, Any]:
 
 
 def compared(question: Question, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Seed -> arm -> where it is compared with the first arm, and by how much it is better, paired by task."""
+    """Seed -> arm -> where it is compared with the first arm, and by how much it is better, paired by task. Only of runs that are
+    here with their folders: comparing reads what each answered."""
     found: dict[str, Any] = {}
     first = next(iter(question.arms))
-    for seed, by_arm in runs.items():
+    for seed, there in runs.items():
+        by_arm = {arm: run for arm, run in there.items() if Path(run["folder"]).is_dir()}
         if first in by_arm:
             budget = min(max(run["tokens"] for run in arm["held_out"].values()) for arm in by_arm.values())
             found[seed] = {
