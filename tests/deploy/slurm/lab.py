@@ -25,7 +25,7 @@ from tests.support.heads import free_ports
 
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "util-linux")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare")
-NODES = {"cpu1": 0, "gpu1": 2, "gpu2": 2}
+NODES = {"cpu1": 0, "gpu1": 2, "gpu2": 2, "gpu3": 2}
 """Node -> GPUs, which are twins of /dev/null."""
 KILL_WAIT = 30
 """Seconds from SIGTERM to SIGKILL, as Slurm has it by default."""
@@ -107,11 +107,20 @@ def install() -> None:
 
 @dataclass(frozen=True)
 class Lab:
-    """A running lab. ``environment`` is what Slurm's commands need; ``nodes``: name -> the process that holds its namespaces."""
+    """A running lab. ``environment`` is what Slurm's commands need; ``nodes``: name -> the process that holds its namespaces,
+    of those that have power; ``mark``: what names of its network begin with."""
 
     folder: Path
     environment: dict[str, str]
     nodes: dict[str, subprocess.Popen[bytes]]
+    mark: str
+
+    def cut(self, name: str) -> None:
+        """Take the power of a node away: it is silent from one moment to the next, and nothing of it takes leave."""
+        _ip("link", "set", f"{self.mark}-{name}", "down")
+        process = self.nodes.pop(name)
+        process.kill()
+        process.wait(10)
 
     def slurm(self, *command: str, cwd: Path | None = None) -> str:
         """What a command prints. Raises AssertionError with its errors when it fails."""
@@ -125,14 +134,14 @@ class Lab:
         )
         return len({line for line in listed.stdout.splitlines() if line.endswith(" idle")}) == len(self.nodes)
 
-    def processes(self) -> list[psutil.Process]:
-        """What runs on the nodes, besides Slurm's own daemons; zombies left out."""
+    def processes(self) -> list[tuple[str, psutil.Process]]:
+        """What runs on which node, besides Slurm's own daemons; zombies left out."""
         found = []
-        for node in self.nodes.values():
+        for name, node in self.nodes.items():
             for process in psutil.Process(node.pid).children(recursive=True):
                 try:
                     if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("slurm"):
-                        found.append(process)
+                        found.append((name, process))
                 except psutil.NoSuchProcess:
                     continue
         return found
@@ -163,7 +172,7 @@ def lab() -> Iterator[Lab]:
         environment = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf"}
         after.enter_context(_daemon(["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], folder / "slurmctld.out"))
         nodes = {name: after.enter_context(_node(mark, name, addresses[name], network, folder)) for name in NODES}
-        started = Lab(folder, environment, nodes)
+        started = Lab(folder, environment, nodes, mark)
         _until(started.idle, "the nodes idle", folder)
         yield started
 
@@ -178,7 +187,7 @@ def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
         (folder / f"spool-{name}").mkdir()
         gres = f"Gres=gpu:{gpus} " if gpus else ""
         lines.append(f"NodeName={name} NodeAddr={addresses[name]} CPUs=4 RealMemory=4000 {gres}State=UNKNOWN\n")
-    lines += ["PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n", "PartitionName=gpu Nodes=gpu[1-2] State=UP\n"]
+    lines += ["PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n", "PartitionName=gpu Nodes=gpu[1-3] State=UP\n"]
     (folder / "slurm.conf").write_text("".join(lines))
     for number in range(max(NODES.values())):
         os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm wants a device file

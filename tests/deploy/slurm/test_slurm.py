@@ -1,9 +1,10 @@
-"""A cluster on a real Slurm: found without an address, trained on, stopped by the time limit, continued, and cancelled."""
+"""A cluster on a real Slurm: found without an address, trained on, a node lost, stopped by time limits, continued, cancelled."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -85,9 +86,20 @@ class Site:
         path.write_text(yaml.safe_dump(config))
         return path
 
+    def records(self, name: str, kind: str) -> list[dict[str, Any]]:
+        file = self.folder / name / f"{kind}.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def steps(self, name: str) -> list[int]:
-        file = self.folder / name / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+        return [record["step"] for record in self.records(name, "metrics")]
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        return [record for record in self.records(name, "events") if record["event"] == event]
+
+    def nodes(self, job: str) -> list[str]:
+        """Where the elements of a job run."""
+        return sorted(self.lab.slurm("squeue", "-h", "-j", job, "-t", "running", "-o", "%N").split())
 
     def minutes(self, job: str) -> int:
         """How long a job has run, rounded up."""
@@ -126,7 +138,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
     node = [STORE]
     content = {
         "cluster": NAME, "rendezvous": str(tmp_path / "rendezvous"), "logs": str(tmp_path / "logs"),
-        "head": {"partition": "cpu", "cpus": 1, "node": node},
+        "head": {"partition": "cpu", "cpus": 1, "node": [*node, "--grace=30"], "sbatch": ["--signal=B:USR1@60"]},
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
     }  # fmt: skip
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
@@ -135,8 +147,8 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
         yield Site(started, tmp_path, digits_model)
 
 
-def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) -> None:
-    site.cluster("up")
+def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site: Site) -> None:
+    head_job, workers = re.findall(r"(?:head|worker): job (\d+)", site.cluster("up"))
     environment = f"--export=ALL,RAYLOOP_RENDEZVOUS={site.place.folder.parent},RAYLOOP_PYTHON={sys.executable}"
     config = site.config("limited", steps=80, environment__episode__environment__with=SLOW)
     asked = ("--partition=cpu", "--cpus-per-task=1", "--time=20", "--signal=B:USR1@60", environment)
@@ -150,12 +162,29 @@ def test_jobs_find_each_other_are_stopped_by_the_time_limit_and_end(site: Site) 
         urlopen(f"{head.dashboard}/api/v0/nodes", timeout=10)
     assert site.cluster("status").count("ALIVE") == 4
 
-    site.wait(lambda: site.steps("limited"), "a step", 180)
-    site.limit(job, minutes=site.minutes(job) + 1)  # Slurm looks every 30 s, and then the limit is near
-    site.wait(lambda: "Restarts=1" in site.state(job), "the time limit's signal, and a requeue", 150)
-    site.limit(job, minutes=20)
+    site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 180)
+    busy = site.nodes(workers)
+    [victim] = [
+        node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")
+    ]
+    site.lab.cut(victim)
+    [lost] = site.wait(lambda: site.events("limited", "node_lost"), "the run notices that a node is gone", 120)
+    assert victim in lost["name"], lost
+    assert lost["roles"]["policy"] == 1
+    at = site.steps("limited")[-1]
+    expected = sorted({"gpu1", "gpu2", "gpu3"} - {victim})
+    assert victim in busy
+    site.wait(lambda: site.nodes(workers) == expected, "Slurm gives the worker another node", 90)
+    site.wait(lambda: site.steps("limited")[-1] > at + 2, "the same run goes on", 90)
+    assert "Restarts=0" in site.state(job)
+
+    site.limit(head_job, minutes=site.minutes(head_job) + 1)  # Slurm looks every 30 s, and then the limit is near
+    site.wait(lambda: "Restarts=1" in site.state(head_job), "the time limit's signal, and a requeue", 150)
+    site.limit(head_job, minutes=20)
     site.completed(job, 240)
     assert site.steps("limited") == list(range(1, 81)), "every step once, none lost"
+    assert len(site.events("limited", "preempted")) == 1, "it was saved before its head left"
+    assert "Restarts=0" in site.state(job), "it followed the head"
 
     site.cluster("down")
     site.nothing_left_behind()
