@@ -180,10 +180,10 @@ def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
         # What is saved, the frozen weights, and the gradients, which are as large as what is trained.
         needed += checkpoint_bytes(config, shapes) + FLOAT * weights
     if config.policy.placement.num_gpus:
-        # Each rank loads the whole model at the start. The first one exports it later, and each engine of vLLM's gets a copy.
+        # The first rank loads the whole model at the start and exports it later, and each engine of vLLM's gets a copy.
         handed = config.rollout.actors if isinstance(config.engine, VllmEngineSettings) else 0
         exported = weights * (2 if config.policy.engine.dtype == "bfloat16" else FLOAT)
-        needed += max(config.policy.ranks * FLOAT * weights, exported * (1 + handed))
+        needed += max(FLOAT * weights, exported * (1 + handed))
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
         needed += config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
     if config.reference.kind == "actor" and not config.reference.placement.num_gpus:

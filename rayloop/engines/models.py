@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -57,8 +57,9 @@ def _experts(config: PreTrainedConfig) -> int:
     return max(int(getattr(text, name, None) or 0) for name in names)
 
 
-def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model with its pretrained weights, in eval mode on the CPU.
+def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> PreTrainedModel:
+    """The model with its pretrained weights, in eval mode on the CPU. ``weights=False``: its parameters are on the device meta,
+    without memory, and only its buffers have values.
 
     Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
     """
@@ -77,13 +78,11 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
                 f"use one of {', '.join(sorted(GRID_MODELS))}, or a text-only model"
             )
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        model, report = auto.from_pretrained(
-            settings.path,
-            dtype=dtype,
-            attn_implementation=_attention(settings, vision, dtype),
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        made = {"dtype": dtype, "attn_implementation": _attention(settings, vision, dtype), "trust_remote_code": False}
+        if weights:
+            model, report = auto.from_pretrained(settings.path, output_loading_info=True, **made)
+        else:
+            model, report = _without_weights(lambda: auto.from_config(config, **made)), {"missing_keys": ()}
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
@@ -95,6 +94,15 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32) -
         use_packed_vision(model)
     use_fastest(model, settings.kernels)
     return model.eval()
+
+
+def _without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
+
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()
+    return model
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:

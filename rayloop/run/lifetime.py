@@ -25,8 +25,8 @@ class CheckpointSettings(SettingsModel):
     """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
     is slow."""
     asynchronous: bool = False
-    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint:
-    turn it off where that memory is short."""
+    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint.
+    Turn it on where saving takes as long as steps do and that memory is there (docs/reliability.md)."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
     keep_best: bool = False

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
+from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.engines.training import sharding
 from tests.engines.invariance import differences, table
 from tests.engines.training import VERSION, engine, mixed_items, run_ranks
+from tests.support.models import SIZES, TEXTS
 
 TOLERANCE = 1e-4
 LORA = FsdpSettings(lora=LoraSettings(rank=4))
@@ -83,3 +87,50 @@ def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Pat
 
 def _timeless(report: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in report.items() if "second" not in name}
+
+
+def _loaded(rank: int, world_size: int, folder: Path, meeting: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The most bytes of the model's parameters that this rank had in its memory whenever a part was sharded; its export."""
+    most, fully_shard = 0, sharding.fully_shard
+    units: list[torch.nn.Module] = []
+
+    def weighing(unit: torch.nn.Module, **options: Any) -> Any:
+        nonlocal most
+        units.append(unit)
+        held = {id(p): sharding.local(p).nbytes for u in units for p in u.parameters() if not p.is_meta}
+        most = max(most, sum(held.values()))
+        return fully_shard(unit, **options)
+
+    sharding.fully_shard = weighing
+    with engine(folder, rank=rank, world_size=world_size, meeting=meeting) as trainer:
+        return most, trainer.export(VERSION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_whole_model_is_in_the_memory_of_one_rank(tmp_path: Path, tied: bool) -> None:
+    folder = write_tiny_vlm(tmp_path / "model", TEXTS, vision=False, tied=tied, **SIZES | {"layers": 6})
+    (_, exported), (held, nothing) = run_ranks(_loaded, 2, folder, tmp_path / "meeting")
+    saved = load_file(folder / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert [name for name, weight in saved.items() if not torch.equal(exported[name], weight)] == []
+    assert nothing == {}
+    assert held < 0.75 * sum(weight.nbytes for weight in saved.values()), "half of all, and one part"
+
+
+def _broken(rank: int, world_size: int, folder: Path, empty: Path, meeting: Path) -> str:
+    with (
+        pytest.raises(ConfigError) as raised,
+        engine(empty if rank == 0 else folder, rank=rank, world_size=world_size, meeting=meeting),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_weights_that_the_first_rank_cannot_load_end_all_ranks(tiny_text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    first, second = run_ranks(_broken, 2, tiny_text, tmp_path / "empty", tmp_path / "meeting")
+    assert first == second
+    assert "empty cannot be loaded" in first

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.files import Sum
@@ -90,15 +91,13 @@ class FsdpEngine:
         if self._device.type == "cpu":
             keep_freed()
         torch.manual_seed(seed)  # new adapters start equal on all ranks
-        model = until_measured(model, settings.threads)
-        self._model = load_model(model, dtype=torch.float32)
-        plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
-        self._names = checkpoint_names(self._model)
-        self._collator = Collator(self._model, model, settings, self._device)
-        self._choose_trainable()
         mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
-        scorer = Scorer(self._model, settings.logprob_chunk, learns_entropy=loss.entropy_coef > 0)
-        self._scorer = shard(scorer, settings, mesh)
+        try:
+            self._load(until_measured(model, settings.threads), mesh)
+        except BaseException:
+            if init_method is not None:
+                dist.destroy_process_group()
+            raise
         self._parameters = dict(self._model.named_parameters())
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._optimizer = Optimizer(trainable, optimizer)
@@ -107,6 +106,17 @@ class FsdpEngine:
         torch.manual_seed(derive(seed, "trainer", rank))
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
         logger.info("training %d of %d parameters", *counts)
+
+    def _load(self, model: ModelSettings, mesh: DeviceMesh) -> None:
+        """The first rank loads the model, and the others get their share of it: whole, it is in the memory of one. Collective."""
+        settings = self._settings
+        self._model = on_all_ranks(lambda: load_model(model, dtype=torch.float32, weights=self._rank == 0))
+        plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
+        self._names = checkpoint_names(self._model)
+        self._collator = Collator(self._model, model, settings, self._device)
+        self._choose_trainable()
+        learns_entropy = self._loss_settings.entropy_coef > 0
+        self._scorer = shard(Scorer(self._model, settings.logprob_chunk, learns_entropy=learns_entropy), settings, mesh)
 
     def measure(self, sharing: int = 1) -> Computing:
         """What this rank computes with. On a CPU with ``threads: auto`` it is found out now, in about a second: the number of

@@ -54,7 +54,8 @@ def join(
 
 
 def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModule:
-    """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root.
+    """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root. Each unit has
+    the values of the first rank, which go round before it is sharded: of the others none ever has more than a unit and its share.
 
     Parameters stay float32; they are cast to ``settings.dtype`` when gathered, and gradients are reduced in float32.
     What goes into a block is not cast: the vision tower computes its rotary embedding in float32, as reference and engine do.
@@ -62,9 +63,32 @@ def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModul
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        _spread(block, mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    _spread(scorer, mesh)
     # The root is the Scorer, not the model: its forward pass is what gathers the head.
     return fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+@torch.no_grad()
+def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the unit's parameters, but for those that are sharded, by copies of the first rank's on the mesh's device; one that
+    modules share stays one. Collective."""
+    if mesh.size() == 1:
+        return
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in unit.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter not in made:
+                meta = parameter.is_meta
+                values = (
+                    torch.empty_like(parameter, device=mesh.device_type) if meta else parameter.to(mesh.device_type)
+                )
+                dist.broadcast(values, 0)
+                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
 
 
 def local(tensor: Tensor) -> Tensor:
