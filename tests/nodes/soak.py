@@ -1,6 +1,7 @@
 """A run of 20 minutes with a fault every two, beside the same without, in turn, three times.
 
     python -m tests.nodes.soak [--minutes 20] [--every 120] [--rounds 3] [--out FILE] [--note TEXT]
+    python -m tests.nodes.soak --tables FILE       # of such a file, for docs/reliability.md
 
 A head and two nodes of this machine, each with a raylet of its own: one with policy and engine, one with environment and
 reward; when one is lost, another joins. Of ten faults three take a node with everything on it, the others a process. Told of
@@ -142,6 +143,22 @@ def _summary(made: Run, code: int, ended: bool, told: list[dict[str, Any]]) -> d
     }
 
 
+def tables(rounds: list[dict[str, Any]]) -> str:
+    """Two tables: the runs, and seconds from each fault to the next trained step."""
+    runs = [
+        "| round | steps without faults | with | share | with faults: exit code, in quarantine |",
+        "|---|---|---|---|---|",
+    ]
+    for number, pair in enumerate(rounds, 1):
+        beside, run = pair["undisturbed"], pair["disturbed"]
+        ended = f"{run['code']}{' by itself' if run['ended_by_itself'] else ''}, {run['quarantined']}"
+        runs.append(f"| {number} | {beside['steps']} | {run['steps']} | {pair['share_of_steps']:.2f} | {ended} |")
+    found = ["| fault | seconds to the next step, by round |", "|---|---|"]
+    for faults in zip(*(pair["disturbed"]["faults"] for pair in rounds), strict=False):
+        found.append(f"| {faults[0]['fault']} | {', '.join(str(fault['next_step_s']) for fault in faults)} |")
+    return "\n".join([*runs, "", *found])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs with a fault every two minutes beside runs without.")
     parser.add_argument("--minutes", type=float, default=20.0, help="of each run")
@@ -149,7 +166,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs")
     parser.add_argument("--note", default="", help="what else the machine did meanwhile")
     parser.add_argument("--out", type=Path, help="a file of JSON to write")
+    parser.add_argument("--tables", type=Path, help="print what such a file says, and end")
     chosen = parser.parse_args()
+    if chosen.tables:
+        print(tables(json.loads(chosen.tables.read_text())["rounds"]))
+        return
     rounds = []
     for number in range(chosen.rounds):
         pair = {}

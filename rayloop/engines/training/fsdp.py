@@ -90,7 +90,7 @@ class FsdpEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             keep_freed()
-        torch.manual_seed(seed)  # new adapters start equal on all ranks
+        torch.manual_seed(seed)  # what new adapters start from
         mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
         try:
             self._load(until_measured(model, settings.threads), mesh)

@@ -115,12 +115,14 @@ class Lab:
     nodes: dict[str, subprocess.Popen[bytes]]
     mark: str
 
-    def cut(self, name: str) -> None:
-        """Take the power of a node away: it is silent from one moment to the next, and nothing of it takes leave."""
+    def cut(self, name: str) -> float:
+        """Take the power of a node away: it is silent from one moment to the next, and nothing of it takes leave. Returns when."""
+        now = time.time()
         _ip("link", "set", f"{self.mark}-{name}", "down")
         process = self.nodes.pop(name)
         process.kill()
         process.wait(10)
+        return now
 
     def slurm(self, *command: str, cwd: Path | None = None) -> str:
         """What a command prints. Raises AssertionError with its errors when it fails."""

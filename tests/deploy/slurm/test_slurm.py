@@ -167,15 +167,18 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     [victim] = [
         node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")
     ]
-    site.lab.cut(victim)
+    cut = site.lab.cut(victim)
     [lost] = site.wait(lambda: site.events("limited", "node_lost"), "the run notices that a node is gone", 120)
     assert victim in lost["name"], lost
     assert lost["roles"]["policy"] == 1
     at = site.steps("limited")[-1]
+    print(f"a silent node: noticed after {lost['time'] - cut:.1f} s")
     expected = sorted({"gpu1", "gpu2", "gpu3"} - {victim})
     assert victim in busy
     site.wait(lambda: site.nodes(workers) == expected, "Slurm gives the worker another node", 90)
     site.wait(lambda: site.steps("limited")[-1] > at + 2, "the same run goes on", 90)
+    [first, *_] = [record["time"] for record in site.records("limited", "metrics") if record["time"] > lost["time"]]
+    print(f"the next step after {first - cut:.1f} s")
     assert "Restarts=0" in site.state(job)
 
     site.limit(head_job, minutes=site.minutes(head_job) + 1)  # Slurm looks every 30 s, and then the limit is near
