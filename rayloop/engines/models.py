@@ -59,7 +59,7 @@ def _experts(config: PreTrainedConfig) -> int:
 
 def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> PreTrainedModel:
     """The model with its pretrained weights, in eval mode on the CPU. ``weights=False``: its parameters are on the device meta,
-    without memory, and only its buffers have values.
+    without memory, and not tied; only its buffers have values.
 
     Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
     """
@@ -100,9 +100,7 @@ def _without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
 
     with init_empty_weights(include_buffers=False):
-        model = build()
-    model.tie_weights()
-    return model
+        return build()
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rayloop.core.failures import RayloopError, WorkerStartFailed
+from rayloop.core.failures import ConfigError, RayloopError, WorkerStartFailed
 from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.scorer import Scorer
 from rayloop.transports.manifest import DTYPES
@@ -82,13 +82,45 @@ def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in made:
-                meta = parameter.is_meta
-                values = (
-                    torch.empty_like(parameter, device=mesh.device_type) if meta else parameter.to(mesh.device_type)
-                )
-                dist.broadcast(values, 0)
+                values = _of_first(parameter, mesh.device_type)
                 made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
+
+
+def _of_first(tensor: Tensor, device: str) -> Tensor:
+    """The first rank's values of a tensor that all ranks have, or whose shape they know (on the device meta). Collective."""
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    dist.broadcast(values, 0)
+    return values
+
+
+@torch.no_grad()
+def like_first(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let modules share the parameters that they share on the first rank, and give buffers its values: what is in its file decides
+    both (a head that is tied by the configuration may have values of its own there). Collective; on the other ranks parameters are
+    on the device meta before and after. Raises ConfigError when they have others."""
+    if mesh.size() == 1:
+        return
+    owners: dict[nn.Parameter, str] = {}
+    mine = {n: (owners.setdefault(p, n), tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False)}
+    told = [mine]
+    dist.broadcast_object_list(told, 0)
+    [first] = told
+
+    def compare() -> None:
+        shapes = [{name: shape for name, (_, shape) in found.items()} for found in (first, mine)]
+        if shapes[0] != shapes[1]:
+            name = next(name for name in {**first, **mine} if shapes[0].get(name) != shapes[1].get(name))
+            raise ConfigError(f"{type(model).__name__}: its files and its configuration differ in {name}")
+
+    on_all_ranks(compare)
+    if dist.get_rank():
+        made = {owner: nn.Parameter(torch.empty_like(model.get_parameter(owner))) for owner, _ in first.values()}
+        for name, (owner, _) in first.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, made[owner])
+    for buffer in model.buffers():
+        buffer.copy_(_of_first(buffer, mesh.device_type))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -110,20 +142,24 @@ def total(
     return reduced.tolist()
 
 
-def on_all_ranks(build: Callable[[], T]) -> T:
-    """``build()``; what it raises on one rank is raised on all of them, which would otherwise wait for that one.
+def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
+    """``build()``; what it raises on one rank is raised on all of them, which would otherwise wait for that one: ``within`` so many
+    seconds; None: as for any collective.
 
     Collective. Passes on RayloopError and ValueError.
     """
     if dist.get_world_size() == 1:
         return build()
+    waiting = None if within is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=within))
     failure: Exception | None = None
     try:
         result = build()
     except (RayloopError, ValueError) as error:
         failure = error
     failures: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    dist.all_gather_object(failures, failure, group=waiting)
+    if waiting is not None:
+        dist.destroy_process_group(waiting)
     for found in failures:
         if found is not None:
             raise found
