@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from contextlib import suppress
 from typing import Protocol
@@ -22,6 +23,7 @@ from rayloop.core.failures import (
     Preempted,
     PublicationError,
     RayloopError,
+    RunTaken,
     Unforeseen,
 )
 from rayloop.core.ledger import Ledger
@@ -30,8 +32,11 @@ from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 
-SUSPECT = (Diverged, LedgerError, ParityError, PublicationError, AlarmStopped)
-"""Ends after which neither weights nor accounts are to be trusted: a resume shall start from what was saved before."""
+logger = logging.getLogger(__name__)
+
+SUSPECT = (Diverged, LedgerError, ParityError, PublicationError, AlarmStopped, RunTaken)
+"""Ends after which neither weights nor accounts are to be trusted, or which leave the run to another process: a resume shall
+start from what was saved before."""
 
 
 class Run(Protocol):
@@ -65,10 +70,13 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     """What is raised when the run ends by ``error``, told and, if there is anything to save and the policy lives, saved.
 
     After a stop that is Preempted only when a resume will start from this very step, otherwise NotSaved; what else fails while
-    a run stops is not why it ended. Else it is the error, typed, with a note about the checkpoint.
+    a run stops is not why it ended, unless it is one of ``SUSPECT``, after which nothing is saved. Else it is the error, typed, with a
+    note about the checkpoint.
     """
     end = typed(error)
-    stopped = isinstance(end, Preempted) or (run.stopping.is_set() and end.exit_code == AGAIN)
+    stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
+    if stopped and not isinstance(end, Preempted):
+        logger.warning("while the run stopped", exc_info=error)
     if stopped and run.version.lineage == 0:
         return _told(run, run.origin.stopped(run.reporter.folder.last_step()), error)
     why = await _save(run, end) if stopped or run.step > run.begun else ""

@@ -20,7 +20,9 @@ from rayloop.core.failures import (
     CheckpointError,
     ConfigError,
     Diverged,
+    EnvironmentFailed,
     GenerationBudgetSpent,
+    GraderBroken,
     LedgerError,
     MachineFailed,
     NotSaved,
@@ -126,14 +128,22 @@ ERRORS = [
     exceptions.LocalRayletDiedError("gone"),
     OSError(28, "No space left on device"),
 ]
+OTHERS = [
+    KeyError("a bug"),
+    GenerationBudgetSpent("too few"),
+    EnvironmentFailed("it raised"),
+    GraderBroken("it raised"),
+    ConfigError("a key"),
+]
+"""What a run ends by that another start meets again, unless it stops."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*ERRORS, *OTHERS], ids=lambda error: type(error).__name__)
 def test_75_is_true_whatever_fails_while_a_run_stops(
     config: RunConfig, tmp_path: Path, error: Exception, fault: str
 ) -> None:
-    """SIGTERM has come; the machines fail in any way at any moment."""
+    """SIGTERM has come; the machines, or the run itself, fail in any way at any moment."""
     run = Driving(config, tmp_path / "run", **FAULTS[fault])
     run.stopping.set()
     end = run.ends(error)
@@ -185,7 +195,7 @@ def test_every_typed_error_keeps_its_type_and_is_told(
     assert (run.origin.find().step == STEP) == (not issubclass(kind, (*SUSPECT, CheckpointError)))  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", [Diverged, LedgerError])
+@pytest.mark.parametrize("kind", SUSPECT)
 def test_a_stop_saves_nothing_that_cannot_be_trusted(
     config: RunConfig, tmp_path: Path, kind: type[RayloopError]
 ) -> None:
