@@ -70,15 +70,15 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     """What is raised when the run ends by ``error``, told and, if there is anything to save and the policy lives, saved.
 
     After a stop that is Preempted only when a resume will start from this very step, otherwise NotSaved; what else fails while
-    a run stops is not why it ended, unless it is one of ``SUSPECT``, after which nothing is saved. Else it is the error, typed, with a
-    note about the checkpoint.
+    a run stops is not why it ended, unless it is one of ``SUSPECT``, after which nothing is saved. Else it is the error, typed,
+    with a note about the checkpoint.
     """
     end = typed(error)
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):
         logger.warning("while the run stopped", exc_info=error)
     if stopped and run.version.lineage == 0:
-        return _told(run, run.origin.stopped(run.reporter.folder.last_step()), error)
+        return _told(run, run.origin.stopped(run.reporter.folder.last_step), error)
     why = await _save(run, end) if stopped or run.step > run.begun else ""
     saved = run.on_disk()
     if stopped:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import bounded
 from rayloop.core.events import Event
-from rayloop.core.failures import CheckpointError
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.core.protocols import Sums
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
@@ -74,7 +74,7 @@ class Saving:
         """Return when nothing is being written; without ``wait`` at once. Raises what went wrong with what was."""
         if self._under_way is None or not (wait or self._under_way.done()):
             return
-        late = CheckpointError(f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)")
+        late = CheckpointStorageFailed(f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)")
         await bounded(self._timeout, asyncio.wait({self._under_way}), late)
         ended, self._under_way = self._under_way, None
         ended.result()

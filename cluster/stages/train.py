@@ -72,7 +72,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     with (
-        _while_idle(lambda: origin.stopped(folder.last_step())) as check,
+        _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
     ):
@@ -104,7 +104,7 @@ def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
         raise end from error
     except SystemExit as end:
         if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
-            _tell(folder, origin.stopped(folder.last_step()))
+            _tell(folder, origin.stopped(folder.last_step))
         raise
 
 

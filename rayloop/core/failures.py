@@ -187,6 +187,12 @@ class CheckpointError(RayloopError):
     """A checkpoint could not be written or read. The previous complete one is still there."""
 
 
+class CheckpointStorageFailed(CheckpointError):
+    """The storage of the checkpoints is full, read-only or away: nothing is wrong with them, and a later start may find it back."""
+
+    exit_code = AGAIN
+
+
 class MachineFailed(InfrastructureFailure):
     """Ray, a machine or its storage failed in a way that the run has no remedy for."""
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
 from isal import isal_zlib  # zlib's CRC-32, several times faster
 
-from rayloop.core.failures import ConfigError, Damaged, StorageFailed
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, ConfigError, Damaged, StorageFailed
 
 ROOT = 0
 PIECE = 2**22
@@ -99,6 +100,38 @@ def appears(path: Path, within: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def size_of(file: Path) -> int | None:
+    """Its bytes; None when that cannot be told."""
+    with suppress(OSError):
+        return file.stat().st_size
+    return None
+
+
+def size_below(folder: Path) -> int:
+    """The bytes of all files in it; 0 when that cannot be told."""
+    with suppress(OSError):
+        return sum(size_of(file) or 0 for file in folder.rglob("*") if file.is_file())
+    return 0
+
+
+def unused(path: Path) -> Path:
+    """``path``, or the first of path-1, path-2, ... that is not there. Raises OSError."""
+    named = (path.with_name(f"{path.name}{'-' * (n > 0)}{n or ''}") for n in count())
+    return next(one for one in named if not one.exists())
+
+
+def kind_of(*errors: BaseException) -> type[CheckpointError]:
+    """Of what ended the work on a checkpoint: CheckpointStorageFailed when the storage refused, which is not that a file is missing
+    or holds something else."""
+    return CheckpointStorageFailed if any(map(_refused, errors)) else CheckpointError
+
+
+def _refused(error: BaseException) -> bool:
+    if isinstance(error, OSError | CheckpointStorageFailed):
+        return not isinstance(error, FileNotFoundError)
+    return error.__cause__ is not None and _refused(error.__cause__)
 
 
 def sync(path: Path) -> None:

@@ -29,7 +29,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +36,7 @@ from typing import Any
 from rayloop.core import incidents
 from rayloop.core.events import Tell
 from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
-from rayloop.core.files import Sum, check_sum, needed, summed, sync, write_whole
+from rayloop.core.files import Sum, check_sum, kind_of, needed, size_below, size_of, summed, sync, unused, write_whole
 from rayloop.run.lock import OPEN, Fence
 from rayloop.run.plain_files import read, write
 
@@ -101,7 +100,7 @@ def opened(folder: Path) -> Checkpoint:
             raise Damaged(MARKER, "its text is not the one that was written")
         found = Checkpoint(folder, marker["step"], marker["lineage"], marker)
         for name, size in marker["files"].items():
-            if (there := _size_of(folder / name)) != size:
+            if (there := size_of(folder / name)) != size:
                 raise Damaged(
                     name,
                     f"{'it is not there' if there is None else f'{there:,} bytes are there'}, {size:,} were written",
@@ -114,12 +113,6 @@ def opened(folder: Path) -> Checkpoint:
 def _own(marker: Mapping[str, Any]) -> str:
     """The CRC-32 of what a marker says."""
     return f"{Sum().then(json.dumps(marker, sort_keys=True).encode()).crc32:08x}"
-
-
-def _size_of(file: Path) -> int | None:
-    with suppress(OSError):
-        return file.stat().st_size
-    return None
 
 
 @dataclass(frozen=True)
@@ -168,7 +161,7 @@ class Origin:
         """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one.
 
         What is damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises
-        CheckpointError, with everything as it was, when none of them can be read.
+        CheckpointError, with everything as it was, when none of them can be read (CheckpointStorageFailed: by the storage's fault).
         """
         failed = CheckpointStore(self.folder, keep=1).damaged()
         for checkpoint in self.candidates():
@@ -183,15 +176,18 @@ class Origin:
             for bad, why in failed:
                 tell(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
                 with suppress(OSError):
-                    os.replace(bad, _free(bad.with_name(bad.name + DAMAGED)))
+                    os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
             return checkpoint
         if failed:
-            raise CheckpointError(_none_left(failed)) from failed[0][1]
+            raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
         return None
 
     def again(self) -> str:
         """How to continue, and from what, in words: the same command would begin where it did when that was named."""
-        found = self.find()
+        try:
+            found = self.find()
+        except (OSError, ConfigError) as error:
+            return f"run again to continue from the newest checkpoint; which one that is cannot be told now: {error}"
         where = "the beginning: there is no checkpoint" if found is None else f"step {found.step} ({found.folder.name})"
         return f"{self._run(found)} to continue from {where}"
 
@@ -200,11 +196,17 @@ class Origin:
         same = self.resume == "auto" or (self.resume != "never" and not ours)
         return "run again" if same else "run again with checkpoint.resume=auto"
 
-    def stopped(self, last_step: int) -> RayloopError:
+    def stopped(self, last_step: Callable[[], int]) -> RayloopError:
         """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun.
 
-        ``last_step`` is the last one on record. Preempted only when a checkpoint is there, from which the next start continues.
+        ``last_step`` tells the last one on record. Preempted only when a checkpoint is there, from which the next start continues.
         """
+        try:
+            return self._stopped(last_step())
+        except (OSError, ConfigError) as error:
+            return NotSaved(f"stopped while nothing could be saved, or looked up: {error}; run again to continue")
+
+    def _stopped(self, last_step: int) -> RayloopError:
         found = self.find()
         began = CheckpointStore(self.folder, keep=1).lineages() > self.since
         if began and last_step > (found.step if found else 0):
@@ -284,17 +286,18 @@ class CheckpointStore:
         """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
 
         ``save_trainer`` writes into the folder that it is given, and returns the sum of each file by name; None: of what is there.
-        Raises CheckpointError, with the bytes at stake, unless it is complete, and RunTaken; nothing half-done stays.
+        Raises CheckpointError (CheckpointStorageFailed: the storage refused), with the bytes at stake, unless it is complete, and
+        RunTaken; nothing half-done stays.
         """
-        final = _free(self.folder / f"step_{step:06d}")
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
+            final = unused(self.folder / f"step_{step:06d}")
             await asyncio.to_thread(self._begin)
             (aside / TRAINER).mkdir(parents=True)
             written = await save_trainer(str(aside / TRAINER)) or {}
             await asyncio.to_thread(self._commit, aside, final, step, state, about, written)
         except (OSError, CheckpointError) as error:
-            raise CheckpointError(self._explain(step, error, _size(aside))) from error
+            raise kind_of(error)(self._explain(step, error, size_below(aside))) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
         for why in await asyncio.to_thread(self._tidy, final, best):
@@ -302,11 +305,13 @@ class CheckpointStore:
         return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
-        free = shutil.disk_usage(self.folder).free
-        need = max((_size(c.folder) for c in self.newest_first()), default=written)
+        free, need = "an unknown number", written
+        with suppress(OSError):
+            free = f"{shutil.disk_usage(self.folder).free:,}"
+            need = max((size_below(c.folder) for c in self.newest_first()), default=written)
         return (
             f"the checkpoint of step {step} could not be written below {self.folder}: {error}. It needs about {need:,} bytes "
-            f"({written:,} were written), {free:,} are free; the previous checkpoint is intact"
+            f"({written:,} were written), {free} are free; the previous checkpoint is intact"
         )
 
     def _begin(self) -> None:
@@ -368,16 +373,6 @@ class CheckpointStore:
             shutil.rmtree(condemned)
 
 
-def _size(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
-def _free(path: Path) -> Path:
-    """``path``, or the first of path-1, path-2, ... that is not there."""
-    named = (path.with_name(f"{path.name}{'-' * (n > 0)}{n or ''}") for n in count())
-    return next(one for one in named if not one.exists())
-
-
 def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
     (newest, why), *others = failed
     rest = f", nor can {len(others)} more" if others else "; there is no other one to take its place"
@@ -390,7 +385,7 @@ def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
 def _until_seen(trainer: Path, written: Mapping[str, Sum]) -> None:
     """Return when all that the ranks have ``written`` is seen here. Raises CheckpointError after ``SEEN`` seconds."""
     deadline = time.monotonic() + SEEN
-    while missing := [name for name, sum in written.items() if _size_of(trainer / name) != sum.size]:
+    while missing := [name for name, sum in written.items() if size_of(trainer / name) != sum.size]:
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on {socket.gethostname()} after "

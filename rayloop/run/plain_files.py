@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from rayloop.core.failures import CheckpointError
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 
 ARRAY, BYTES = "$array", "$bytes"
 
@@ -32,7 +32,8 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
     try:
         save_file(found, tensors)  # other threads go on meanwhile, unlike with ``save``
     except SafetensorError as error:
-        raise CheckpointError(f"the arrays of the state cannot be saved: {error}") from error
+        kind = CheckpointStorageFailed if "os error" in str(error) else CheckpointError
+        raise kind(f"the arrays of the state cannot be saved: {error}") from error
     structure.write_text(json.dumps(plain), encoding="utf-8")
 
 

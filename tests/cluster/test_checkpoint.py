@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import random
 import re
@@ -11,15 +13,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from rayloop.core.failures import CheckpointError, ConfigError
+from rayloop.core.failures import AGAIN, CheckpointError, CheckpointStorageFailed, ConfigError, NotSaved
 from rayloop.run import checkpoint
-from rayloop.run.checkpoint import MARKER, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, Origin, complete
 from tests.support.runs import ROOT
 
 KILLS = 50
@@ -183,8 +187,10 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     size = sum(f.stat().st_size for f in (tmp_path / "step_000001").rglob("*") if f.is_file())
-    with full_disk(2000), pytest.raises(CheckpointError, match=rf"step 2 .* about {size:,} bytes .* are free"):
+    with full_disk(2000), pytest.raises(CheckpointStorageFailed, match=rf"step 2 .* about {size:,} bytes .* are free"):
         save(store, 2)
+    with full_disk(2000), pytest.raises(CheckpointStorageFailed, match="arrays of the state"):
+        asyncio.run(store.save(2, {"held": np.zeros(1000)}, lambda folder: write_weights(folder, 2, 1)))
     assert steps(store) == [1]
     assert not list(tmp_path.glob("*.tmp"))
     save(store, 2)
@@ -208,6 +214,77 @@ def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Excep
     with pytest.raises(type(error), match=told):
         asyncio.run(store.save(1, {}, fail))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing below ``tmp_path`` can be used, as on a file server that is away; ``undo`` brings it back."""
+
+    def refuses(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(tmp_path)):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return call(path, *args, **kwargs)
+
+        return refusing
+
+    for name in ("stat", "lstat", "scandir", "mkdir", "statvfs", "open", "replace"):
+        monkeypatch.setattr(os, name, refuses(getattr(os, name)))
+    monkeypatch.setattr(io, "open", refuses(io.open))
+    return monkeypatch
+
+
+def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    gone = request.getfixturevalue("away")
+    with pytest.raises(
+        CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number are free"
+    ) as why:
+        save(store, 2)
+    assert why.value.exit_code == AGAIN
+    gone.undo()
+    save(store, 2)
+    assert steps(store) == [2, 1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "named"])
+def test_an_end_is_told_where_nothing_can_be_looked_up(
+    tmp_path: Path, request: pytest.FixtureRequest, resume: str
+) -> None:
+    save(CheckpointStore(tmp_path, keep=2), 1)
+    origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
+    request.getfixturevalue("away")
+    assert "continue from the newest checkpoint; which one that is cannot be told now" in origin.again()
+    end = origin.stopped(lambda: 9)
+    assert type(end) is NotSaved
+
+
+def test_a_restore_that_the_storage_refuses_is_tried_again_and_one_of_damage_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(CheckpointStore(tmp_path, keep=2), 1)
+    origin = Origin.of(tmp_path, "auto")
+
+    async def refused(_: Checkpoint) -> None:
+        raise CheckpointStorageFailed("rank 0: Input/output error")
+
+    with pytest.raises(CheckpointStorageFailed, match="cannot be restored"):
+        asyncio.run(origin.restore(refused, lambda event: None))
+
+    def read_text(*_: Any) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(CheckpointStorageFailed, match="cannot be restored"):
+        asyncio.run(origin.restore(refused, lambda event: None))
+    monkeypatch.undo()
+    (tmp_path / "step_000001" / MARKER).unlink()
+    with pytest.raises(CheckpointError) as why:
+        asyncio.run(origin.restore(refused, lambda event: None))
+    assert type(why.value) is CheckpointError
 
 
 @pytest.mark.parametrize("broken", ["removing an old one", "naming the latest"])
@@ -293,6 +370,6 @@ def test_a_stop_without_a_driver_is_75_only_with_what_was_reached(
         store.next_lineage()
     for step in saved:
         save(store, step)
-    end = origin.stopped(9 if reached is None else reached)
+    end = origin.stopped(lambda: 9 if reached is None else reached)
     assert re.search(says, str(end)), end
     assert end.exit_code == code

@@ -66,7 +66,7 @@ class Stage:
         monkeypatch.setattr(train, "_follow", self.follow)
         origin = Origin.of(self.folder.checkpoints, resume)
         progress: Any = SimpleNamespace(note=self.note)
-        ended = lambda: origin.stopped(self.folder.last_step())  # noqa: E731
+        ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
                 train._run(self.config, self.folder, origin, {}, progress, check, HeadWatch(self.note, self.ask))

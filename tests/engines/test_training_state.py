@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rayloop.core.failures import CheckpointError
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.engines.training import state
 
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -31,6 +31,20 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     assert int(loaded["updates"]) == 7
     assert all(bool((tensor == 1).all()) for tensor in loaded["parameters"].values())
     assert torch.equal(torch.rand(3), drawn), "the random state of the moment when it was saved"
+
+
+def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state._Counted, "write", full)
+    with pytest.raises(CheckpointStorageFailed, match="No space left"):
+        state.save(str(tmp_path), tensors(1), 0)
+    with pytest.raises(CheckpointError) as missing:
+        state.load(str(tmp_path / "nothing"), tensors(0), 0)
+    assert type(missing.value) is CheckpointError
 
 
 class Runs:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from rayloop.core.failures import CheckpointError, Damaged
-from rayloop.core.files import Sum, check_sum, write_whole
+from rayloop.core.failures import Damaged
+from rayloop.core.files import Sum, check_sum, kind_of, write_whole
 
 UNKNOWN: Mapping[str, Sum] = {}
 """Of files whose sums nobody has: they are not compared."""
@@ -57,7 +57,7 @@ def save(
         write_whole(path, held.getvalue())
         return {**disk.sums, path.name: Sum().then(held.getvalue())}
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"{folder}: the trainer's state cannot be written: {error}") from error
+        raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {error}") from error
 
 
 def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] = UNKNOWN) -> None:
@@ -80,12 +80,17 @@ def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] 
     except Damaged:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
-        for found, _ in error.failures.values() if isinstance(error, CheckpointException) else ():
+        for found in _below(error):
             if isinstance(found, Damaged):
                 raise found from error
-        raise CheckpointError(
+        raise kind_of(*_below(error))(
             f"{folder}: the trainer's state cannot be read: {error}. Was it saved with the same model and optimizer?"
         ) from error
+
+
+def _below(error: Exception) -> list[BaseException]:
+    """What was raised, on whatever rank."""
+    return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
 class _Summing(FileSystem):
