@@ -16,10 +16,10 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.fates import typed
+from actors.fates import is_lost, typed
 from actors.handles import Handle, create, submit
 from actors.lost import brief
 from cluster.driver_actor import DriverActor
@@ -180,7 +180,9 @@ def _run(
             raise _without_head(gone, until, origin) from None
         except RayTaskError as error:
             raise typed(error) from error
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:
+            if not is_lost(error):
+                raise
             try:
                 head.decide()
             except HeadGone as gone:
@@ -232,13 +234,15 @@ def _follow(
         try:
             seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
             heard = time.monotonic()
-        except RayActorError:
-            updates, doing = [], ""  # ``running`` will tell
         except GetTimeoutError:
             updates, doing = [], "waiting for the driver"
             if (silent := time.monotonic() - heard) > silence:
                 raise
             progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
+        except RayError as error:
+            if not is_lost(error):
+                raise
+            updates, doing = [], ""  # ``running`` will tell
         if not ended and time.monotonic() > until():
             raise NotSaved(
                 "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import AuthenticationError, RayActorError
+from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDiedError, OutOfMemoryError, RayActorError
 
 from cluster.stages import train
 from cluster.stages.head_watch import HeadGone, HeadWatch
@@ -30,9 +30,10 @@ class Stage:
     raises when the cluster's head is away."""
 
     def __init__(
-        self, folder: Path, lives: list[Life], stop: int | None = None, ask: Callable[[float], None] = lambda _: None
-    ) -> None:
-        self.ask, self.killed = ask, 0
+        self, folder: Path, lives: list[Life], stop: int | None = None, ask: Callable[[float], None] = lambda _: None,
+        death: type[Exception] = RayActorError,
+    ) -> None:  # fmt: skip
+        self.ask, self.killed, self.death = ask, 0, death
         self.config = RunConfig.model_validate(settings(folder, folder, recovery={"driver_restarts": 5}))
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
@@ -48,7 +49,7 @@ class Stage:
         if len(self.told) > len(self.lives):
             return {}
         self.lives[len(self.told) - 1](self.folder)
-        raise RayActorError
+        raise self.death("it died") if self.death is not RayActorError else RayActorError
 
     def kill(self, driver: Any) -> None:
         self.killed += 1
@@ -122,6 +123,43 @@ def test_every_driver_is_told_what_the_first_was(tmp_path: Path, monkeypatch: py
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
     assert stage.run(monkeypatch, "somewhere") is None
     assert stage.told == [("somewhere", 1)] * 4
+
+
+@pytest.mark.parametrize("death", [RayActorError, OutOfMemoryError, GetTimeoutError])
+def test_a_driver_that_is_lost_in_any_way_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: type[Exception]
+) -> None:
+    stage = Stage(tmp_path, [lives(1, saves=1), lives(2)], death=death)
+    assert stage.run(monkeypatch) is None
+    assert len(stage.told) == 3
+
+
+def test_a_driver_that_no_other_can_replace_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, [lives(1)], death=LocalRayletDiedError)
+    with pytest.raises(LocalRayletDiedError):
+        stage.run(monkeypatch)
+    assert len(stage.told) == 1
+
+
+@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("ended by the memory monitor")])
+def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch, death: Exception
+) -> None:
+    """What ``updates`` ends with does not count: what ``main`` ended with does."""
+
+    class Driver:
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *_: method)
+
+    def get(call: str, timeout: float = 0.0) -> Any:
+        if call == "updates":
+            raise death
+        return {"main": "ended"}
+
+    monkeypatch.setattr(train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, [])))
+    quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
+    driver: Any = Driver()
+    assert train._follow(driver, quiet, 9.0, train._never, quiet, quiet, quiet) == {"main": "ended"}
 
 
 def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_the_step(
