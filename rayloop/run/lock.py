@@ -83,7 +83,11 @@ class Fence:
 
     def check(self) -> None:
         """Raises RunTaken when another process has taken the run since; OSError when that cannot be told."""
-        if self.number and (newest := _newest(self.path)) != self.number:
+        if not self.number:
+            return
+        if not (newest := _newest(self.path)):  # it was written before this holder began
+            raise FileNotFoundError(errno.ENOENT, "it is not there, or empty", str(self.path))
+        if newest != self.number:
             raise RunTaken(
                 f"{self.path.parent} was taken over by another process (start {newest}, this one is {self.number}), while this one "
                 "gave no sign of life. Nothing was written since; the other one goes on from the newest checkpoint"
@@ -139,7 +143,8 @@ class RunLock:
     def check(self) -> None:
         """Raises RunTaken when the heartbeat has found another holder."""
         if self.taken.is_set():
-            self.fence.check()
+            with suppress(OSError):
+                self.fence.check()
 
     def release(self) -> None:
         """Leave the lock empty, if this process holds it; also when ``acquire`` was interrupted."""
@@ -228,7 +233,7 @@ def _remove_left_over(instead: Path) -> None:
 
 
 def _newest(path: Path) -> int:
-    """The number of holders so far. Raises OSError."""
+    """The number of holders so far; 0 without a file. Raises OSError."""
     try:
         return int(path.read_text() or 0)
     except FileNotFoundError:

@@ -152,6 +152,24 @@ def test_a_fence_holds_wherever_it_is_looked_at_from(tmp_path: Path, monkeypatch
     held.release()
 
 
+def test_a_number_that_is_not_there_for_a_while_is_no_loss(hosts: Hosts) -> None:
+    """An output that was unmounted: nobody has taken the run, and its heart goes on when it is back."""
+    held = hosts.take("a")
+    away = held.fence.path.with_suffix(".away")
+    held.fence.path.rename(away)
+    with pytest.raises(OSError, match="not there"):
+        held.fence.check()
+    time.sleep(0.3)
+    assert not held.taken.is_set()
+    away.rename(held.fence.path)
+    before = os.stat(held.path).st_mtime_ns
+    deadline = time.monotonic() + 10
+    while os.stat(held.path).st_mtime_ns == before:
+        assert time.monotonic() < deadline, "its heart stands still"
+        time.sleep(0.02)
+    held.fence.check()
+
+
 def test_what_cannot_be_told_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that does not answer: the next look may."""
 
