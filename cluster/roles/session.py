@@ -134,10 +134,12 @@ def room() -> dict[str, dict[str, float]]:
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy what the actors wrote to stdout and stderr, and what Ray itself did; empty files are left out."""
+    """Copy what the actors wrote to stdout and stderr, and what Ray itself did. Empty files are left out, and what the storage
+    refuses, which is not why a run ends."""
     for file in (folder / LOGS).glob("worker-*.*"):
-        if file.suffix in (".out", ".err") and file.stat().st_size:
-            shutil.copyfile(file, logs / file.name)
+        with suppress(OSError):
+            if file.suffix in (".out", ".err") and file.stat().st_size:
+                shutil.copyfile(file, logs / file.name)
     keep(folder / LOGS, logs / "ray", but="worker-*")
 
 

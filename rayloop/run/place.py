@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,14 +37,15 @@ def run_of(namespace: str) -> str:
 
 @contextmanager
 def findable(file: Path, address: str, namespace: str) -> Iterator[None]:
-    """Write where this process's cluster is, readable by its owner only, and remove that with the block."""
+    """Write where this process's cluster is, readable by its owner only, and remove that with the block, if the storage lets it."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = Place(address, token, namespace)
     write_whole(file, json.dumps(asdict(place)).encode(), mode=0o600, durable=False)
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink()
 
 
 def read_place(file: Path) -> Place:

@@ -1,14 +1,19 @@
-"""A private cluster whose daemons are slow to start is started again, and what was left of the first attempt is ended."""
+"""A private cluster whose daemons are slow to start is started again, and what was left of the first attempt is ended. What the
+storage refuses when it ends is not why the run did."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.roles import session
+from rayloop.core.failures import Preempted
+from rayloop.launch.kept_logs import LOGS
+from rayloop.run.place import findable
 
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 
@@ -62,3 +67,29 @@ def test_another_failure_is_not_tried_again(
     with pytest.raises(Exception, match="no space left"):
         session.start("folder")
     assert len(daemons) == 1
+
+
+def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``logs`` is a file: whatever is written below it fails, as on a disk that the checkpoint has just filled."""
+    (tmp_path / "logs").touch()
+
+    def start(folder: str, **_: Any) -> None:
+        logs = Path(folder) / LOGS
+        logs.mkdir(parents=True)
+        (logs / "worker-1.out").write_text("said")
+
+    monkeypatch.setattr(session, "start", start)
+    monkeypatch.setattr(session.ray, "shutdown", lambda: None)
+    with pytest.raises(Preempted), session.session({}, None, str(tmp_path), tmp_path / "logs"):
+        raise Preempted("saved")
+
+
+def test_a_place_that_cannot_be_removed_does_not_replace_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(Preempted), findable(tmp_path / "cluster.json", "1.2.3.4:5", "run"):
+        raise Preempted("saved")
