@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from rayloop.core.deadlines import WAITS, Wait
 from rayloop.core.events import Tell
 from rayloop.core.failures import Stalled
 from rayloop.run.lifetime import RecoverySettings
+
+logger = logging.getLogger(__name__)
 
 LOOK = 1.0
 """Seconds between two looks."""
@@ -30,7 +33,8 @@ async def watch(
     """Report a stall after ``stall_report`` seconds, again after twice as long, and so on.
 
     A stall is: of all that the driver waits for, nothing ended. The stacks of the awaited actors and of the driver go to
-    ``folder``/stall-<n>.txt, everything else into the event ``stalled``. Raises Stalled at ``stall_timeout``.
+    ``folder``/stall-<n>.txt (what a full disk refuses is printed), everything else into the event ``stalled``. Raises Stalled at
+    ``stall_timeout``.
     """
     WAITS.moved, due = time.monotonic(), settings.stall_report
     for number in itertools.count(1):
@@ -43,9 +47,19 @@ async def watch(
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
-        file.write_text(await _stacks(waiting))
-        tell(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=f"{folder.name}/{file.name}"))
+        written = _written(file, await _stacks(waiting))
+        tell(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=written))
         due = 2 * due
+
+
+def _written(file: Path, stacks: str) -> str:
+    """Where it is, below the run folder; "" when the storage refuses it, and then this process prints it."""
+    try:
+        file.write_text(stacks)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s):\n%s", file, error, stacks)
+        return ""
+    return f"{file.parent.name}/{file.name}"
 
 
 def _worded(wait: Wait) -> str:

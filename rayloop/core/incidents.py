@@ -318,7 +318,7 @@ class Stalled(Event, by="cluster/loop/watchdog.py"):
     awaited: str
     """The oldest waits, each with its duration."""
     stacks: str
-    """The file with the stacks of the driver and of the awaited actors."""
+    """The file with the stacks of the driver and of the awaited actors; empty when the storage refused it."""
 
 
 class LoggerFailed(Event, by="rayloop/run/reporter.py"):

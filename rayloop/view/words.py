@@ -170,7 +170,8 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "gain": lambda record: "\n".join(gained(record)),
     "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
     "stalled": lambda record: (
-        f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} (stacks in {record['stacks']})"
+        f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} "
+        f"(stacks in {record['stacks'] or 'the log of the driver'})"
     ),
     "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
     "grace_too_short": lambda record: (

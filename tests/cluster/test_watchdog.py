@@ -60,6 +60,13 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     assert not WAITS.open
 
 
+def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (event,) = watched(with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_report=1.5)
+    assert (event["event"], event["stacks"]) == ("stalled", "")
+    assert event["awaited"].startswith("a call for ")
+    assert "=== driver ===" in caplog.text
+
+
 def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Path) -> None:
     async def work(counts: bool) -> None:
         end = time.monotonic() + 3
