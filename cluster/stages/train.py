@@ -38,8 +38,8 @@ from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
+from rayloop.run.identity import ResumeRefused, identity
 from rayloop.run.identity import check as check_fit
-from rayloop.run.identity import identity
 from rayloop.run.lock import RunLock
 from rayloop.run.place import findable, namespace
 from rayloop.run.reporter import failure
@@ -75,12 +75,13 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
+        _told(folder, origin),
     ):
         hashes = _fitting(config, folder, origin)
         names = namespace(folder.path)
         room = store(config, parameters(parameter_shapes(config.model.path)))
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
-        with _told(folder, origin), started, _findable(folder, names):
+        with started, _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
@@ -92,7 +93,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
 @contextmanager
 def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
-    """Whatever ends the run is typed, and an event; what the driver raised it has told itself."""
+    """Whatever ends the run is typed, and an event; what the driver raised it has told itself, and a start that is refused because
+    of its checkpoint writes nothing."""
     try:
         yield
     except Exception as error:
@@ -105,11 +107,13 @@ def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
     except SystemExit as end:
         if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
             _tell(folder, origin.stopped(folder.last_step))
+        elif end.code:  # a second signal
+            _tell(folder, NotSaved(f"stopped at once, by a second signal; {origin.again()}"))
         raise
 
 
 def _tell(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
-    if not isinstance(end, Preempted):
+    if not isinstance(end, Preempted | ResumeRefused):
         with suppress(OSError):
             folder.events.append(failure(end, Ledger().counts(), trace))
 

@@ -15,10 +15,11 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDied
 
 from cluster.stages import train
 from cluster.stages.head_watch import HeadGone, HeadWatch
-from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError
+from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
+from rayloop.run.identity import ResumeRefused
 from rayloop.run.lock import Fence
 from tests.support.runs import settings
 
@@ -176,6 +177,42 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     assert end.value.exit_code == AGAIN
     assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
     assert (len(stage.told), stage.killed) == (1, 0), "the head is who would start one, and kill one"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(5, "Input/output error"), ["MachineFailed"]),
+        (StorageFailed("config.yaml cannot be used"), ["StorageFailed"]),
+        (KeyError("a bug"), ["Unforeseen"]),
+        (ResumeRefused("another model"), []),
+    ],
+)
+def test_an_end_before_ray_starts_is_typed_and_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: list[str]
+) -> None:
+    """But a start that is refused because of its checkpoint writes nothing."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "_fitting", fails)
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path))
+    with pytest.raises(RayloopError):
+        train.train(config, None, None)
+    found = RunFolder(config.output, config.name).events
+    assert [(record["event"], record["error"]) for record in found] == [("failed", name) for name in told]
+
+
+@pytest.mark.parametrize(("code", "says"), [(1, "second signal; run again to continue"), (15, "to begin anew")])
+def test_an_end_by_a_signal_is_an_event(tmp_path: Path, code: int, says: str) -> None:
+    folder = RunFolder(tmp_path, "run")
+    folder.path.mkdir()
+    with pytest.raises(SystemExit), train._told(folder, Origin.of(folder.checkpoints, "auto")):
+        raise SystemExit(code)
+    [record] = list(folder.events)
+    assert (record["event"], record["error"]) == ("failed", "NotSaved")
+    assert says in record["why"]
 
 
 def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_path: Path) -> None:
