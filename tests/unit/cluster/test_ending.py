@@ -204,6 +204,24 @@ def test_a_stop_saves_nothing_that_cannot_be_trusted(
     assert run.origin.find().step == OLDER  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("lineage", [0, 1])
+def test_storage_that_is_away_does_not_replace_the_end_of_a_stop(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lineage: int
+) -> None:
+    """The words about what a resume starts from cannot be found either. ``lineage`` 0: the run had not begun."""
+    run = Driving(config, tmp_path / "run", trouble=OSError(116, "Stale file handle"), version=Version(lineage, STEP))
+
+    def away(_: Origin) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Origin, "find", away)
+    run.stopping.set()
+    end = run.ends(Preempted("asked to stop"))
+    assert type(end) is NotSaved
+    assert "Stale file handle; run again" in str(end) or "cannot be told now" in str(end)
+    assert run.told()["error"] == "NotSaved"
+
+
 def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunConfig, tmp_path: Path) -> None:
     run = Driving(config, tmp_path / "run")
     try:
