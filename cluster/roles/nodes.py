@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,8 +30,9 @@ DOUBT = 45.0
 FAILURES = 3
 """Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room elsewhere."""
 
-Evict = Callable[[str, str], None]
-"""Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended."""
+Evict = Callable[[str, str], Sequence[int] | None]
+"""Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended. Returns the serial numbers of a
+pool's workers; the policy has none, and tells of its loss by itself."""
 
 
 class Nodes:
@@ -40,16 +41,16 @@ class Nodes:
     def __init__(self, tell: Tell, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
         self._tell, self._read = tell, rows
         self._there: dict[str, Counter[str]] = {}
-        self._residents: list[Evict] = []
+        self._residents: list[tuple[str, Evict]] = []
         self._rows: dict[str, Mapping[str, Any]] = {}
         self._gone: set[str] = set()
         self._unpaid: set[str] = set()
         self._failures: dict[str, Budget] = {}
         self._looking = asyncio.Lock()
 
-    def add(self, resident: Evict) -> None:
-        """Whoever has actors on nodes. The policy comes first: what it loses decides what the others wait for."""
-        self._residents.append(resident)
+    def add(self, resident: Evict, role: str = "policy") -> None:
+        """Whoever has actors of a role on nodes. The policy comes first: what it loses decides what the others wait for."""
+        self._residents.append((role, resident))
 
     async def locate(self, handle: Handle[Any], role: str) -> str:
         """The node that a new actor is on; from now on it is lost with it. Raises WorkerLost."""
@@ -108,9 +109,9 @@ class Nodes:
             return
         self._unpaid.add(node)
         name = self.name(node)
-        self._tell(incidents.NodeLost(name, node, roles))
-        for evict in self._residents:
-            evict(node, f"its node {name} was lost")
+        why = f"its node {name} was lost"
+        workers = {role: found for role, evict in self._residents if (found := evict(node, why))}
+        self._tell(incidents.NodeLost(name, node, roles, workers))
 
     def name(self, node: str) -> str:
         """For people: its host name and address; "" of the node "", which is not known."""

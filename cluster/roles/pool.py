@@ -90,7 +90,7 @@ class Pool(Generic[A]):
         self._leases = 0
         self._spawn, self._admit, self._tell, self._nodes = spawn, admit, tell, nodes
         if nodes is not None:
-            nodes.add(self._evict)
+            nodes.add(self._evict, role)
         self._serial = 0
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -190,10 +190,12 @@ class Pool(Generic[A]):
         self.ended.add(serial)
         self._end(serial, why, charged)
 
-    def _evict(self, node: str, why: str) -> None:
-        """The same for all that were on a node that is lost, of which somebody else has told."""
-        for serial in [serial for serial, worker in self.workers.items() if worker.node == node]:
+    def _evict(self, node: str, why: str) -> list[int]:
+        """The same for all that were on a node that is lost, of which somebody else tells. Returns their serial numbers."""
+        gone = [serial for serial, worker in self.workers.items() if worker.node == node]
+        for serial in gone:
             self._end(serial, why, charged=False, told=True)
+        return gone
 
     def _end(self, serial: int, why: object, charged: bool, told: bool = False) -> None:
         worker = self.workers.pop(serial, None)

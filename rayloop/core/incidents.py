@@ -242,6 +242,8 @@ class NodeLost(Event, by="cluster/roles/nodes.py"):
     """Ray's id of it."""
     roles: Mapping[str, int]
     """How many actors of each role were on it."""
+    workers: Mapping[str, Sequence[int]]
+    """Serial numbers of those that were in service, by role: they have no `worker_lost`. The policy tells of its own loss."""
 
 
 class NodeAvoided(Event, by="cluster/roles/nodes.py"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayloop.core import events
@@ -32,8 +32,9 @@ class Role:
         self.out: set[int] = set()
         self.spent: deque[float] = deque()
 
-    def loss(self, when: float, *workers: int) -> None:
-        self.lost += 1
+    def loss(self, when: float, workers: Iterable[int] = (), lost: int = 1) -> None:
+        """``lost`` at once, for one unit of the budget."""
+        self.lost += lost
         self.out |= set(workers)
         self.spent.append(when)
 
@@ -91,14 +92,17 @@ class Vitals:
                 self.driver.loss(when)
                 self.up = False
             case "worker_lost":
-                self._role(record["role"]).loss(when, record["worker"])
+                self._role(record["role"]).loss(when, [record["worker"]])
+            case "node_lost":  # one of its roles pays: which one is not told
+                for role, workers in record.get("workers", {}).items():
+                    self._role(role).loss(when, workers, len(workers))
             case "replacement_failed":
                 self._role(record["role"]).spent.append(when)
             case "worker_replaced":
                 self._role(record["role"]).out.discard(record["worker"])
             case "policy_lost":
                 policy = self._role("policy")
-                policy.loss(when, *range(policy.wanted))
+                policy.loss(when, range(policy.wanted))
             case "policy_rebuilt":
                 self._role("policy").out.clear()
             case _ if kind in ENDS:

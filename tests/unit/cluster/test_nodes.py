@@ -103,6 +103,7 @@ def test_a_lost_node_is_told_once_and_costs_one_unit(monkeypatch: pytest.MonkeyP
         assert {w.node for w in [*engines.workers.values(), *rewards.workers.values()]} == {"b", "c"}
         [lost] = site.named("node_lost")
         assert lost["roles"] == {"rollout": 2, "reward": 1}
+        assert lost["workers"] == {"rollout": [1, 2], "reward": [1]}
         assert lost["name"] == "host-a (10.0.0.1)"
         assert site.named("worker_lost") == [], "the node is told, not each of its actors"
         assert sorted(event["node"] for event in site.named("worker_replaced")) == ["host-b (10.0.0.1)"] * 3

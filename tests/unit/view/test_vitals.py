@@ -56,6 +56,19 @@ def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: Run
     assert (replaced["recovery/in_service/rollout"], replaced["recovery/lost/rollout"]) == (3, 1)
 
 
+def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(folder: RunFolder) -> None:
+    """One of them was told before the node, and is not in its ``workers``."""
+    gone = incidents.NodeLost(
+        "host-a", "a", {"rollout": 3, "environment": 1, "policy": 2}, {"rollout": [1, 3], "environment": [2]}
+    )
+    found = told(folder, *begun(incidents.WorkerLost("rollout", 2, why="gone"), gone)).metrics()
+    assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [0, 1, 2], "the policy tells by itself"
+    assert [found[f"recovery/lost/{role}"] for role in ACTORS] == [3, 1, 0]
+    assert [found[f"recovery/budget_left/{role}"] for role in ACTORS] == [4 * 3 - 2, 4 * 2 - 1, 3]
+    back = told(folder, *((incidents.WorkerReplaced("rollout", n, seconds=1.0), 0) for n in (1, 2, 3))).metrics()
+    assert (back["recovery/in_service/rollout"], back["recovery/lost/rollout"]) == (3, 3)
+
+
 def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFolder) -> None:
     losses = [incidents.WorkerLost("rollout", n, why="killed") for n in (1, 2)]
     vitals = told(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
