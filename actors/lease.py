@@ -27,11 +27,13 @@ A_co = TypeVar("A_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Lease(Generic[A_co]):
-    """The right to use one worker: its serial number in the pool, its actor handle, and its slot, which a replacement takes."""
+    """The right to use one worker: its serial number in the pool, its actor handle, its slot, which a replacement takes, and its
+    node (Ray's id; "" where that is not known)."""
 
     worker: int
     handle: Handle[A_co]
     slot: int = 0
+    node: str = ""
 
 
 class Engine(Protocol):

@@ -36,7 +36,7 @@ MARGIN = CLOSE_TIMEOUT + 30.0
 
 @dataclass
 class Avoid:
-    """Slots on which an episode failed already."""
+    """Slots on which an episode failed already: it is played on other nodes, or at least in other slots."""
 
     environments: set[int] = field(default_factory=set)
     engines: set[int] = field(default_factory=set)
@@ -61,7 +61,7 @@ class PlayCalls:
         self._engines: dict[str, int] = {}
 
     async def play(self, requests: Sequence[PlayRequest], avoid: Avoid) -> Answer:
-        """Play episodes of a group, on an environment actor and an engine whose slots are not to be avoided if there are others."""
+        """Play episodes of a group, on an environment actor and an engine that are not to be avoided if there are others."""
         environments, rollout = self._services.environment, self._services.rollout
         group, count = requests[0].id.group, len(requests)
         lease = await environments.lease(avoid=avoid.environments, count=count)
@@ -130,7 +130,9 @@ class PlayCalls:
     def environment_failed(self, request: PlayRequest, lease: Lease[Any], failed: PlayFailed) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
         pool, why, ids = self._services.environment, failed.outcome.reason, (request.id.group, request.task.id)
-        sick = self.blame.failed(*ids, lease.worker, lease.slot, why, hung=failed.hung, contained=failed.contained)
+        sick = self.blame.failed(
+            *ids, lease.worker, pool.place(lease), why, hung=failed.hung, contained=failed.contained
+        )
         if (failed.hung and not failed.contained) or sick:
             pool.retire(lease.worker, sick or why, charged=bool(sick))
 

@@ -176,8 +176,8 @@ class EpisodeRunner:
         """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``.
 
         It does not pay for one that was ended on account of another episode, or lost with an actor that any of its call may have
-        ended (``shared``). The same bug on a second actor is not tried a third time. Bad data is what two actors say; what one
-        alone says is held against that actor when another one plays the task.
+        ended (``shared``). The same bug on a second actor is not tried a third time. Bad data is what two actors say, on
+        two nodes if there are; what one alone says is held against that actor when another one plays the task.
         """
         before, episode.failed, why = episode.failed, failed, failed.outcome.reason
         if bad := failed.outcome.kind is UnscoredKind.BAD_DATA:
@@ -202,10 +202,14 @@ class EpisodeRunner:
         )
 
     def _confirmed(self, doubted: Sequence[tuple[Lease[Any], PlayFailed]]) -> bool:
-        """Whether as many actors found the data bad as can be asked, up to two."""
+        """Whether as many actors found the data bad as can be asked, up to two; on two nodes, where those roles are on several."""
+        pools = {
+            own: self.services.environment if own else self.services.rollout for own in {f.own for _, f in doubted}
+        }
+        if len({node for pool in pools.values() for node in pool.homes}) > 1:
+            return len({lease.node for lease, _ in doubted}) > 1
         by = {(failed.own, lease.slot) for lease, failed in doubted}
-        pool = self.services.environment if doubted[-1][1].own else self.services.rollout
-        return len(by) >= min(2, pool.size)
+        return len(by) >= min(2, pools[doubted[-1][1].own].size)
 
     def _refuted(self, episode: _Episode) -> None:
         """Another actor played a task whose data these found bad. Engines have their misses in the pool."""

@@ -87,6 +87,7 @@ class Pool(Generic[A]):
         """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
         self._losses = Losses(role, size, settings)
         self._misses: dict[int, int] = {}
+        self._homes: dict[int, str] = {}
         self._leases = 0
         self._spawn, self._admit, self._tell, self._nodes = spawn, admit, tell, nodes
         if nodes is not None:
@@ -133,11 +134,13 @@ class Pool(Generic[A]):
                 raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
         self.workers[worker.serial] = worker
+        self._homes[worker.slot] = worker.node
         self._losses.served(worker.slot)
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one, if possible not in a slot to ``avoid`` either.
+        """The worker that already serves this affinity, or the least loaded one; if possible on none of the nodes of the slots to
+        ``avoid``, or else in none of these slots.
 
         ``count``: how much work it brings (the episodes of a call). A failure weighs as much as a lease until the worker succeeds,
         so that one that fails fast does not attract the work; of equals the one that was not leased for longest. Waits for a
@@ -155,13 +158,25 @@ class Pool(Generic[A]):
                 if not self._replacing:
                     raise
         others = [w for w in self.workers.values() if w.slot not in avoid]
-        known = [w for w in others if affinity and w.affinities[affinity]]
-        worker = min(known or others or self.workers.values(), key=lambda w: (w.leases + w.misses, w.leased, w.serial))
+        nodes = {self._homes.get(slot) for slot in avoid}
+        among = [w for w in others if w.node not in nodes] or others or list(self.workers.values())
+        known = [w for w in among if affinity and w.affinities[affinity]]
+        worker = min(known or among, key=lambda w: (w.leases + w.misses, w.leased, w.serial))
         self._leases += 1
         worker.leases, worker.leased = worker.leases + count, self._leases
         if affinity:
             worker.affinities[affinity] += count
-        return Lease(worker.serial, worker.handle, worker.slot)
+        return Lease(worker.serial, worker.handle, worker.slot, worker.node)
+
+    @property
+    def homes(self) -> set[str]:
+        """The nodes of its slots; of one that waits for its replacement, where it was."""
+        return set(self._homes.values())
+
+    def place(self, lease: Lease[A]) -> int | str:
+        """What may be to blame for what goes wrong under a lease: the node where the pool is on several, since what a node lacks
+        every actor on it lacks; else the slot."""
+        return lease.node if len(self.homes) > 1 else lease.slot
 
     def name(self, lease: Lease[A]) -> str:
         """The leased worker for people: its role and slot."""
@@ -263,8 +278,8 @@ class Pool(Generic[A]):
         """The terms of a call, before it is made: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
 
         ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable`` says of an
-        answer that something around the worker failed, which is a miss. ``avoid``: slots that are not asked if there are others;
-        those that were lost or unable are added.
+        answer that something around the worker failed, which is a miss. ``avoid``: slots that are not asked, nor others of
+        their nodes, if there are others; those that were lost or unable are added.
         """
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 

@@ -1,14 +1,15 @@
 """Whose fault failing episodes are: the task's, the environment actor's, or nobody's that can be told.
 
-- The task's: two different actors saw it fail, while other episodes went well or on actors where nothing else fails. It is
-  quarantined when that happened in ``TASK_FAILURES`` groups with no good group between, or at once when
-  ``environment.attempts`` episodes of one group hung.
+- The task's: two different actors (on two nodes, where they are on several) saw it fail, while other episodes went well or on
+  actors where nothing else fails. It is quarantined when that happened in ``TASK_FAILURES`` groups with no good group between, or
+  at once when ``environment.attempts`` episodes of one group hung.
 - The actor's: episodes of ``ACTOR_FAILURES`` different tasks failed on it one after the other, while episodes went
   well since it began to serve. It is replaced.
 - Nobody's: when nothing goes well, the environment as a whole is broken. Then no task is quarantined and no actor replaced;
   the generation budget ends the run and gives the reason.
 
-An actor is known by its slot, since a replacement usually stands on the same node; in a pool of one by its process.
+An actor is known by its place: its node where the pool is on several, since all actors of a node lack what it lacks; else its
+slot, whose replacement usually is on the same node; in a pool of one its process.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ ACTOR_FAILURES = 3
 
 @dataclass
 class _GroupFailures:
-    """Of a group being played: ``began`` at that many successes; actors (and their processes) on which its episodes failed, and
-    those on which they hung."""
+    """Of a group being played: ``began`` at that many successes; places (and processes) on which its episodes failed, and
+    places on which they hung."""
 
     began: int
-    actors: set[int] = field(default_factory=set)
+    places: set[int | str] = field(default_factory=set)
     workers: set[int] = field(default_factory=set)
-    hung: list[int] = field(default_factory=list)
+    hung: list[int | str] = field(default_factory=list)
 
 
 @dataclass
@@ -67,15 +68,16 @@ class Blame:
         service.failing.clear()
 
     def failed(
-        self, group: int, task: str, worker: int, slot: int, why: str, *, hung: bool, contained: bool = False
+        self, group: int, task: str, worker: int, place: int | str, why: str, *, hung: bool, contained: bool = False
     ) -> str:
-        """An episode's environment failed. Returns why its actor is to be replaced, or "" when it is not to blame."""
-        actor, found = slot if self._settings.actors > 1 else worker, self._groups[group]
-        found.actors.add(actor)
+        """An episode's environment failed at ``place``: the node or the slot of its actor. Returns why that actor is to be
+        replaced, or "" when it is not to blame."""
+        place, found = place if self._settings.actors > 1 else worker, self._groups[group]
+        found.places.add(place)
         found.workers.add(worker)
         if hung:
             alone = contained and self._settings.actors == 1  # in another process each time
-            found.hung.append(-1 - len(found.hung) if alone else actor)
+            found.hung.append(-1 - len(found.hung) if alone else place)
             if not contained:
                 return ""  # the actor's process ends anyway
         service = self._services[worker]
@@ -98,7 +100,7 @@ class Blame:
         self._groups.pop(group, None)
 
     def hangs(self, group: int) -> str:
-        """Why no further episode of this group should be played, or "": so many of them hung, on more than one actor."""
+        """Why no further episode of this group should be played, or "": so many of them hung, on more than one place."""
         hung = self._groups[group].hung if group in self._groups else []
         if len(hung) < max(self._settings.attempts, 2) or len(set(hung)) < 2:
             return ""
@@ -111,7 +113,7 @@ class Blame:
             del self.groups_failed[task]
             return ""
         others_went_well = self._successes > found.began
-        if len(found.actors) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
+        if len(found.places) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
             return ""
         if others_went_well:
             for service in self._services.values():

@@ -17,7 +17,7 @@ from rayloop.measure.controls import RIGHT, Item
 from rayloop.production.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.held_out import Play
-from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, broken, failed, hangs
+from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, bad_data, broken, failed, hangs
 
 # Bad data --------------------------------------------------------------------------------------------------------------------
 
@@ -59,9 +59,28 @@ def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> Non
     assert made.named("worker_lost") == [], "the environment actors are not to blame"
 
 
-@pytest.mark.parametrize(("actors", "asked"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("own", [True, False], ids=["environments", "engines"])
+def test_a_node_without_the_data_condemns_no_task(world: Make, own: bool) -> None:
+    """Its three actors say the same, and are one witness: another node is asked."""
+
+    def unmounted(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            await asyncio.sleep(0.001)
+            slot = actor.slot if own else made.engines[request.id]
+            return bad_data(request, "the image does not exist", own=own) if slot < 3 else made.well(request)
+
+        return behave
+
+    roles: Any = {"environment": {"actors": 4}} if own else {"environment": {"actors": 2}, "rollout__actors": 4}
+    made = world(unmounted, nodes=Houses("a", "a", "a", "b"), **roles)
+    made.run(steps=10)
+    assert made.bad == []
+    assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
+
+
+@pytest.mark.parametrize(("actors", "asked", "nodes"), [(1, 1, "a"), (2, 2, "a"), (4, 2, "a"), (4, 2, "aaab")])
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, attempts: int) -> None:
+def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, nodes: str, attempts: int) -> None:
     def broken(made: World) -> Behave:
         async def behave(actor: Handle, request: PlayRequest) -> Any:
             await asyncio.sleep(0.001)
@@ -69,7 +88,7 @@ def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, a
 
         return behave
 
-    made = world(broken, environment={"actors": actors, "attempts": attempts})
+    made = world(broken, nodes=Houses(*nodes), environment={"actors": actors, "attempts": attempts})
     made.run(steps=30)
     [failure] = made.bad
     assert failure.reason == "/data/x.png: truncated or corrupt image"

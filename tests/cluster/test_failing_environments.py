@@ -16,7 +16,7 @@ from rayloop.core.types import PlayRequest
 from rayloop.production.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.lifetime import RecoverySettings
-from tests.support.stand_ins import BAD, Behave, Handle, Make, World, broken, failed, hangs
+from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, broken, failed, hangs
 
 
 @pytest.mark.parametrize("actors", [1, 2, 4, 8])
@@ -130,6 +130,24 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
     assert on_sick < sum(made.plays.values()) / 10, "a quarter would be its share"
 
 
+def test_a_sick_node_condemns_no_task_however_many_actors_are_on_it(world: Make) -> None:
+    """Retries go to another node, and two actors of one node are one witness."""
+
+    def sick(made: World) -> Behave:
+        async def behave(actor: Handle, request: PlayRequest) -> Any:
+            if actor.slot < 3 and made.version.step >= 2:
+                return failed(request, "reset raised OSError: No space left on device")
+            await asyncio.sleep(0.01)
+            return made.well(request)
+
+        return behave
+
+    made = world(sick, nodes=Houses("a", "a", "a", "b"), environment={"actors": 4, "attempts": 2})
+    made.run(steps=20)
+    assert made.production.issuer.quarantined == set()
+    assert "excluded[environment_failure]" not in made.ledger.counts()
+
+
 def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
     made = world(broken, environment={"actors": 3})
     with pytest.raises(
@@ -141,8 +159,8 @@ def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Mak
     assert sum(made.plays.values()) == 64 * 2, "what a second actor confirms is not tried a third time"
 
 
-@pytest.mark.parametrize("actors", [1, 2])
-def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int) -> None:
+@pytest.mark.parametrize(("actors", "nodes"), [(1, "a"), (2, "a"), (2, "ab"), (3, "aab")])
+def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int, nodes: str) -> None:
     def bad(made: World) -> Behave:
         async def behave(actor: Handle, request: PlayRequest) -> Any:
             await asyncio.sleep(0.001)
@@ -150,7 +168,7 @@ def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int) -
 
         return behave
 
-    made = world(bad, environment={"actors": actors})
+    made = world(bad, nodes=Houses(*nodes), environment={"actors": actors})
     made.run(steps=30)
     [failure] = made.bad
     assert failure.path.endswith("train.jsonl:4")
@@ -279,8 +297,21 @@ def well(made: World) -> Behave:
 # Leases ----------------------------------------------------------------------------------------------------------------------
 
 
-def pool(world: World, size: int) -> Pool:
-    return Pool("tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None)
+def pool(world: World, size: int, nodes: Any = None) -> Pool:
+    return Pool(
+        "tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None, nodes=nodes
+    )
+
+
+def test_a_slot_is_avoided_with_its_node_if_there_is_another(world: Make) -> None:
+    async def test() -> None:
+        idle = pool(world(hangs), 4, Houses("a", "a", "b", "b"))
+        await idle.start()
+        assert {(await idle.lease(avoid={0})).node for _ in range(4)} == {"b"}
+        assert (await idle.lease("group 7", avoid={0, 2})).slot in (1, 3)
+        assert (await idle.lease("group 7", avoid={0, 1, 2, 3})).slot in range(4)
+
+    asyncio.run(test())
 
 
 def test_an_idle_pool_takes_turns_and_avoids_slots(world: Make) -> None:

@@ -81,16 +81,42 @@ def bad_data(request: PlayRequest, why: str, own: bool = True) -> PlayFailed:
     return PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.BAD_DATA, why), path="/data/x.png", own=own)
 
 
+class Houses:
+    """Nodes as a pool asks them: an actor of slot ``n`` is on the ``n``th one, or on the last; none is ever lost."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    async def locate(self, handle: Handle, role: str) -> str:
+        await asyncio.sleep(0)
+        return self.names[min(handle.slot, len(self.names) - 1)]
+
+    async def lost(self, node: str) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    def add(self, evict: Any, role: str) -> None: ...
+
+    def left(self, node: str, role: str) -> None: ...
+
+    def failed(self, node: str) -> None: ...
+
+    def name(self, node: str) -> str:
+        return node
+
+
 class World:
-    """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an episode that goes well."""
+    """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an episode that goes well;
+    ``nodes`` are those of its actors."""
 
     def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, PlayRequest], Awaitable[Any]], **changes: Any
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, PlayRequest], Awaitable[Any]],
+        nodes: Any = None, **changes: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(ray, "kill", lambda handle: handle.dead.set())
         monkeypatch.setattr(ray, "cancel", lambda result: None)
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
-        self.behave, self.random = behave, random.Random(0)
+        self.behave, self.random, self.nodes = behave, random.Random(0), nodes
         self.plays: Counter[str] = Counter()
         self.engines: dict[TrajectoryId, int] = {}
         """The slot of the engine that an episode was last given."""
@@ -112,7 +138,7 @@ class World:
             self.spawned.append(Handle(self, slot))
             return self.spawned[-1]
 
-        return Pool(role, size, spawn, self.config.recovery, self._tell)
+        return Pool(role, size, spawn, self.config.recovery, self._tell, nodes=self.nodes)
 
     async def score(self, actor: Handle) -> Scored | Unscored:
         """What a reward actor answers. Tests replace it."""
