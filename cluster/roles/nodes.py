@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +17,6 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Tell
 from rayloop.core.failures import WorkerLost
-from rayloop.launch.budget import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,10 @@ DOUBT = 45.0
 """Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks it several times."""
 FAILURES = 3
 """Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room elsewhere."""
+HOUR = 3600.0
+"""Seconds in which failures count."""
+AVOIDED = 1200.0
+"""Seconds that a node is avoided after the last of them."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
 """Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended. Returns the serial numbers of a
@@ -45,7 +48,8 @@ class Nodes:
         self._rows: dict[str, Mapping[str, Any]] = {}
         self._gone: set[str] = set()
         self._unpaid: set[str] = set()
-        self._failures: dict[str, Budget] = {}
+        self._failures: dict[str, deque[float]] = {}
+        self._until: dict[str, float] = {}
         self._looking = asyncio.Lock()
 
     def add(self, resident: Evict, role: str = "policy") -> None:
@@ -138,20 +142,20 @@ class Nodes:
     def failed(self, node: str) -> None:
         """An actor failed here, and the node did not."""
         now = asyncio.get_running_loop().time()
-        budget = self._failures.setdefault(node, Budget(FAILURES))
-        if budget.wait(now):
-            return
-        budget.take(now)
-        if budget.wait(now):
-            self._tell(incidents.NodeAvoided(self.name(node), node, FAILURES))
+        times = self._failures.setdefault(node, deque(maxlen=FAILURES))
+        times.append(now)
+        if len(times) == FAILURES and now - times[0] <= HOUR:
+            if not self.bad(node):
+                self._tell(incidents.NodeAvoided(self.name(node), node, FAILURES))
+            self._until[node] = now + AVOIDED
 
     def avoids(self) -> bool:
-        """Whether there has been a failure that a node could be avoided for."""
-        return bool(self._failures)
+        """Whether a node was ever avoided."""
+        return bool(self._until)
 
     def bad(self, node: str) -> bool:
         """Whether actors failed so often on this node within an hour that it is avoided."""
-        return node in self._failures and self._failures[node].wait(asyncio.get_running_loop().time()) > 0
+        return asyncio.get_running_loop().time() < self._until.get(node, 0.0)
 
     def elsewhere(self, wanted: Mapping[str, float], but: Collection[str] = ()) -> str | None:
         """A node with room for an actor that wants this, which is not avoided; None when there is none."""

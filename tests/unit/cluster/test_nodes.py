@@ -186,7 +186,26 @@ def test_a_node_on_which_actors_fail_three_times_is_avoided_for_a_while(monkeypa
         assert site.named("node_avoided")[0]["name"] == "host-a (10.0.0.1)"
         assert site.nodes.elsewhere({"GPU": 1.0}) == "c"
         assert site.nodes.elsewhere({"GPU": 2.0}) is None
-        await asyncio.sleep(3600 / 3 + 1)
+        await asyncio.sleep(3600 / 3 - 1)
+        assert site.nodes.bad("a")
+        await asyncio.sleep(2)
         assert not site.nodes.bad("a")
+
+    live(test())
+
+
+@pytest.mark.parametrize(("minutes", "avoided"), [((0, 15, 30), True), ((0, 9.5, 19), True), ((0, 31, 62), False)])
+def test_failures_count_for_an_hour_and_then_for_twenty_minutes(
+    monkeypatch: pytest.MonkeyPatch, minutes: tuple[float, ...], avoided: bool
+) -> None:
+    async def test() -> None:
+        site = Site(monkeypatch)
+        for minute in minutes:
+            await asyncio.sleep(60 * minute - asyncio.get_running_loop().time())
+            site.nodes.failed("a")
+        assert site.nodes.bad("a") == avoided
+        await asyncio.sleep(19 * 60)
+        assert site.nodes.bad("a") == avoided
+        assert len(site.named("node_avoided")) == avoided
 
     live(test())
