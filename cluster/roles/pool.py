@@ -8,9 +8,8 @@ replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; her
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
@@ -22,6 +21,7 @@ from actors.lease import Lease
 from actors.lost import brief, is_spent, last_line
 from cluster.roles.losses import Losses, now
 from cluster.roles.nodes import Nodes
+from cluster.roles.worker import Worker
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell
@@ -45,21 +45,6 @@ S = TypeVar("S")
 ATTEMPTS = 3
 """Workers that may be lost with one call to a reward or a reference, before its trajectory goes without; and times that each is
 started at first."""
-
-
-@dataclass
-class Worker(Generic[A]):
-    """``misses``: failures since its last success, also of those that had its slot before; ``leased``: when it last was."""
-
-    serial: int
-    slot: int
-    handle: Handle[A]
-    leases: int = 0
-    misses: int = 0
-    leased: int = 0
-    node: str = ""
-    """Ray's id of the one that it is on."""
-    affinities: Counter[str] = field(default_factory=Counter)
 
 
 class Pool(Generic[A]):
@@ -104,21 +89,23 @@ class Pool(Generic[A]):
     async def _first(self, slot: int) -> None:
         """Start a worker; one that dies by itself or cannot be reached at once is no reason to end, ``ATTEMPTS`` times."""
         for left in reversed(range(ATTEMPTS)):
-            worker = self._made(slot)
+            worker = None
             try:
+                worker = self._made(slot)
                 return await self._start(worker)
             except Exception as error:
                 if not left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
-                self._tell(incidents.ReplacementFailed(self.role, worker.serial, brief(error), self._where(worker)))
+                serial = self._serial if worker is None else worker.serial
+                self._tell(incidents.ReplacementFailed(self.role, serial, brief(error), self._where(worker)))
 
     def _made(self, slot: int) -> Worker[A]:
         self._serial += 1
         return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
 
-    def _where(self, worker: Worker[A]) -> str:
+    def _where(self, worker: Worker[A] | None) -> str:
         """The name of its node, for people; "" where that is not known."""
-        return "" if self._nodes is None else self._nodes.name(worker.node)
+        return "" if self._nodes is None or worker is None else self._nodes.name(worker.node)
 
     async def _start(self, worker: Worker[A]) -> None:
         try:
@@ -130,6 +117,8 @@ class Pool(Generic[A]):
                 await self._admit(worker.handle)  # the last: what is published from now on finds it among the workers
         except BaseException as error:
             ray.kill(worker.handle)
+            if self._nodes is not None:
+                self._nodes.left(worker.node, self.role)
             if isinstance(error, RayActorError) and not is_lost(error):
                 raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
@@ -230,10 +219,8 @@ class Pool(Generic[A]):
         try:
             with self._losses.trying(slot):
                 charged = await self._costs(worker, charged)
-            while (made := await self._try(slot, serial, charged)) is None:
+            while (made := await self._try(worker, charged)) is None:
                 charged = True  # an attempt to start that fails is one of the budget
-                if self._nodes is not None:
-                    self._nodes.failed(worker.node)
         except Exception as error:
             self._failure = cause(error)
             self._changed.set()
@@ -251,20 +238,24 @@ class Pool(Generic[A]):
             self._nodes.failed(worker.node)
         return charged
 
-    async def _try(self, slot: int, serial: int, charged: bool) -> Worker[A] | None:
+    async def _try(self, former: Worker[A], charged: bool) -> Worker[A] | None:
         """The replacement, when it serves. Raises RolesExhausted."""
+        slot, serial = former.slot, former.serial
         if charged:
             await self._losses.afford(slot)
         self.replaced += 1
-        worker = self._made(slot)
+        worker = None
         try:
             with self._losses.trying(slot):
+                worker = self._made(slot)
                 await self._start(worker)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
             self._losses.why = str(error)
             self._tell(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
+            if worker is not None and self._nodes is not None:  # one that was not even made is no node's fault
+                self._nodes.failed(worker.node or former.node)
             return None
         return worker
 

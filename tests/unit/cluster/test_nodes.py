@@ -152,6 +152,32 @@ def test_a_node_that_goes_on_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     live(test())
 
 
+def test_a_start_that_fails_is_held_against_the_node_it_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        site, failures = Site(monkeypatch), list[Exception]()
+
+        async def admit(handle: Any) -> None:
+            await asyncio.sleep(0)
+            if failures:
+                raise failures.pop()
+
+        engines = site.pool("rollout", 2)
+        engines._admit = admit
+        await engines.start()
+        failures += [ActorDiedError() for _ in range(3)]
+        site.where[0] = "b"
+        engines.lost(next(serial for serial, worker in engines.workers.items() if worker.slot == 0), "killed")
+        await asyncio.sleep(3600 / 2 + 2 * START + 5)
+        assert failures == []
+        assert (site.nodes.bad("a"), site.nodes.bad("b")) == (False, True)
+        await asyncio.sleep(3600)
+        site.crash("b")
+        await site.nodes._look()
+        assert site.named("node_lost")[0]["roles"] == {"rollout": 1}, "those that did not start are not counted"
+
+    live(test())
+
+
 def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         site = Site(monkeypatch)

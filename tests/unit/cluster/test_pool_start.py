@@ -55,6 +55,31 @@ def test_an_actor_that_is_lost_while_it_starts_is_started_again(
     assert len(pool.workers) == len(told) == 1
 
 
+@pytest.mark.parametrize("error", [exceptions.RpcError("deadline exceeded", 4), exceptions.RaySystemError(OSError())])
+def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The head is away: at the start, and when an actor is to be replaced."""
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+    failures, told = [error], list[Any]()
+
+    def spawn(slot: int) -> Any:
+        if failures:
+            raise failures.pop()
+        return LocalActor(Worker([]))
+
+    async def test() -> None:
+        pool = Pool[Any]("tester", 1, spawn, RecoverySettings(start_timeout=5.0), told.append)
+        await pool.start()
+        failures.append(error)
+        pool.lost(2, "killed")
+        assert (await pool.lease()).worker == 4
+        assert pool._failure is None
+
+    asyncio.run(test())
+    assert [event.kind for event in told if isinstance(event, ReplacementFailed)] == ["replacement_failed"] * 2
+
+
 def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(exceptions.ActorUnavailableError):
         started(monkeypatch, *[UNREACHABLE] * ATTEMPTS)
