@@ -59,8 +59,12 @@ class Nodes:
     async def locate(self, handle: Handle[Any], role: str) -> str:
         """The node that a new actor is on; from now on it is lost with it. Raises WorkerLost."""
         node = await with_deadline(DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle)
-        self._there.setdefault(node, Counter())[role] += 1
+        self.came(node, role)
         return node
+
+    def came(self, node: str, role: str) -> None:
+        """An actor is on this node from now on."""
+        self._there.setdefault(node, Counter())[role] += 1
 
     def left(self, node: str, role: str) -> None:
         """An actor has ended, and its node has not."""

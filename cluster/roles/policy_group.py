@@ -74,11 +74,14 @@ class PolicyGroup:
         self._gone.clear()
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
+        if self._nodes is not None:  # before they load, so that it is known what a rank is lost with
+            nodes = await self._answers("node", [submit(rank, PolicyRank.node) for rank in self.ranks], within)
+            for node in nodes:
+                self._nodes.came(node, "policy")
+            self._places = nodes
         meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
-        if self._nodes is not None:
-            self._places = [await self._nodes.locate(rank, "policy") for rank in self.ranks]
 
     async def hosts(self) -> list[str]:
         """The machine of each rank."""

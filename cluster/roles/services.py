@@ -273,7 +273,8 @@ class TrainingServices(Services):
 
     async def _start_policy(self) -> None:
         await self.policy.start()
-        await check_shared(self.policy, Path(self.folder))
+        with suppress(PolicyLost):  # who calls the ranks next is told, and rebuilds them
+            await check_shared(self.policy, Path(self.folder))
 
     def stop(self) -> None:
         if self._group is not None:

@@ -25,6 +25,7 @@ from cluster.driver import Driver
 from cluster.loop.payloads import capture
 from cluster.loop.publication import Publisher
 from cluster.roles.policy_group import PolicyGroup
+from cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
 from rayloop.core.types import Version
@@ -445,7 +446,8 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
     policy.computing, policy._spawn = Computing(1, ""), lambda rank: LocalActor(stage.rank)
 
     async def start(admit: Any) -> None:
-        await policy.start()
+        started: Any = SimpleNamespace(policy=policy, folder=str(tmp_path / "run"))
+        await TrainingServices._start_policy(started)
         assert policy.ranks == []
 
     monkeypatch.setattr(driver.services, "start", start)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.roles import nodes as module
 from cluster.roles.nodes import Nodes
@@ -16,12 +16,15 @@ from cluster.roles.policy_group import PolicyGroup
 from cluster.roles.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
+from rayloop.engines.computing import Computing
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.virtual_time import live
 
 START = 10.0
 """Seconds that an actor takes to start."""
+LOAD = 60.0
+"""Seconds that a rank of the policy takes to load the model."""
 
 
 class Site:
@@ -80,6 +83,24 @@ class Site:
         self.known[node] = False
         self.deaf.add(node)
         self.where = dict.fromkeys(range(9), "b")
+
+
+def loading(site: Site, error: type[Exception] | None = None) -> Any:
+    """A rank of the policy that takes LOAD seconds to load the model, and fails with its node, or with ``error``."""
+    actor = site._actor(0)
+    node = site.spawned[-1][1]
+
+    async def address() -> tuple[str, int]:
+        await asyncio.sleep(0)
+        return "10.0.0.1", 1
+
+    async def join(meeting: Any) -> None:
+        await asyncio.sleep(LOAD)
+        if error is not None or not site.known[node]:
+            raise error or ActorDiedError
+
+    actor.address, actor.join = SimpleNamespace(remote=address), SimpleNamespace(remote=join)
+    return actor
 
 
 def left(pool: Pool[Any]) -> float:
@@ -193,6 +214,55 @@ def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(monkeypatch: py
         assert left(engines) == 2, "the rebuilt policy is the unit that the node costs"
         assert site.named("node_lost")[0]["roles"] == {"rollout": 1, "policy": 1}
         watching.cancel()
+
+    live(test())
+
+
+def test_a_node_that_is_lost_while_the_policy_loads_is_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        site = Site(monkeypatch)
+        group = PolicyGroup(PolicySettings(), lambda rank: loading(site), nodes=site.nodes)
+        watching = asyncio.create_task(site.nodes.watch())
+        asyncio.get_running_loop().call_later(LOAD / 2, site.crash, "a")
+        await group.start()
+        assert group.ranks == []
+        assert site.named("node_lost")[0]["roles"] == {"policy": 1}
+        assert group.blamed == ("host-a (10.0.0.1)",)
+        group.computing = Computing(1, "")
+        await group.rebuild()
+        assert group.places == ("host-b (10.0.0.1)",)
+        watching.cancel()
+
+    live(test())
+
+
+def test_a_node_on_which_the_policy_fails_to_load_three_times_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        site = Site(monkeypatch)
+        group = PolicyGroup(PolicySettings(), lambda rank: loading(site, ActorDiedError), nodes=site.nodes)
+        await site.nodes._look()
+        await group.start()
+        for _ in range(3):
+            assert not site.nodes.bad("a")
+            with pytest.raises(PolicyLost):
+                await group.rebuild()
+        assert site.nodes.bad("a")
+
+    live(test())
+
+
+def test_a_rank_that_cannot_be_asked_where_it_is_is_a_lost_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        site = Site(monkeypatch)
+        actor = loading(site)
+
+        async def unavailable() -> str:
+            raise ActorUnavailableError("connection reset", b"1" * 16)
+
+        actor.node = SimpleNamespace(remote=unavailable)
+        group = PolicyGroup(PolicySettings(), lambda rank: actor, nodes=site.nodes)
+        await group.start()
+        assert group.ranks == []
 
     live(test())
 
