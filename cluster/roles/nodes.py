@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +48,7 @@ class Nodes:
         self._rows: dict[str, Mapping[str, Any]] = {}
         self._gone: set[str] = set()
         self._unpaid: set[str] = set()
-        self._failures: dict[str, deque[float]] = {}
+        self._failures: dict[str, list[float]] = {}
         self._until: dict[str, float] = {}
         self._looking = asyncio.Lock()
 
@@ -146,8 +146,7 @@ class Nodes:
     def failed(self, node: str) -> None:
         """An actor failed here, and the node did not."""
         now = asyncio.get_running_loop().time()
-        times = self._failures.setdefault(node, deque(maxlen=FAILURES))
-        times.append(now)
+        times = self._failures[node] = [*self._failures.get(node, ()), now][-FAILURES:]
         if len(times) == FAILURES and now - times[0] <= HOUR:
             if not self.bad(node):
                 self._tell(incidents.NodeAvoided(self.name(node), node, FAILURES))
