@@ -39,7 +39,7 @@ from rayloop.engines.training.heap import keep_freed
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
 from rayloop.engines.training.optimizer import Optimizer, Step
 from rayloop.engines.training.scorer import Scorer, score
-from rayloop.engines.training.sharding import add_noise, gather, join, like_first, local, on_all_ranks, shard, total
+from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
 from rayloop.grpo.batch import Batch, Sample
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.metrics import LossMetrics
@@ -49,8 +49,6 @@ from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
 
-LOADING = 4 * 3600.0
-"""Seconds that the ranks wait for the first one to load the model; who started them has a deadline of its own, which is shorter."""
 PERTURBATION = 0.5
 """Noise of the publication self-test, relative to each tensor's root mean square: far above any rounding."""
 
@@ -112,8 +110,7 @@ class FsdpEngine:
     def _load(self, model: ModelSettings, mesh: DeviceMesh) -> None:
         """The first rank loads the model, and the others get their share of it: whole, it is in the memory of one. Collective."""
         settings = self._settings
-        self._model = on_all_ranks(lambda: load_model(model, dtype=torch.float32, weights=self._rank == 0), LOADING)
-        like_first(self._model, mesh)
+        self._model = from_first(lambda weights: load_model(model, dtype=torch.float32, weights=weights), mesh)
         plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
         self._names = checkpoint_names(self._model)
         self._collator = Collator(self._model, model, settings, self._device)

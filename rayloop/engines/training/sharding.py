@@ -20,6 +20,10 @@ from rayloop.engines.training.scorer import Scorer
 from rayloop.transports.manifest import DTYPES
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+LOADING = 4 * 3600.0
+"""Seconds that the ranks wait for the first one to load the model; who started them has a deadline of its own, which is shorter."""
 
 
 def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
@@ -94,8 +98,16 @@ def _of_first(tensor: Tensor, device: str) -> Tensor:
     return values
 
 
+def from_first(load: Callable[[bool], M], mesh: DeviceMesh) -> M:
+    """What ``load(True)`` gives on the first rank and ``load(False)``, without memory for its parameters, on the others; these then
+    have the structure and the buffers of the first. Collective; what ``load`` raises on one rank is raised on all."""
+    model = on_all_ranks(lambda: load(mesh.get_rank() == 0), LOADING)
+    _like_first(model, mesh)
+    return model
+
+
 @torch.no_grad()
-def like_first(model: nn.Module, mesh: DeviceMesh) -> None:
+def _like_first(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let modules share the parameters that they share on the first rank, and give buffers its values: what is in its file decides
     both (a head that is tied by the configuration may have values of its own there). Collective; on the other ranks parameters are
     on the device meta before and after. Raises ConfigError when they have others."""
