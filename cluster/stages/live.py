@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from actors.base import Actor
 from actors.handles import Handle, submit
@@ -162,10 +162,20 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 
 
 def stop_driver(place: Place) -> None:
-    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet."""
+    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet.
+
+    A driver that is gone before it can answer is no error: it has ended, as asked or for a reason of its own, and who waits for
+    the run's end is told which. A small run ends within milliseconds.
+    """
     with joined(place) as actors:
-        driver: Any = ray.get_actor(of_role(actors, "driver")[-1].name, place.namespace)
+        name = of_role(actors, "driver")[-1].name
+        try:
+            driver: Any = ray.get_actor(name, place.namespace)
+        except ValueError:  # it was there a moment ago
+            return
         try:
             ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
+        except ActorDiedError:
+            return
         except (RayError, TimeoutError) as error:
             raise NoAnswer(f"the driver of the run does not answer: {type(error).__name__}") from error

@@ -6,13 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from cluster.cli import main
+from cluster.stages import live
 from rayloop.core import events, incidents
 from rayloop.run.folder import RunFolder
+from rayloop.run.place import Place
 
 
 @pytest.fixture
@@ -140,3 +145,44 @@ def test_stop_asks_the_process_and_waits_for_its_end(
 def test_stop_here_leaves_folders_alone_that_are_no_runs(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "huggingface").mkdir()
     assert main(["stop", str(folder.path), str(tmp_path / "huggingface"), str(tmp_path / "*"), "--here"]) == 0
+
+
+class Ended:
+    """A driver that dies, or is cut off, while it is asked to stop."""
+
+    def __init__(self, lost: Exception) -> None:
+        self.lost = lost
+
+    @property
+    def stop(self) -> Ended:
+        return self
+
+    def remote(self) -> Exception:
+        return self.lost
+
+
+@pytest.mark.parametrize(
+    ("found", "taken"),
+    [
+        (ValueError("Failed to look up actor with name 'driver-1'"), True),
+        (Ended(ray.exceptions.ActorDiedError()), True),
+        (Ended(ray.exceptions.ActorUnavailableError("the network", b"1" * 16)), False),
+        (Ended(ray.exceptions.GetTimeoutError()), False),
+    ],
+)
+def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(
+    found: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_actor(name: str, namespace: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def get(answer: Exception, timeout: float) -> None:
+        raise answer
+
+    monkeypatch.setattr(live, "joined", lambda place: nullcontext([live.LiveActor("driver-1", "a", 1, "here")]))
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get", get)
+    with nullcontext() if taken else pytest.raises(live.NoAnswer, match="does not answer"):
+        live.stop_driver(Place("127.0.0.1:1", "", "rayloop-run"))
