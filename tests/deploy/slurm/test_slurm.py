@@ -138,7 +138,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
     node = [STORE]
     content = {
         "cluster": NAME, "rendezvous": str(tmp_path / "rendezvous"), "logs": str(tmp_path / "logs"),
-        "head": {"partition": "cpu", "cpus": 1, "node": [*node, "--grace=30"], "sbatch": ["--signal=B:USR1@60"]},
+        "head": {"partition": "cpu", "cpus": 1, "node": [*node, "--grace=30"], "sbatch": ["--signal=B:USR1@110"]},
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
     }  # fmt: skip
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
@@ -150,7 +150,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
 def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site: Site) -> None:
     head_job, workers = re.findall(r"(?:head|worker): job (\d+)", site.cluster("up"))
     environment = f"--export=ALL,RAYLOOP_RENDEZVOUS={site.place.folder.parent},RAYLOOP_PYTHON={sys.executable}"
-    config = site.config("limited", steps=80, environment__episode__environment__with=SLOW)
+    config = site.config("limited", steps=48, environment__episode__environment__with=SLOW)
     asked = ("--partition=cpu", "--cpus-per-task=1", "--time=20", "--signal=B:USR1@60", environment)
     job = site.sbatch(*asked, SCRIPTS / "train.sbatch", NAME, config)
 
@@ -181,11 +181,11 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     print(f"the next step after {first - cut:.1f} s")
     assert "Restarts=0" in site.state(job)
 
-    site.limit(head_job, minutes=site.minutes(head_job) + 1)  # Slurm looks every 30 s, and then the limit is near
+    site.limit(head_job, minutes=site.minutes(head_job) + 1)  # one to two minutes from now, so that the signal is due
     site.wait(lambda: "Restarts=1" in site.state(head_job), "the time limit's signal, and a requeue", 150)
     site.limit(head_job, minutes=20)
     site.completed(job, 240)
-    assert site.steps("limited") == list(range(1, 81)), "every step once, none lost"
+    assert site.steps("limited") == list(range(1, 49)), "every step once, none lost"
     assert len(site.events("limited", "preempted")) == 1, "it was saved before its head left"
     assert "Restarts=0" in site.state(job), "it followed the head"
 
