@@ -8,13 +8,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from actors.fates import FailureFate, fate, is_lost
+from actors.fates import FailureFate, cause, fate, is_lost
 from actors.handles import Handle, submit, submit_pair
 from actors.lost import brief
 from actors.policy import Assignment, LogprobGap, PolicyRank
 from cluster.roles.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
-from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
+from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Sums
 from rayloop.core.references import Ref
@@ -170,6 +170,8 @@ class PolicyGroup:
         except Exception as error:
             if fate(error, len(self.ranks)) is FailureFate.REBUILD:
                 raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
+            if isinstance(error, CheckpointError):
+                raise cause(error) from error  # in its own words, which Ray puts a trace before
             raise
         finally:
             for call in calls:

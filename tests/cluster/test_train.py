@@ -36,7 +36,7 @@ def maps_torch(process: psutil.Process) -> bool:
 def with_evaluation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     (folder / "eval.jsonl").write_text("".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(5)))
     config["data"]["eval"] = str(folder / "eval.jsonl")
-    config["evaluation"] = {"every": 4, "limit": 4}
+    config["evaluation"] = {"every": 6, "limit": 4}
     return config
 
 
@@ -48,8 +48,8 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
     config = settings(
         tmp_path,
         digits_model,
-        steps=8,
-        checkpoint__every=8,
+        steps=6,
+        checkpoint__every=6,
         reward__source__with={"seconds": 0.5},
         rollout__sampling={"max_tokens": 300, "min_tokens": 300},
         loggers=[{"kind": "tensorboard"}],
@@ -66,7 +66,7 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=30)
     done = made.metrics[-1]["step"]
-    assert f"stopped at step {done} of 8, saved" in made.text
+    assert f"stopped at step {done} of 6, saved" in made.text
     assert made.named("preempted")[0]["ledger"]["in_flight"] > 0, "the signal came while episodes were under way"
     assert [e["step"] for e in made.named("checkpoint")] == [done]
     rewards = EventAccumulator(str(made.folder / "tensorboard")).Reload().Scalars("reward/mean")
@@ -77,14 +77,14 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
     (made.folder / "tensorboard").rename(tmp_path / "first")
     (made.folder / "tensorboard").write_text("no folder")
     resumed = finished(config)
-    assert [record["step"] for record in resumed.metrics] == list(range(1, 9))
+    assert [record["step"] for record in resumed.metrics] == list(range(1, 7))
     begin = resumed.named("begin")[1]
     assert (begin["lineage"], begin["restored"]) == (2, f"step_{done:06d}")
     counts = resumed.named("finished")[0]["ledger"]
     ledger_closes(counts)
-    assert counts["trained"] == 8 * 8
+    assert counts["trained"] == 6 * 8
     assert counts["attempts"] > 0, "what was in flight was issued again"
-    assert {e["step"] for e in resumed.named("evaluated")} == {0, 4, 8}
+    assert {e["step"] for e in resumed.named("evaluated")} == {0, 6}
     for evaluated in resumed.named("evaluated"):
         assert (evaluated["val/scored"], evaluated["val/unscored"]) == (4, 0)
         assert evaluated["val/digits/reward/mean"] == evaluated["val/reward/mean"]
@@ -179,14 +179,14 @@ def test_a_full_disk_costs_checkpoints_until_it_is_too_much(tmp_path: Path, digi
         )
         with pytest.raises(OSError, match="No space left"), (folder / "ballast").open("wb") as ballast:
             ballast.write(bytes(4 * 2**20))
-        assert made.wait() == 1, made.text
-        made.nothing_left_behind()
+        made.ends(69)
         assert not list(folder.glob("*.tmp"))
         assert (folder / f"step_{recovered['step']:06d}" / "COMPLETE").exists()
     failures = [e["failures"] for e in made.named("checkpoint_failed")]
     assert failures[-4:] == [1, 2, 3, 4]
+    assert all("\n" not in e["why"] for e in made.named("checkpoint_failed")), "what was wrong, not where in torch"
     assert "bytes were written" in made.text or "were written)" in made.text
-    assert made.named("failed")[0]["error"] == "CheckpointError"
+    assert made.named("failed")[0]["error"] == "CheckpointStorageFailed"
 
 
 # What needs no run ---------------------------------------------------------------------------------------------------

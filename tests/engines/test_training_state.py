@@ -40,7 +40,7 @@ def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state._Counted, "write", full)
-    with pytest.raises(CheckpointStorageFailed, match="No space left"):
+    with pytest.raises(CheckpointStorageFailed, match=r"^.*cannot be written: \[Errno 28\] No space left on device$"):
         state.save(str(tmp_path), tensors(1), 0)
     with pytest.raises(CheckpointError) as missing:
         state.load(str(tmp_path / "nothing"), tensors(0), 0)

@@ -57,7 +57,7 @@ def save(
         write_whole(path, held.getvalue())
         return {**disk.sums, path.name: Sum().then(held.getvalue())}
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {error}") from error
+        raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {_words(error)}") from error
 
 
 def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] = UNKNOWN) -> None:
@@ -84,13 +84,18 @@ def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] 
             if isinstance(found, Damaged):
                 raise found from error
         raise kind_of(*_below(error))(
-            f"{folder}: the trainer's state cannot be read: {error}. Was it saved with the same model and optimizer?"
+            f"{folder}: the trainer's state cannot be read: {_words(error)}. Was it saved with the same model and optimizer?"
         ) from error
 
 
 def _below(error: Exception) -> list[BaseException]:
     """What was raised, on whatever rank."""
     return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+
+
+def _words(error: Exception) -> str:
+    """What was raised, each once: torch's own text is a trace per rank."""
+    return "; ".join(dict.fromkeys(str(one) or type(one).__name__ for one in _below(error)))
 
 
 class _Summing(FileSystem):
