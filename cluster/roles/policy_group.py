@@ -155,12 +155,13 @@ class PolicyGroup:
         if not refs:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
+        ranks = list(self.ranks)  # while they are awaited a rebuild may take them away
 
         async def one(rank: int, ref: Ref[R]) -> R:
             try:
-                return await with_deadline(within, ref, f"{method} of policy rank {rank}", self.ranks[rank])
+                return await with_deadline(within, ref, f"{method} of policy rank {rank}", ranks[rank])
             except Exception as error:
-                if self._nodes is not None and is_lost(error) and rank < len(self._places):
+                if self._nodes is not None and is_lost(error) and ranks == self.ranks and rank < len(self._places):
                     self._blamed.add(self._places[rank])
                 raise
 
@@ -168,7 +169,7 @@ class PolicyGroup:
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
-            if fate(error, len(self.ranks)) is FailureFate.REBUILD:
+            if fate(error, len(ranks)) is FailureFate.REBUILD:
                 raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
             if isinstance(error, CheckpointError):
                 raise cause(error) from error  # in its own words, which Ray puts a trace before

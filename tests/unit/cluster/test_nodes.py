@@ -251,6 +251,26 @@ def test_a_node_on_which_the_policy_fails_to_load_three_times_is_avoided(monkeyp
     live(test())
 
 
+def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no fault of their node: it is the rebuild that killed them."""
+
+    async def test() -> None:
+        site = Site(monkeypatch)
+        answer = asyncio.get_running_loop().create_future()
+        rank: Any = SimpleNamespace(save=SimpleNamespace(remote=lambda folder: answer))
+        group = PolicyGroup(PolicySettings(), lambda _: rank, nodes=site.nodes)
+        group.ranks, group._places = [rank], ["a"]
+        saving = asyncio.create_task(group.save("step_000001"))
+        await asyncio.sleep(1)
+        group.stop()
+        answer.set_exception(ActorDiedError())
+        with pytest.raises(PolicyLost, match="the policy group failed in save"):
+            await saving
+        assert group.blamed == ()
+
+    live(test())
+
+
 def test_a_rank_that_cannot_be_asked_where_it_is_is_a_lost_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
