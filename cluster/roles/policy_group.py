@@ -237,8 +237,10 @@ class PolicyGroup:
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank. Raises what it raises."""
-        answer: Ref[R] = submit(self.ranks[0], PolicyRank.ask, method.__name__, *args, **kwargs)
-        return (await self._answers(method.__name__, [answer]))[0]
+        first: list[Ref[R]] = [
+            submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]
+        ]
+        return (await self._answers(method.__name__, first))[0]
 
     async def parameter_groups(self) -> list[str]:
         """The names of what ``perturb`` can change, the same on all ranks."""

@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from actors.policy import PolicyRank
 from cluster.roles import nodes as module
 from cluster.roles.nodes import Nodes
 from cluster.roles.policy_group import PolicyGroup
@@ -267,6 +268,8 @@ def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(monke
         with pytest.raises(PolicyLost, match="the policy group failed in save"):
             await saving
         assert group.blamed == ()
+        with pytest.raises(PolicyLost):
+            await group.ask(PolicyRank.host)
 
     live(test())
 
