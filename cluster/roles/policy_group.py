@@ -171,8 +171,8 @@ class PolicyGroup:
         except Exception as error:
             if fate(error, len(ranks)) is FailureFate.REBUILD:
                 raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
-            if isinstance(error, CheckpointError):
-                raise cause(error) from error  # in its own words, which Ray puts a trace before
+            if isinstance(error, CheckpointError) and (below := cause(error)) is not error:
+                raise below from error  # in its own words, which Ray puts a trace before
             raise
         finally:
             for call in calls:

@@ -10,7 +10,7 @@ import pytest
 from recipes.digits.data import rows
 from tests.support.runs import ledger_closes, run, settings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 
 def test_a_run_is_given_up_and_its_best_checkpoint_stays(tmp_path: Path, digits_model: Path) -> None:
