@@ -127,4 +127,6 @@ def test_the_same_run_goes_on(tmp_path: Path, digits_model: Path, what: str) -> 
     assert counts["issued"] == sum(n for name, n in counts.items() if name not in ("issued", "attempts", "replayed")), (
         counts
     )
-    assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"
+    played = [record for record in made.metrics if record["rollout/groups"]]  # others train on what was ready
+    assert played
+    assert all(record["reward/min"] > 0 for record in played), "a failure became a reward of 0"
