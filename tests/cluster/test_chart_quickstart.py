@@ -12,7 +12,7 @@ from recipes.chart_rvr.prepare import main
 from recipes.chart_rvr.rewards.sample import SEVEN
 from tests.support.runs import ROOT, ledger_closes, run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 
 def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
