@@ -171,7 +171,7 @@ def test_it_can_be_closed_at_any_time(use: str, settings: dict[str, Any], said: 
 
     before = alive()
     asyncio.run(run())
-    eventually(lambda: alive() <= before, "nothing of it is left", 10)
+    eventually(lambda: alive() <= before, "nothing of it is left", 60)
     assert alive() <= before
 
 
@@ -276,7 +276,8 @@ def test_what_is_immediate_is_called_by_the_event_loop_and_needs_no_thread() -> 
 
     before = alive()
     caller, during = with_one(f"{HERE}:Immediate", "thread", test)
-    assert (caller, during) == (float(threading.get_native_id()), before)
+    assert caller == threading.get_native_id()
+    assert during <= before, "nothing was started; what other tests have left may end"
 
 
 @pytest.mark.parametrize(
