@@ -50,17 +50,17 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 quickstart: $(VENV)/.run
-	$(BIN)/python -m cluster train recipes/arc_vision/quickstart.yaml
-	$(BIN)/python -m cluster report runs/quickstart
+	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml
+	$(BIN)/python -m rayloop report runs/quickstart
 
 digits: runs/models/digits-warm/config.json
-	$(BIN)/python -m cluster train recipes/digits/quickstart.yaml
+	$(BIN)/python -m rayloop train recipes/digits/quickstart.yaml
 
 runs/data/digits/train.jsonl: | $(VENV)/.run
-	$(BIN)/python -m cluster data prepare digits --out $(@D)
+	$(BIN)/python -m rayloop data prepare digits --out $(@D)
 
 runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
-	$(BIN)/python -m cluster sft recipes/digits/warm.yaml
+	$(BIN)/python -m rayloop sft recipes/digits/warm.yaml
 
 docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.run.metrics > docs/metrics.md

@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from actors.base import Actor
-from actors.fates import cause
-from actors.handles import Handle
-from actors.images import SentImages
-from actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
+from rayloop.actors.base import Actor
+from rayloop.actors.fates import cause
+from rayloop.actors.handles import Handle
+from rayloop.actors.images import SentImages
+from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads

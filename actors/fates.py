@@ -133,7 +133,7 @@ def typed(error: BaseException) -> RayloopError:
 
 
 def table() -> str:
-    """For docs/reliability.md: a line per class, as Markdown. ``python -m actors.fates`` prints it."""
+    """For docs/reliability.md: a line per class, as Markdown. ``python -m rayloop.actors.fates`` prints it."""
     lines = (f"| `{kind.__name__}` | {found} | {why} |" for kind, (found, why) in FATES.items())
     return "\n".join(["| raised | fate | because |", "|---|---|---|", *lines])
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import ray
 
-from actors.base import GROUPS
+from rayloop.actors.base import GROUPS
 from rayloop.core.references import Ref
 
 A = TypeVar("A")

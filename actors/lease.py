@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
 
-from actors.fates import cause, is_lost, object_lost
-from actors.handles import Handle, submit
-from actors.images import MissingImages, SentImages
+from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.handles import Handle, submit
+from rayloop.actors.images import MissingImages, SentImages
 from rayloop.core.types import Cohort, Completion, ImagesSent, PlayRequest, Sampling, TokenPrompt
 
 logger = logging.getLogger(__name__)

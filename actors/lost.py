@@ -9,7 +9,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.fates import cause, object_lost
+from rayloop.actors.fates import cause, object_lost
 from rayloop.core.failures import WorkerSpent
 from rayloop.core.references import Ref
 

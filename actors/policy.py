@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from actors.base import Actor
-from actors.lost import fetch
+from rayloop.actors.base import Actor
+from rayloop.actors.lost import fetch
 from rayloop.core.files import Sum, appears
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref

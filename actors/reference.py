@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from actors.base import Actor
-from actors.lost import fetch
+from rayloop.actors.base import Actor
+from rayloop.actors.lost import fetch
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from actors.base import Actor
-from actors.lost import fetch
+from rayloop.actors.base import Actor
+from rayloop.actors.lost import fetch
 from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads

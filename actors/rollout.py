@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.base import Actor
-from actors.images import ImageCache, MissingImages
-from actors.lost import as_value
+from rayloop.actors.base import Actor
+from rayloop.actors.images import ImageCache, MissingImages
+from rayloop.actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.computing import Computing

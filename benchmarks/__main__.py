@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` (and ``python -m cluster bench``): measurements that print one JSON line each.
+"""``python -m rayloop.benchmarks`` (and ``python -m rayloop bench``): measurements that print one JSON line each.
 
 docs/performance.md has their figures.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import (
+from rayloop.benchmarks import (
     judge,
     latency,
     memory,
@@ -23,9 +23,9 @@ from benchmarks import (
     structure,
     train,
 )
-from benchmarks.envs import browser, desktop
-from benchmarks.interpreter import sandbox
-from benchmarks.trainer import saving
+from rayloop.benchmarks.envs import browser, desktop
+from rayloop.benchmarks.interpreter import sandbox
+from rayloop.benchmarks.trainer import saving
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    from cluster.cli import main
+    from rayloop.cluster.cli import main
 
     sys.exit(main(["bench", *sys.argv[1:]]))

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.handles import Handle, submit
-from actors.lease import LeasesEngines
-from actors.rollout import RolloutActor
-from benchmarks.screens import OwnEngines, screen
-from benchmarks.simulated import SimulatedPolicy
-from cluster.driver import Driver
-from cluster.driver_actor import DriverActor
+from rayloop.actors.handles import Handle, submit
+from rayloop.actors.lease import LeasesEngines
+from rayloop.actors.rollout import RolloutActor
+from rayloop.benchmarks.screens import OwnEngines, screen
+from rayloop.benchmarks.simulated import SimulatedPolicy
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.driver_actor import DriverActor
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
 from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, Version

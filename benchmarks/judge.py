@@ -23,13 +23,13 @@ import httpx
 import uvicorn
 import yaml
 
-from benchmarks.measure import BenchFailed, machine
-from judge.api import JudgeItem, JudgeRequest
-from judge.client import ClientSettings, JudgeClient
-from judge.grader import Grader
-from judge.rubric import load_rubrics
-from serve_apps.judge.openai_model import OpenAIModel
-from serve_apps.judge.settings import OpenAIBackendSettings
+from rayloop.benchmarks.measure import BenchFailed, machine
+from rayloop.judge.api import JudgeItem, JudgeRequest
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.grader import Grader
+from rayloop.judge.rubric import load_rubrics
+from rayloop.serve_apps.judge.openai_model import OpenAIModel
+from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
 
 BATCH = 16
 """Items of one request."""
@@ -208,7 +208,13 @@ def _model(stub: str) -> OpenAIBackendSettings:
 @contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[str]:
     """The stub in a process of its own; yields its URL."""
-    command = [sys.executable, "-m", "benchmarks.judge", str(arguments.model_seconds), str(arguments.model_slots)]
+    command = [
+        sys.executable,
+        "-m",
+        "rayloop.benchmarks.judge",
+        str(arguments.model_seconds),
+        str(arguments.model_slots),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -236,7 +242,7 @@ def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
     command = [
         sys.executable,
         "-m",
-        "cluster",
+        "rayloop",
         "judge",
         "serve",
         str(folder / "judge.yaml"),

@@ -22,7 +22,7 @@ from statistics import linear_regression, median
 import httpx
 import psutil
 
-from benchmarks.measure import BenchFailed, machine, rollup
+from rayloop.benchmarks.measure import BenchFailed, machine, rollup
 from rayloop.config.settings import load
 from rayloop.run.jsonl import JsonLines
 
@@ -46,7 +46,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     ):  # sockets want short paths
         options = [*arguments.overrides, f"output={folder}", f"steps={arguments.steps}"]
         name = load(arguments.config, options, RunConfig).name
-        command = [sys.executable, "-m", "cluster", "train", str(arguments.config), *options]
+        command = [sys.executable, "-m", "rayloop", "train", str(arguments.config), *options]
         with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "TMPDIR": temporary}) as process:
             seen, store = _watch(process, Path(folder) / name / "metrics.jsonl", Path(temporary))
         if process.returncode:

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.measure import machine
+from rayloop.benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.launch.ray_variables import private_cluster
+from rayloop.recipes.arc_vision import __file__ as recipe
 from rayloop.run.config import RunConfig
-from recipes.arc_vision import __file__ as recipe
 
 MODEL = Path(recipe).parent / "tiny"
 """Its tokenizer and template are used, and its way to cut images."""
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _multi_turn(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory(dir=temporary) as folder:
-        from cluster.roles.session import start  # imports ray, which reads the environment
+        from rayloop.cluster.roles.session import start  # imports ray, which reads the environment
 
         start(folder, store=STORE, num_cpus=4 + arguments.engines + arguments.environments)
         found = _measured(_config(arguments, Path(temporary)), Path(temporary))
@@ -55,9 +55,9 @@ def _multi_turn(arguments: argparse.Namespace) -> int:
 def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
     import ray
 
-    from actors.handles import create, submit
-    from benchmarks.screens import ScreensActor
-    from cluster.roles.services import CONCURRENCY
+    from rayloop.actors.handles import create, submit
+    from rayloop.benchmarks.screens import ScreensActor
+    from rayloop.cluster.roles.services import CONCURRENCY
 
     run = folder / config.name
     (run / "logs").mkdir(parents=True)
@@ -81,15 +81,15 @@ def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
         "environment": {
             "actors": arguments.environments,
             "episode": {
-                "environment": {"use": "benchmarks.screens:Desktop", "with": {"size": arguments.size}},
+                "environment": {"use": "rayloop.benchmarks.screens:Desktop", "with": {"size": arguments.size}},
                 "max_turns": arguments.turns, "max_images": arguments.turns, "max_tokens": 200_000,
             },
         },
         "rollout": {
             "actors": arguments.engines,
-            "engine": {"use": "benchmarks.screens:WaitingEngine", "with": {"seconds": arguments.seconds}},
+            "engine": {"use": "rayloop.benchmarks.screens:WaitingEngine", "with": {"seconds": arguments.seconds}},
         },
-        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
         "keep_rollouts": 0, "publish": {"self_test": False},
     }  # fmt: skip
     path = folder / "multi_turn.yaml"

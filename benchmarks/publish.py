@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from benchmarks.measure import machine
+from rayloop.benchmarks.measure import machine
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster
@@ -123,7 +123,7 @@ def _publish(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory() as folder:
         import ray  # reads the environment
 
-        from cluster.roles.session import start
+        from rayloop.cluster.roles.session import start
 
         start(temporary, store=(4 * arguments.mib + 256) * 2**20)
         ways = {name: _way(name, arguments, folder) for name in arguments.transports}

@@ -1,4 +1,4 @@
-"""``recipe NAME``: a checkpoint on the held-out rows of a recipe (its module ``benchmark``), through ``python -m cluster eval``.
+"""``recipe NAME``: a checkpoint on the held-out rows of a recipe (its module ``benchmark``), through ``python -m rayloop eval``.
 
 Writes ``<out>/benchmark.json``: for each set means with 95 % intervals by arm (``right`` is greedy, ``sampled``, controls)
 and source, what the right image gains over each control, and the hashes of configuration, weights and data that they belong to.
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import recipes
+from rayloop import recipes
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.measure.benchmark import Benchmark, HeldOut
 from rayloop.measure.controls import RIGHT
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    chosen: Benchmark = import_module(f"recipes.{arguments.recipe}.benchmark").BENCHMARK
+    chosen: Benchmark = import_module(f"rayloop.recipes.{arguments.recipe}.benchmark").BENCHMARK
     measured = measure(chosen, arguments.checkpoint, arguments.out, arguments.overrides)
     found = {"recipe": arguments.recipe, "checkpoint": str(arguments.checkpoint), "sets": measured}
     file = arguments.out / "benchmark.json"
@@ -58,10 +58,10 @@ def measure(benchmark: Benchmark, checkpoint: Path, out: Path, overrides: Sequen
 def _evaluate(config: str, rows: HeldOut, checkpoint: Path, out: Path, overrides: Sequence[str]) -> dict[str, Any]:
     asked = ["--checkpoint", checkpoint, "--data", rows.path, "--samples", rows.samples, "--out", out]
     command = ["eval", config, *overrides, *asked, *(["--controls"] if rows.controls else [])]
-    code = subprocess.run([sys.executable, "-m", "cluster", *map(str, command)]).returncode
+    code = subprocess.run([sys.executable, "-m", "rayloop", *map(str, command)]).returncode
     if (
         code not in (0, 1) or not (out / "summary.json").exists()
     ):  # 1: some answers have no score, and the summary says so
-        raise RayloopError(f"python -m cluster {' '.join(map(str, command))} ended with {code}; what it said is above")
+        raise RayloopError(f"python -m rayloop {' '.join(map(str, command))} ended with {code}; what it said is above")
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary

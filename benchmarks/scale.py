@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.load import Load
-from benchmarks.measure import machine
+from rayloop.benchmarks.load import Load
+from rayloop.benchmarks.measure import machine
 from rayloop.launch.ray_variables import private_cluster
 
 LATENCIES = Path(__file__).with_name("latencies.json")
@@ -52,7 +52,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     latencies = json.loads(arguments.latencies.read_text())
     measure = _cost if arguments.what == "cost" else _async
     with private_cluster() as temporary:
-        from cluster.roles.session import session  # imports ray, which reads the environment
+        from rayloop.cluster.roles.session import session  # imports ray, which reads the environment
 
         with session({}, None, temporary, Path(temporary)):
             found = measure(arguments, latencies)
@@ -102,8 +102,8 @@ def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[st
 def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
     import ray
 
-    from actors.handles import submit
-    from benchmarks.simulated import SimulatedActor, simulated_driver
+    from rayloop.actors.handles import submit
+    from rayloop.benchmarks.simulated import SimulatedActor, simulated_driver
 
     with tempfile.TemporaryDirectory() as folder:
         driver = simulated_driver(_config(load, Path(folder)), folder, load, latencies)
@@ -124,7 +124,7 @@ def _config(load: Load, folder: Path) -> Path:
             "advantage": {"kind": "raw" if load.group == 1 else "grpo"},
             "filtering": {"max_generation_batches": batches, **({} if load.uniform else {"filters": []})},
         },
-        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
         "rollout": {"actors": load.engines}, "keep_rollouts": 0, "publish": {"self_test": False},
     }  # fmt: skip
     path = folder / "scale.yaml"

@@ -22,14 +22,14 @@ import numpy.typing as npt
 import psutil
 import ray
 
-from actors.handles import Handle, create, submit
-from actors.lease import LeasesEngines
-from actors.rollout import RolloutActor
-from benchmarks.simulated import SimulatedPolicy
-from cluster.driver import Driver
-from cluster.driver_actor import DriverActor
-from cluster.roles.pool import Pool
-from cluster.roles.services import TrainingServices
+from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.lease import LeasesEngines
+from rayloop.actors.rollout import RolloutActor
+from rayloop.benchmarks.simulated import SimulatedPolicy
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group

@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from actors.base import Actor
-from actors.handles import Handle, create, submit
-from actors.lease import Lease, LeasesEngines
-from benchmarks.load import Load
-from cluster.driver import Driver
-from cluster.driver_actor import DriverActor
-from cluster.roles.pool import Pool
-from cluster.roles.services import CONCURRENCY, TrainingServices
+from rayloop.actors.base import Actor
+from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.lease import Lease, LeasesEngines
+from rayloop.benchmarks.load import Load
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.roles.services import CONCURRENCY, TrainingServices
 from rayloop.config.settings import load as load_config
 from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
-from benchmarks.step import Shape, add_shape, prepare
+from rayloop.benchmarks.measure import BenchFailed, machine
+from rayloop.benchmarks.processes import EVERY, Tree
+from rayloop.benchmarks.step import Shape, add_shape, prepare
 from rayloop.core.failures import ConfigError
 from rayloop.run.jsonl import JsonLines
 
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, Any]:
     """Start the run with its folder below ``output`` and end it after its first step. Raises BenchFailed."""
-    command = [sys.executable, "-m", "cluster", "train", str(config), *overrides, f"output={output}", "name=start"]
+    command = [sys.executable, "-m", "rayloop", "train", str(config), *overrides, f"output={output}", "name=start"]
     began, folder = time.time(), output / "start"
     with tempfile.TemporaryFile("w+") as said:
         run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)

@@ -17,6 +17,8 @@ from pathlib import Path
 FILE_LINES, FUNCTION_LINES = 400, 60
 KINDS = ("top level", "lazy", "type only")
 """Of imports: of the module itself; within a function; under ``TYPE_CHECKING``."""
+ROOTS = ("rayloop", "rayloop.__main__")
+"""In no room."""
 Graph = Mapping[str, set[str]]
 
 
@@ -50,11 +52,16 @@ class Checkout:
         self.folder = folder.resolve()
         tops = sorted(p.parent for p in self.folder.glob("*/__init__.py") if p.parent.name != "tests")
         self.tops = [top.name for top in tops]
+        self._links = {p.resolve(): p for p in self.folder.glob("*/*") if p.is_symlink() and p.is_dir()}
         self.modules = {m.name: m for top in tops for path in sorted(top.rglob("*.py")) for m in [self._read(path)]}
 
     def _read(self, path: Path) -> Module:
         text = path.read_text(encoding="utf-8")
-        name = ".".join(path.relative_to(self.folder).with_suffix("").parts).removesuffix(".__init__")
+        top = self.folder / path.relative_to(self.folder).parts[0]
+        imported = self._links.get(top, top) / path.relative_to(
+            top
+        )  # a folder that is linked into a package is imported there
+        name = ".".join(imported.relative_to(self.folder).with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(text)
         module = Module(name, path.relative_to(self.folder), len(text.splitlines()), tree)
         for kind, names in _imports(tree):
@@ -78,9 +85,9 @@ class Checkout:
     @cached_property
     def packages(self) -> dict[str, set[str]]:
         """Package -> packages that it imports in any way."""
-        found: dict[str, set[str]] = {self.package(name): set() for name in self.modules if name != "rayloop"}
+        found: dict[str, set[str]] = {self.package(name): set() for name in self.modules if name not in ROOTS}
         for name, imported in self.graph(*KINDS).items():
-            if name != "rayloop":
+            if name not in ROOTS:
                 found[self.package(name)] |= {self.package(other) for other in imported} - {self.package(name)}
         return found
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m cluster`` (installed as ``rayloop``).
+"""The command line: ``python -m rayloop`` (installed as ``rayloop``).
 
 Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configuration cannot work; 69 the machines failed, start it
 again; 75 stopped after saving.
@@ -17,30 +17,33 @@ from importlib.metadata import PackageNotFoundError, version
 from rayloop.core.failures import RayloopError
 
 COMMANDS = {
-    "train": ("cluster.commands.train", "train a policy, or continue a run"),
-    "try": ("cluster.commands.try_", "one row as the model sees it, two answers, and what the reward says; in seconds"),
-    "sft": ("cluster.commands.sft", "supervised steps on the answers of the training rows"),
-    "eval": ("cluster.commands.eval", "measure a checkpoint on held-out rows, with controls"),
-    "estimate": ("cluster.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
-    "score": ("cluster.commands.score", "what a recipe's reward says about saved completions"),
-    "export": ("cluster.commands.export", "write a checkpoint as a folder that plain transformers loads"),
-    "report": ("cluster.commands.report", "write a run's curves and trajectories as one HTML file"),
+    "train": ("rayloop.cluster.commands.train", "train a policy, or continue a run"),
+    "try": (
+        "rayloop.cluster.commands.try_",
+        "one row as the model sees it, two answers, and what the reward says; in seconds",
+    ),
+    "sft": ("rayloop.cluster.commands.sft", "supervised steps on the answers of the training rows"),
+    "eval": ("rayloop.cluster.commands.eval", "measure a checkpoint on held-out rows, with controls"),
+    "estimate": ("rayloop.cluster.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
+    "score": ("rayloop.cluster.commands.score", "what a recipe's reward says about saved completions"),
+    "export": ("rayloop.cluster.commands.export", "write a checkpoint as a folder that plain transformers loads"),
+    "report": ("rayloop.cluster.commands.report", "write a run's curves and trajectories as one HTML file"),
     "status": (
-        "cluster.commands.live.status",
+        "rayloop.cluster.commands.live.status",
         "how a run does: step, checkpoint, what of each role serves and is lost",
     ),
-    "logs": ("cluster.commands.live.logs", "what the actors of a run have printed"),
-    "stacks": ("cluster.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),
-    "stop": ("cluster.commands.live.stop", "have a live run save and end, wherever it is, and wait for that"),
-    "submit": ("cluster.commands.submit", "train as a Ray job on a cluster"),
-    "doctor": ("cluster.commands.doctor", "what would go wrong here, and what to do about it"),
-    "node": ("cluster.commands.node", "one Ray node of a cluster, which finds the others"),
-    "slurm": ("cluster.commands.slurm", "a cluster on Slurm, and its end"),
-    "judge": ("cluster.commands.judge", "serve a judge, and ask one that is served"),
-    "policy": ("cluster.commands.policy", "serve the policy of a live run to foreign loops"),
-    "bench": ("benchmarks.__main__", "what a step, publication or judge costs, beside rivals"),
-    "env": ("cluster.commands.env", "which environments there are, and one of them played by hand"),
-    "data": ("cluster.commands.data", "make and check datasets"),
+    "logs": ("rayloop.cluster.commands.live.logs", "what the actors of a run have printed"),
+    "stacks": ("rayloop.cluster.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),
+    "stop": ("rayloop.cluster.commands.live.stop", "have a live run save and end, wherever it is, and wait for that"),
+    "submit": ("rayloop.cluster.commands.submit", "train as a Ray job on a cluster"),
+    "doctor": ("rayloop.cluster.commands.doctor", "what would go wrong here, and what to do about it"),
+    "node": ("rayloop.cluster.commands.node", "one Ray node of a cluster, which finds the others"),
+    "slurm": ("rayloop.cluster.commands.slurm", "a cluster on Slurm, and its end"),
+    "judge": ("rayloop.cluster.commands.judge", "serve a judge, and ask one that is served"),
+    "policy": ("rayloop.cluster.commands.policy", "serve the policy of a live run to foreign loops"),
+    "bench": ("rayloop.benchmarks.__main__", "what a step, publication or judge costs, beside rivals"),
+    "env": ("rayloop.cluster.commands.env", "which environments there are, and one of them played by hand"),
+    "data": ("rayloop.cluster.commands.data", "make and check datasets"),
 }
 """Word -> the module that has its ``add_arguments(parser)``, which sets ``run(arguments) -> exit code``; what it is for."""
 SPINS = "1000"
@@ -49,12 +52,12 @@ SPINS = "1000"
 Threads that spin for long (the default) bring actors that share cores to a stop; docs/performance.md has what each count costs.
 """
 EXAMPLES = """examples:
-  python -m cluster train recipes/arc_vision/quickstart.yaml steps=20     train; the same command continues a run that ended
-  python -m cluster try recipes/arc_vision/quickstart.yaml --row 7        one row, two answers and their rewards, in seconds
-  python -m cluster train mine.yaml policy.optimizer.lr=3e-4 --print-config
-  python -m cluster eval mine.yaml --checkpoint runs/mine --controls
-  python -m cluster report runs/mine
-  python -m cluster judge serve
+  python -m rayloop train recipes/arc_vision/quickstart.yaml steps=20     train; the same command continues a run that ended
+  python -m rayloop try recipes/arc_vision/quickstart.yaml --row 7        one row, two answers and their rewards, in seconds
+  python -m rayloop train mine.yaml policy.optimizer.lr=3e-4 --print-config
+  python -m rayloop eval mine.yaml --checkpoint runs/mine --controls
+  python -m rayloop report runs/mine
+  python -m rayloop judge serve
 
 COMMAND --help tells more. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
 
@@ -92,7 +95,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these words: only the command that they begin with is imported."""
     top = argparse.ArgumentParser(
-        prog="python -m cluster",
+        prog="python -m rayloop",
         description="Train vision-language agents with GRPO on Ray.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,18 +15,18 @@ from typing import Any
 
 import ray
 
-from actors.handles import Handle
-from actors.lease import LeasesEngines
-from actors.reference import ReferenceActor
-from cluster.loop.ending import ended
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.evaluation import play
-from cluster.loop.payloads import capture
-from cluster.loop.publication import Publisher
-from cluster.loop.saving import Saving, Step
-from cluster.loop.watchdog import watch
-from cluster.roles.pool import ATTEMPTS
-from cluster.roles.services import TrainingServices
+from rayloop.actors.handles import Handle
+from rayloop.actors.lease import LeasesEngines
+from rayloop.actors.reference import ReferenceActor
+from rayloop.cluster.loop.ending import ended
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.loop.evaluation import play
+from rayloop.cluster.loop.payloads import capture
+from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.saving import Saving, Step
+from rayloop.cluster.loop.watchdog import watch
+from rayloop.cluster.roles.pool import ATTEMPTS
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
 from rayloop.core.background import background, decisive
 from rayloop.core.deadlines import until_stopped

@@ -9,14 +9,14 @@ from typing import Any
 
 import ray
 
-from actors.base import Actor
-from actors.fates import typed
-from actors.handles import Handle
-from actors.lease import Lease, LeasesEngines
-from actors.rollout import RolloutActor
-from cluster.driver import Driver
-from cluster.loop.loggers import open_logger
-from cluster.roles.services import TrainingServices
+from rayloop.actors.base import Actor
+from rayloop.actors.fates import typed
+from rayloop.actors.handles import Handle
+from rayloop.actors.lease import Lease, LeasesEngines
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core.failures import Unforeseen
 from rayloop.core.ledger import Ledger
 from rayloop.run.checkpoint import NOTHING, Origin

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from judge.api import BackendLabel, JudgeItem, Result
+from rayloop.judge.api import BackendLabel, JudgeItem, Result
 
 
 class Backend(Protocol):
@@ -39,7 +39,7 @@ class Reply:
 
 
 class ChatModel(Protocol):
-    """A model behind a backend, asked through ``judge.grader``. ``name`` and ``settings`` go into the fingerprint."""
+    """A model behind a backend, asked through ``rayloop.judge.grader``. ``name`` and ``settings`` go into the fingerprint."""
 
     name: str
     settings: Mapping[str, Any]

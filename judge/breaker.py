@@ -8,8 +8,8 @@ import random
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
-from judge.metrics import BREAKER
 from rayloop.core.failures import RayloopError
+from rayloop.judge.metrics import BREAKER
 
 logger = logging.getLogger(__name__)
 

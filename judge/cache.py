@@ -10,7 +10,7 @@ import sqlite3
 from collections import OrderedDict
 from pathlib import Path
 
-from judge.api import JudgeItem, JudgeVerdict
+from rayloop.judge.api import JudgeItem, JudgeVerdict
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
-from judge.client import JudgeClient
-from judge.labelled import Labelled, calibration
-from judge.metrics import DRIFT
 from rayloop.config.settings import SettingsModel
+from rayloop.judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
+from rayloop.judge.client import JudgeClient
+from rayloop.judge.labelled import Labelled, calibration
+from rayloop.judge.metrics import DRIFT
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from judge.api import JudgeVerdict, Result
-from judge.labelled import Labelled
-from judge.metrics import CANARY
-from judge.transport import Transport
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.judge.api import JudgeVerdict, Result
+from rayloop.judge.labelled import Labelled
+from rayloop.judge.metrics import CANARY
+from rayloop.judge.transport import Transport
 
 GOOD = 5.0
 """Seconds for which ``recent`` believes the last result."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 
 from pydantic import Field, ValidationError
 
-from judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
-from judge.breaker import Breaker, BreakerState
-from judge.cache import VerdictCache, cache_key
-from judge.canary import Canary
-from judge.discovery import Find
-from judge.labelled import Labelled, canary
-from judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
-from judge.transport import JudgeRefused, Limits, Transient, Transport
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
+from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
+from rayloop.judge.breaker import Breaker, BreakerState
+from rayloop.judge.cache import VerdictCache, cache_key
+from rayloop.judge.canary import Canary
+from rayloop.judge.discovery import Find
+from rayloop.judge.labelled import Labelled, canary
+from rayloop.judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
+from rayloop.judge.transport import JudgeRefused, Limits, Transient, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from judge.api import BackendLabel, JudgeVerdict
-from judge.client import JudgeClient
-from judge.rubric import Rubric
 from rayloop.core.failures import ConfigError
+from rayloop.judge.api import BackendLabel, JudgeVerdict
+from rayloop.judge.client import JudgeClient
+from rayloop.judge.rubric import Rubric
 
 
 class Contract:

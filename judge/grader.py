@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from judge import prompt, verdict
-from judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
-from judge.backend import ChatModel
-from judge.cache import VerdictCache, cache_key
-from judge.discovery import READ
-from judge.rubric import Rubric
-from judge.rules import decision as rules
 from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
+from rayloop.judge import prompt, verdict
+from rayloop.judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
+from rayloop.judge.backend import ChatModel
+from rayloop.judge.cache import VerdictCache, cache_key
+from rayloop.judge.discovery import READ
+from rayloop.judge.rubric import Rubric
+from rayloop.judge.rules import decision as rules
 
 logger = logging.getLogger(__name__)
 

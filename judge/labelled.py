@@ -8,16 +8,16 @@ from importlib import resources
 
 from pydantic import ValidationError
 
-from judge.api import JudgeItem, VerdictKind, Wire
-from judge.rubric import Rubric
 from rayloop.core.failures import DataFailure
+from rayloop.judge.api import JudgeItem, VerdictKind, Wire
+from rayloop.judge.rubric import Rubric
 
 CANARY_IMAGE = "canary:red_square.png"
 """The name of the shipped image that a canary shows; every judge has its own copy of the file."""
 
 
 def canary_image() -> bytes:
-    return resources.files("judge").joinpath("data", CANARY_IMAGE.removeprefix("canary:")).read_bytes()
+    return resources.files("rayloop.judge").joinpath("data", CANARY_IMAGE.removeprefix("canary:")).read_bytes()
 
 
 class Labelled(Wire):
@@ -56,7 +56,7 @@ def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
 
 
 def _shipped(name: str) -> list[Labelled]:
-    return read_labelled(resources.files("judge").joinpath("data", name).read_text(), name)
+    return read_labelled(resources.files("rayloop.judge").joinpath("data", name).read_text(), name)
 
 
 def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:

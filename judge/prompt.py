@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from judge.api import JudgeItem
-from judge.labelled import CANARY_IMAGE, canary_image
-from judge.rubric import Example, Rubric
-from judge.verdict import SCORES
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.judge.api import JudgeItem
+from rayloop.judge.labelled import CANARY_IMAGE, canary_image
+from rayloop.judge.rubric import Example, Rubric
+from rayloop.judge.verdict import SCORES
 
 VERSION = 1
 """In the judge's fingerprint. Raise it with every change of what a model is told; a test notices one."""

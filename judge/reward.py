@@ -11,22 +11,22 @@ from typing import Literal
 from prometheus_client import start_http_server
 from pydantic import Field
 
-from judge.answers import How, extract
-from judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
-from judge.calibrate import DriftWatch
-from judge.client import ClientSettings, JudgeClient
-from judge.contract import Contract
-from judge.grader import decide
-from judge.labelled import canary
-from judge.metrics import EXCLUDED
-from judge.prompt import sanitise
-from judge.rubric import FOLDER, load_rubrics
-from judge.rules import decision as rules
 from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
+from rayloop.judge.answers import How, extract
+from rayloop.judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
+from rayloop.judge.calibrate import DriftWatch
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.contract import Contract
+from rayloop.judge.grader import decide
+from rayloop.judge.labelled import canary
+from rayloop.judge.metrics import EXCLUDED
+from rayloop.judge.prompt import sanitise
+from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.rules import decision as rules
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from judge.api import VerdictKind
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
+from rayloop.judge.api import VerdictKind
 
 FOLDER = Path(__file__).parent / "rubrics"
 DEFAULT = "default"

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 from pydantic import Field, field_validator
 
-from judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
-from judge.discovery import READ, Address, Find, checked_url, key_of
-from judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
 from rayloop.config.settings import Component, SettingsModel
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.core.threads import in_thread
+from rayloop.judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
+from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
+from rayloop.judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
 
 LONGEST_WAIT = 5.0
 """Seconds of ``Retry-After`` that are believed: who waits keeps others from asking, and the judge may be well much earlier."""
@@ -32,8 +32,8 @@ class Limits(SettingsModel):
     """``http://host:port`` of the judge, or ``auto``: ``discovery`` finds it."""
     key_file: str = ""
     """File (mode 0600) with the bearer key; for ``auto`` the judge's own entry names it unless this is set."""
-    discovery: Component = Component(use="judge.discovery:FileDiscovery")
-    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a ``judge.discovery.Address``."""
+    discovery: Component = Component(use="rayloop.judge.discovery:FileDiscovery")
+    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a ``rayloop.judge.discovery.Address``."""
     connect_timeout: float = Field(5.0, gt=0)
     """Seconds for the connection alone. Raise it for a judge that is far away."""
     read_timeout: float = Field(120.0, gt=0)

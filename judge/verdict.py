@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from judge.api import VerdictKind
+from rayloop.judge.api import VerdictKind
 
 VERSION = 1
 """In the judge's fingerprint. Raise it with every change of what a reply is read as; a test notices one."""

@@ -1,8 +1,8 @@
 """One folder per recipe. What the command line can do for a recipe follows from the modules that it has.
 
-``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m cluster data prepare NAME``);
-``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m benchmarks recipe NAME``);
-``score`` has ``SCORING``, how saved completions are scored (``python -m cluster score NAME FILE``).
+``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m rayloop data prepare NAME``);
+``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m rayloop.benchmarks recipe NAME``);
+``score`` has ``SCORING``, how saved completions are scored (``python -m rayloop score NAME FILE``).
 
 Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name. What is below
 ``benchmarks/`` is laid over a run's configuration by ``eval --benchmark``.
@@ -18,10 +18,10 @@ from pathlib import Path
 def having(module: str) -> list[str]:
     """The recipes that have this module, sorted."""
     names = [found.name for found in pkgutil.iter_modules(__path__) if found.ispkg]
-    return sorted(name for name in names if find_spec(f"recipes.{name}.{module}"))
+    return sorted(name for name in names if find_spec(f"{__name__}.{name}.{module}"))
 
 
-PREPARED = {"osworld": "recipes.arpo.osworld"}
+PREPARED = {"osworld": "rayloop.recipes.arpo.osworld"}
 """Data sets whose rows no map of columns can make -> the module with their ``main(arguments)``."""
 
 

@@ -9,7 +9,7 @@ import os
 
 from hypothesis import settings
 
-from cluster.cli import SPINS
+from rayloop.cluster.cli import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

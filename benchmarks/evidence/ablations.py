@@ -1,6 +1,6 @@
 """What a part of the algorithm is worth: the same configuration with it and without it, three seeds.
 
-    python -m benchmarks.evidence.ablations QUESTION [--only SEED] [--arm ARM] [--note TEXT] [--out FILE]
+    python -m rayloop.benchmarks.evidence.ablations QUESTION [--only SEED] [--arm ARM] [--note TEXT] [--out FILE]
 
 Questions: ``filtering`` (partial dynamic filtering against none and against filtering of whole groups, at equal generated tokens),
 ``replay`` (ARPO: GRPO against GRPO with replay where successes are rare), ``tool_bonus`` (PyVision with and without its reward for
@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.evidence.seeds import digest, trained
-from benchmarks.measure import machine
+from rayloop.benchmarks.evidence.seeds import digest, trained
+from rayloop.benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.core.groups import Group, Member, Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains, means
 from rayloop.measure.intervals import Interval
+from rayloop.recipes.digits.reward import SortReward
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
-from recipes.digits.reward import SortReward
 
 RUNS = Path("runs/evidence")
 SEEDS = (0, 1, 2)
@@ -60,9 +60,9 @@ class Question:
 QUESTIONS = {
     "filtering": Question(
         Path("recipes/digits/quickstart.yaml"),
-        "python -m cluster data prepare digits --out runs/data/digits; python -m cluster sft recipes/digits/warm.yaml",
+        "python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml",
         (
-            "reward.source={use: 'benchmarks.evidence.ablations:Exact'}", "steps=60",
+            "reward.source={use: 'rayloop.benchmarks.evidence.ablations:Exact'}", "steps=60",
             "rollout.sampling={max_tokens: 10, temperature: 0.8}",
             "evaluation={every: 10, samples: 2}", "checkpoint.every=100",
         ),
@@ -70,18 +70,18 @@ QUESTIONS = {
             "partial": (
                 "evaluation.every=5",
                 "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'benchmarks.evidence.ablations:Members'}]}",
+                "{use: 'rayloop.benchmarks.evidence.ablations:Members'}]}",
             ),
             "none": ("algorithm.filtering={filters: [], ranking: issue}", "steps=100"),
             "whole group": (
                 "evaluation.every=5",
                 "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'benchmarks.evidence.ablations:WholeGroup'}]}",
+                "{use: 'rayloop.benchmarks.evidence.ablations:WholeGroup'}]}",
             ),
             "partial, ranked": (
                 "evaluation.every=5",
                 "algorithm.filtering={groups_per_generation: 24, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'benchmarks.evidence.ablations:Members'}]}",
+                "{use: 'rayloop.benchmarks.evidence.ablations:Members'}]}",
             ),
         },
         ("reward",),
@@ -90,7 +90,7 @@ QUESTIONS = {
     ),
     "replay": Question(
         Path("recipes/arpo/quickstart.yaml"),
-        "python -m cluster data prepare arpo --out runs/data/arpo_sparse "
+        "python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
         "--pages click-button click-button-sequence click-test-2 --train 24 --val 48",
         (
             "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
@@ -103,7 +103,7 @@ QUESTIONS = {
     ),
     "tool_bonus": Question(
         Path("recipes/pyvision/quickstart.yaml"),
-        "python -m cluster data prepare pyvision --out runs/data/pyvision",
+        "python -m rayloop data prepare pyvision --out runs/data/pyvision",
         ("steps=12", "evaluation.every=4"),
         {"without": ("reward.source.with.per_call=0.0",), "with": ("reward.source.with.per_call=0.1",)},
         ("accuracy", "calls"),

@@ -1,6 +1,6 @@
 """Does GRPO teach the shipped checkpoint to point better? Three seeds, two rivals, controls, pages nobody trained on.
 
-    python -m benchmarks.evidence.arc_vision [--out benchmarks/evidence/arc_vision.json]
+    python -m rayloop.benchmarks.evidence.arc_vision [--out benchmarks/evidence/arc_vision.json]
 
 Arms, each from recipes/arc_vision/tiny: GRPO (learn.yaml); the same with rewards permuted within each group, which must
 teach nothing; once, supervised steps on the same rows for the wall time that GRPO took (continue.yaml). Every choice was made on
@@ -99,9 +99,9 @@ def only(items: Iterable[Item], arm: str) -> list[Item]:
 
 
 def cluster(*arguments: object) -> None:
-    """Run ``python -m cluster``. Raises CalledProcessError when it fails."""
-    print("+ python -m cluster", *arguments, flush=True)
-    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+    """Run ``python -m rayloop``. Raises CalledProcessError when it fails."""
+    print("+ python -m rayloop", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "rayloop", *map(str, arguments)], check=True)
 
 
 def markdown(found: dict[str, Any]) -> list[str]:

@@ -1,13 +1,13 @@
 """Does GRPO on Chart-RVR's rewards raise what its warm start earns, and by looking? recipes/chart_rvr/quickstart.yaml, three seeds.
 
-    python -m benchmarks.evidence.chart_rvr [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
+    python -m rayloop.benchmarks.evidence.chart_rvr [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
 
 Each seed, or the one of ``--only``, is put into the file beside those that are there, with the hash of the configuration that it
 ran, of the start weights, and ``--note``, what else the machine did. For each: wall and CPU seconds of the command; reward and
 components on held-out charts (the split ``test``) before and after, sampled as in training and greedy; what was gained (paired by
 chart); and what the right chart is worth over the best answer without one, and over another chart of the same type and of the
 other type. All with 95 % bootstrap intervals. Needs the rows:
-``python -m cluster data prepare chart_rvr --small --out runs/data/chart_rvr``.
+``python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.seeds import digest, trained
-from benchmarks.measure import machine
+from rayloop.benchmarks.evidence.seeds import digest, trained
+from rayloop.benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, WORDS, Item, gains, summarise
 from rayloop.measure.intervals import Interval

@@ -1,6 +1,6 @@
 """Evidence on text: sorting digits, warmed by supervised steps and then trained by GRPO over all the actors.
 
-    python -m benchmarks.evidence.digits      writes benchmarks/evidence/digits.json
+    python -m rayloop.benchmarks.evidence.digits      writes benchmarks/evidence/digits.json
 
 Held-out scores are greedy, before the first and after the last GRPO step.
 """
@@ -30,7 +30,7 @@ def timed(*arguments: str) -> float:
 def evidence(folder: Path) -> dict[str, Any]:
     """Make the rows, warm up, train, and collect what the run recorded."""
     rows, model = folder / "rows", folder / "warm"
-    timed("recipes.digits.prepare", "--out", str(rows))
+    timed("rayloop.recipes.digits.prepare", "--out", str(rows))
     train = f"data.train={rows / 'train.jsonl'}"
     warm_seconds = timed(
         "cluster", "sft", "recipes/digits/warm.yaml", f"output={model}", f"model.path={folder / 'tiny'}", train

@@ -1,12 +1,12 @@
 """Does GRPO teach a policy that mostly guesses to look with code? The quickstart of recipes/pyvision, with three seeds.
 
-    python -m benchmarks.evidence.pyvision [--only SEED]      writes a JSON file beside this one, and a picture
+    python -m rayloop.benchmarks.evidence.pyvision [--only SEED]      writes a JSON file beside this one, and a picture
 
 For each seed: wall seconds of the command and CPU seconds of all its processes, accuracy and executed calls on held-out rows
 (val) at each evaluation, greedy and sampled, and in training at each step. With ``--only`` that seed alone is run, and the others
 of the file stay where they were made with the same configuration (``config``: hashes of the file and of the start weights). Runs
 stay below runs/evidence/pyvision, which must not hold the seed yet. Needs the rows:
-``python -m cluster data prepare pyvision --out runs/data/pyvision``.
+``python -m rayloop data prepare pyvision --out runs/data/pyvision``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.seeds import trained
-from benchmarks.measure import machine
+from rayloop.benchmarks.evidence.seeds import trained
+from rayloop.benchmarks.measure import machine
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchFailed
-from benchmarks.processes import EVERY, Tree
+from rayloop.benchmarks.measure import BenchFailed
+from rayloop.benchmarks.processes import EVERY, Tree
 from rayloop.run.config import RunConfig
 
 
@@ -26,7 +26,7 @@ def trained(config: Path, folder: Path, seed: int, overrides: Sequence[str]) -> 
     A run that is there goes on. Raises BenchFailed when it fails.
     """
     own = [f"output={folder.parent}", f"name={folder.name}", f"seed={seed}"]
-    command = [sys.executable, "-m", "cluster", "train", str(config), *overrides, *own]
+    command = [sys.executable, "-m", "rayloop", "train", str(config), *overrides, *own]
     print("+ " + " ".join(command), flush=True)
     began = time.monotonic()
     run = subprocess.Popen(command)

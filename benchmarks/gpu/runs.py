@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu import models
-from benchmarks.gpu.children import completed
-from benchmarks.gpu.result import Found, Place, attempt
-from benchmarks.measure import BenchFailed
+from rayloop.benchmarks.gpu import models
+from rayloop.benchmarks.gpu.children import completed
+from rayloop.benchmarks.gpu.result import Found, Place, attempt
+from rayloop.benchmarks.measure import BenchFailed
 from rayloop.run.folder import RunFolder
 
 CONFIG = "recipes/arc_vision/quickstart.yaml"
@@ -30,7 +30,7 @@ CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollou
 RANDOM = [
     "algorithm.groups_per_step=8",
     "algorithm.group_size=4",
-    "reward.source={use: 'benchmarks.gpu.spread:spread'}",
+    "reward.source={use: 'rayloop.benchmarks.gpu.spread:spread'}",
 ]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
 TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "publish.self_test=false", "publish.probes=1"]
@@ -56,7 +56,7 @@ def run(place: Place, name: str, kind: str, model: Path | None) -> dict[str, Any
     own = [*GPU, CACHE[name], f"publish.transport.kind={kind}"] if gpu else []
     own += [] if model is None else [f"model.path={model}", *RANDOM]
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", "cluster", "train", CONFIG, *SHORT, *own, *(TINY if place.tiny else []),
+        command = [sys.executable, "-m", "rayloop", "train", CONFIG, *SHORT, *own, *(TINY if place.tiny else []),
                    f"output={output}", "name=probe"]  # fmt: skip
         done = completed(command, LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         found = recorded(RunFolder.at(Path(output) / "probe"))

@@ -6,10 +6,10 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-import recipes
-from cluster.commands.arguments import add_overrides
-from cluster.commands.solvable import keep_solvable, solvable_options
+from rayloop import recipes
 from rayloop.chat.rendering import Renderer
+from rayloop.cluster.commands.arguments import add_overrides
+from rayloop.cluster.commands.solvable import keep_solvable, solvable_options
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.data.published import prepare
@@ -60,7 +60,7 @@ def _made(name: str, options: list[str]) -> int:
     where = {word.partition("=")[0] for word in options} & {"--from", "--hub"}
     if name == GENERIC or (name in published and (where or name not in recipes.having("prepare"))):
         return prepare.main(name, published, options)
-    code: int = import_module(recipes.PREPARED.get(name, f"recipes.{name}.prepare")).main(options)
+    code: int = import_module(recipes.PREPARED.get(name, f"rayloop.recipes.{name}.prepare")).main(options)
     return code
 
 

@@ -17,7 +17,7 @@ from rayloop.run.config import read
 
 PLAYED = Path("runs/play")
 BENCHES = {"miniwob": "browser", "desktop": "desktop", "interpreter": "sandbox"}
-"""Environments -> the measurement (``python -m cluster bench``) that says what they cost."""
+"""Environments -> the measurement (``python -m rayloop bench``) that says what they cost."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +57,12 @@ def _list(arguments: argparse.Namespace) -> int:
         shown = names if arguments.family else names[:4]
         print("".join(f"  {word}:{name}\n" for name in shown), end="")
         if more := len(names) - len(shown):
-            print(f"  and {more} more: python -m cluster env list {word}")
+            print(f"  and {more} more: python -m rayloop env list {word}")
     return 0
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from cluster.stages.play import QUIT, Pictures, keyboard, play, shown_as
+    from rayloop.cluster.stages.play import QUIT, Pictures, keyboard, play, shown_as
 
     turn: Callable[[str], str] = str
     example = ""
@@ -95,6 +95,6 @@ def _of_run(file: Path, row: int) -> tuple[EnvironmentKind, Task]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from cluster.cli import main
+    from rayloop.cluster.cli import main
 
     return main(["bench", BENCHES[arguments.kind], *arguments.options])

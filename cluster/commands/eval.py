@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import recipes
-from cluster.commands.arguments import add_cluster, add_run, cluster
+from rayloop import recipes
+from rayloop.cluster.commands.arguments import add_cluster, add_run, cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
 from rayloop.run.preflight import preflight
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             folder = model_of(arguments.checkpoint, out / "models")
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
         preflight(config.model_copy(update={"data": config.data.model_copy(update={"eval": data})}), trains=False)
-        from cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
+        from rayloop.cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
 
         return evaluate(
             config,

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.commands.arguments import add_cluster, cluster
-from judge.api import JudgeVersion
-from judge.calibrate import Gate, calibrate
-from judge.client import ClientSettings, JudgeClient
-from judge.transport import Transport
+from rayloop.cluster.commands.arguments import add_cluster, cluster
 from rayloop.config.settings import Component, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from serve_apps.http_options import LOOPBACK
-from serve_apps.judge.settings import CONFIGS, ServeFile
+from rayloop.judge.api import JudgeVersion
+from rayloop.judge.calibrate import Gate, calibrate
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.transport import Transport
+from rayloop.serve_apps.http_options import LOOPBACK
+from rayloop.serve_apps.judge.settings import CONFIGS, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
 """Where clients with ``url: auto`` look."""
@@ -66,13 +66,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = application.args.model_copy(update={"insecure": True} if open_ else {"key_file": str(local_path(key))})
     file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
     with cluster(arguments) as (address, temporary):
-        from cluster.stages.judge import serve  # imports ray
+        from rayloop.cluster.stages.judge import serve  # imports ray
 
         return serve(file, address, temporary, arguments.announce)
 
 
 def client_settings(arguments: argparse.Namespace) -> ClientSettings:
-    found = {"use": "judge.discovery:FileDiscovery", "with": {"path": str(arguments.announce)}}
+    found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(arguments.announce)}}
     return ClientSettings(url=arguments.url, key_file=arguments.key_file, discovery=Component.model_validate(found))
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.commands.arguments import add_overrides, reachable
+from rayloop.cluster.commands.arguments import add_overrides, reachable
 from rayloop.config.settings import SettingsModel
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import read_place
-from serve_apps.http_options import LOOPBACK, HttpOptions
-from serve_apps.policy.settings import PolicyLimits
+from rayloop.serve_apps.http_options import LOOPBACK, HttpOptions
+from rayloop.serve_apps.policy.settings import PolicyLimits
 
 
 class ServeOptions(SettingsModel):
@@ -61,7 +61,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
     announced.parent.mkdir(parents=True, exist_ok=True)
     with joined_cluster(address, token, insecure=bool(file) and token is None):
-        from cluster.stages.policy import serve  # imports ray
+        from rayloop.cluster.stages.policy import serve  # imports ray
 
         def alive() -> bool:
             return file is None or file.exists()

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import recipes
+from rayloop import recipes
 from rayloop.config.settings import Component
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, DataFailure
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """One JSON line per row on stdout, a summary on stderr. Exit code 0; raises ConfigError."""
-    scoring: Scoring = import_module(f"recipes.{arguments.recipe}.score").SCORING
+    scoring: Scoring = import_module(f"rayloop.recipes.{arguments.recipe}.score").SCORING
     variant = arguments.variant or scoring.variants[0]
     reward = scoring.aliases.get(arguments.reward, arguments.reward)
     for option, value, known in (("--variant", variant, scoring.variants), ("--reward", reward, scoring.rewards)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cluster.commands.arguments import add_cluster, add_overrides, cluster
+from rayloop.cluster.commands.arguments import add_cluster, add_overrides, cluster
 from rayloop.config.settings import check_components, load
 from rayloop.sft.stage import SftConfig
 
@@ -21,6 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)
-        from cluster.stages.sft import sft  # imports ray, which reads the environment
+        from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
 
         return sft(config, address, temporary)

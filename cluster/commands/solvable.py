@@ -65,7 +65,7 @@ def _played(chosen: argparse.Namespace, file: Path) -> Path:
         )
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
-    command = [sys.executable, "-m", "cluster", "eval", *map(str, asked)]
+    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
         raise RayloopError(f"{' '.join(command[1:])} ended with {code}; what it said is above")

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {arguments.address}: expected the dashboard, http://HEAD:8265")
     config = _inside(arguments.config, arguments.working_dir)
-    command = shlex.join(["python", "-m", "cluster", "train", str(config), *arguments.overrides])
+    command = shlex.join(["python", "-m", "rayloop", "train", str(config), *arguments.overrides])
     with joined_cluster(arguments.address, arguments.token_file, arguments.insecure):
         return submit(command, arguments.address, arguments.working_dir, follow_it=arguments.follow)
 
@@ -114,15 +113,24 @@ def pack(folder: Path, package: Path) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files to pack. A link to a folder becomes that folder: a job's machine unpacks no links."""
     listed = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if listed.returncode == 0:
-        found: Iterator[Path] = (Path(name) for name in listed.stdout.split("\0") if name)
+        found = [Path(name) for name in listed.stdout.split("\0") if name]
     else:
-        found = (path.relative_to(folder) for path in folder.rglob("*"))
-    return sorted(file for file in found if (folder / file).is_file())
+        found = [path.relative_to(folder) for path in folder.rglob("*")]
+    linked = {path: (folder / path).resolve() for path in found if (folder / path).is_symlink()}
+    below = [
+        link / (folder.resolve() / file).relative_to(target)
+        for link, target in linked.items()
+        if target.is_dir()
+        for file in found
+        if (folder.resolve() / file).is_relative_to(target)
+    ]
+    return sorted({file for file in [*found, *below] if (folder / file).is_file()})
 
 
 def _is_data(file: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cluster.commands.arguments import add_cluster, add_run, cluster
+from rayloop.cluster.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.settings import dump
 from rayloop.launch.again import supervised
 from rayloop.run.config import read
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.again:
-        return supervised([sys.executable, "-m", "cluster", *sys.argv[1:], "--again=0"], arguments.again)
+        return supervised([sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again)
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(dump(config), end="")
             return 0
         preflight(config)
-        from cluster.stages.train import train  # imports ray, which reads the environment
+        from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(config, address, temporary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cluster.commands.arguments import add_run
+from rayloop.cluster.commands.arguments import add_run
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
 
@@ -20,6 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
     preflight(config, trains=False)
-    from cluster.stages.trial import try_row  # imports torch
+    from rayloop.cluster.stages.trial import try_row  # imports torch
 
     return try_row(config, arguments.row)

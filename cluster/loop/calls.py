@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import ray
 
-from actors.environment import EnvironmentActor
-from actors.fates import is_lost
-from actors.handles import Handle, submit_split
-from actors.lease import Lease, LeasesEngines
-from actors.lost import brief, is_spent
-from actors.rollout import RolloutActor
-from cluster.roles.services import Services
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.fates import is_lost
+from rayloop.actors.handles import Handle, submit_split
+from rayloop.actors.lease import Lease, LeasesEngines
+from rayloop.actors.lost import brief, is_spent
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind

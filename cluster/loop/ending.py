@@ -8,8 +8,8 @@ import traceback
 from contextlib import suppress
 from typing import Protocol
 
-from actors.fates import typed
-from actors.lost import brief
+from rayloop.actors.fates import typed
+from rayloop.actors.lost import brief
 from rayloop.core import events
 from rayloop.core.failures import (
     AGAIN,

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from actors.handles import Handle
-from actors.lease import Lease, LeasesEngines
-from actors.rollout import RolloutActor
-from cluster.loop.calls import Answer, Avoid, PlayCalls, Played
-from cluster.loop.scoring import Scoring
-from cluster.roles.services import Services
+from rayloop.actors.handles import Handle
+from rayloop.actors.lease import Lease, LeasesEngines
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.loop.calls import Answer, Avoid, PlayCalls, Played
+from rayloop.cluster.loop.scoring import Scoring
+from rayloop.cluster.roles.services import Services
 from rayloop.core import incidents
 from rayloop.core.events import Tell
 from rayloop.core.groups import Group, Member, PlayFailed, Unscored, UnscoredKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
 from rayloop.core.types import EndReason, PlayRequest, TrajectoryId

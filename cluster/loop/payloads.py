@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from actors.fates import object_lost
+from rayloop.actors.fates import object_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.types import TrajectoryId

@@ -10,14 +10,14 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from actors.fates import object_lost
-from actors.handles import Handle, submit
-from actors.lost import brief
-from actors.policy import LogprobGap
-from actors.rollout import RolloutActor
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.roles.policy_group import LOADING
-from cluster.roles.services import TrainingServices
+from rayloop.actors.fates import object_lost
+from rayloop.actors.handles import Handle, submit
+from rayloop.actors.lost import brief
+from rayloop.actors.policy import LogprobGap
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.roles.policy_group import LOADING
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PolicyLost, PublicationError, WorkerLost

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 
-from actors.fates import object_lost
-from actors.handles import resolved
-from actors.lost import brief
-from actors.reward import RewardActor
-from cluster.roles.pool import ATTEMPTS
-from cluster.roles.services import Services
+from rayloop.actors.fates import object_lost
+from rayloop.actors.handles import resolved
+from rayloop.actors.lost import brief
+from rayloop.actors.reward import RewardActor
+from rayloop.cluster.roles.pool import ATTEMPTS
+from rayloop.cluster.roles.services import Services
 from rayloop.core import incidents
 from rayloop.core.events import Tell
 from rayloop.core.failures import WorkerLost

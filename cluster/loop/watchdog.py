@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.base import Actor, dump
-from actors.handles import Handle, submit
+from rayloop.actors.base import Actor, dump
+from rayloop.actors.handles import Handle, submit
 from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Wait
 from rayloop.core.events import Tell

@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from actors.base import Actor
-from actors.handles import Handle, submit
-from cluster.roles.session import room
+from rayloop.actors.base import Actor
+from rayloop.actors.handles import Handle, submit
+from rayloop.cluster.roles.session import room
 from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Tell

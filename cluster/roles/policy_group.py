@@ -8,11 +8,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from actors.fates import FailureFate, cause, fate, is_lost
-from actors.handles import Handle, submit, submit_pair
-from actors.lost import brief
-from actors.policy import Assignment, LogprobGap, PolicyRank
-from cluster.roles.nodes import Nodes
+from rayloop.actors.fates import FailureFate, cause, fate, is_lost
+from rayloop.actors.handles import Handle, submit, submit_pair
+from rayloop.actors.lost import brief
+from rayloop.actors.policy import Assignment, LogprobGap, PolicyRank
+from rayloop.cluster.roles.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member

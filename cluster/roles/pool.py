@@ -15,13 +15,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from actors.fates import cause, is_lost
-from actors.handles import Handle, submit, submit_split
-from actors.lease import Lease
-from actors.lost import brief, is_spent, last_line
-from cluster.roles.losses import Losses, now
-from cluster.roles.nodes import Nodes
-from cluster.roles.worker import Worker
+from rayloop.actors.fates import cause, is_lost
+from rayloop.actors.handles import Handle, submit, submit_split
+from rayloop.actors.lease import Lease
+from rayloop.actors.lost import brief, is_spent, last_line
+from rayloop.cluster.roles.losses import Losses, now
+from rayloop.cluster.roles.nodes import Nodes
+from rayloop.cluster.roles.worker import Worker
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell

@@ -22,17 +22,17 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.base import Actor
-from actors.environment import EnvironmentActor
-from actors.handles import Handle, create, submit
-from actors.policy import PolicyRank, RankSettings
-from actors.reference import ReferenceActor
-from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from cluster.roles.nodes import Nodes
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool, Pooled
-from cluster.roles.shared import check_shared
+from rayloop.actors.base import Actor
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.policy import PolicyRank, RankSettings
+from rayloop.actors.reference import ReferenceActor
+from rayloop.actors.reward import RewardActor
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.roles.nodes import Nodes
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool, Pooled
+from rayloop.cluster.roles.shared import check_shared
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Tell

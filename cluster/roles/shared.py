@@ -7,7 +7,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import appears
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from actors.handles import Handle
+from rayloop.actors.handles import Handle
 
 A = TypeVar("A")
 

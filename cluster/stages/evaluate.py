@@ -1,4 +1,4 @@
-"""``python -m cluster eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
+"""``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import ray
 
-from actors.base import Actor
-from actors.fates import cause
-from actors.handles import Handle, create, submit
-from actors.lease import Lease
-from actors.rollout import RolloutActor, start_weights
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.evaluation import play
-from cluster.roles.services import Services
-from cluster.roles.session import session
+from rayloop.actors.base import Actor
+from rayloop.actors.fates import cause
+from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.lease import Lease
+from rayloop.actors.rollout import RolloutActor, start_weights
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.loop.evaluation import play
+from rayloop.cluster.roles.services import Services
+from rayloop.cluster.roles.session import session
 from rayloop.config.settings import dump
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline

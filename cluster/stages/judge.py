@@ -10,13 +10,13 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from cluster.roles.session import session
-from cluster.stages.serving import begin, deploy, end, room, url, watch
-from judge.discovery import Address, announce, withdraw
+from rayloop.cluster.roles.session import session
+from rayloop.cluster.stages.serving import begin, deploy, end, room, url, watch
 from rayloop.core.signals import handling
-from serve_apps.judge.address import publish, unclaimed
-from serve_apps.judge.app import app, gpus
-from serve_apps.judge.settings import ServeFile
+from rayloop.judge.discovery import Address, announce, withdraw
+from rayloop.serve_apps.judge.address import publish, unclaimed
+from rayloop.serve_apps.judge.app import app, gpus
+from rayloop.serve_apps.judge.settings import ServeFile
 
 
 def serve(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:

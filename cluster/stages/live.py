@@ -20,10 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.base import Actor
-from actors.handles import Handle, submit
-from cluster.driver_actor import DriverActor
-from cluster.roles.session import actor_table, logs_folder
+from rayloop.actors.base import Actor
+from rayloop.actors.handles import Handle, submit
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.roles.session import actor_table, logs_folder
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.run.place import Place
 

@@ -12,17 +12,17 @@ from typing import NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from actors.handles import Handle, submit
-from cluster.driver_actor import DriverActor
-from cluster.stages.serving import ServeFailed, begin, deploy, end, room, url, watch
+from rayloop.actors.handles import Handle, submit
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.stages.serving import ServeFailed, begin, deploy, end, room, url, watch
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
 from rayloop.core.signals import handling
 from rayloop.run.config import RunConfig
 from rayloop.run.place import run_of
-from serve_apps.http_options import HttpOptions
-from serve_apps.policy.app import app
-from serve_apps.policy.settings import PolicyLimits, PolicySettings
+from rayloop.serve_apps.http_options import HttpOptions
+from rayloop.serve_apps.policy.app import app
+from rayloop.serve_apps.policy.settings import PolicyLimits, PolicySettings
 
 ANSWER = 60.0
 """Seconds within which the run's driver must tell its configuration; it is asked once."""

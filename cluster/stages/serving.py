@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
-from cluster.roles.session import serve_details
+from rayloop.cluster.roles.session import serve_details
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.threads import call_within
-from serve_apps.http_options import LOOPBACK
+from rayloop.serve_apps.http_options import LOOPBACK
 
 POLL = 1.0
 ASKED = 5.0

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.fates import cause
-from cluster.roles.session import session
+from rayloop.actors.fates import cause
+from rayloop.cluster.roles.session import session
 from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.protocols import TrainItem

@@ -19,14 +19,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.fates import is_lost, typed
-from actors.handles import Handle, create, submit
-from actors.lost import brief
-from cluster.driver_actor import DriverActor
-from cluster.roles.services import actor_name
-from cluster.roles.session import session
-from cluster.stages.evaluate import config_hash
-from cluster.stages.head_watch import HeadGone, HeadWatch, watched
+from rayloop.actors.fates import is_lost, typed
+from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.lost import brief
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.roles.services import actor_name
+from rayloop.cluster.roles.session import session
+from rayloop.cluster.stages.evaluate import config_hash
+from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen

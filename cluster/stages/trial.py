@@ -1,4 +1,4 @@
-"""``python -m cluster try``: one row as the model sees it, two sampled answers, and what the reward says about each.
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and what the reward says about each.
 
 No Ray cluster is started. What runs are the parts of a run, in this process: the reader, the renderer, the episode loop, and
 the classes of the rollout and the reward actor.
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from actors.reward import RewardActor
-from actors.rollout import RolloutActor, start_weights
+from rayloop.actors.reward import RewardActor
+from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
@@ -80,7 +80,7 @@ def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Ta
     for failure in failures[:SHOWN_FAILURES]:
         tell(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):
-        tell(f"left out: {more} more rows; `python -m cluster data validate CONFIG` names them")
+        tell(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
     if row is None:
         return dataset, _first_intact(dataset, tell)
     where = f"{config.data.train}:{row}"
@@ -216,7 +216,7 @@ class _Trial:
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
         """What the reward says about the answers: one by one, or (``reward.per: group``) about what was played of the two."""
-        with _silent("actors.reward"):
+        with _silent("rayloop.actors.reward"):
             outcomes = await self.reward.score(task, 0, *played)
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from judge.rules.plain import is_blank, says_nothing
-from judge.rules.quantities import compare, quantity
-from judge.rules.question import Question, option
+from rayloop.judge.rules.plain import is_blank, says_nothing
+from rayloop.judge.rules.quantities import compare, quantity
+from rayloop.judge.rules.question import Question, option
 
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
 _OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))

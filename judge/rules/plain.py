@@ -10,7 +10,7 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from judge.rules.numerals import NUMERALS
+from rayloop.judge.rules.numerals import NUMERALS
 
 CHARACTERS = str.maketrans(
     {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}

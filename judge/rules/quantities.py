@@ -9,8 +9,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from judge.rules.numerals import MAGNITUDES, WHOLE, WORDS
-from judge.rules.question import Question
+from rayloop.judge.rules.numerals import MAGNITUDES, WHOLE, WORDS
+from rayloop.judge.rules.question import Question
 
 Relation = Literal["same", "different", "unclear"]
 Form = Literal["digits", "word", "fraction", "power", "exponent"]

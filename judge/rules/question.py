@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from judge.rules.plain import CHARACTERS, plain, same_text
+from rayloop.judge.rules.plain import CHARACTERS, plain, same_text
 
 
 class _Hint:

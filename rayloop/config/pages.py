@@ -41,22 +41,22 @@ def page(target: str) -> str:
 COMPONENTS = {
     ("Readers", "data.reader"): (
         "rayloop.data.dataset:ChatRows",
-        "recipes.arc_vision.data:GroundingRows",
-        "recipes.chart_rvr.data:ChartRows",
-        "recipes.chart_rvr.data:ConversationRows",
-        "recipes.digits.data:DigitRows",
-        "recipes.pyvision.data:QuestionRows",
+        "rayloop.recipes.arc_vision.data:GroundingRows",
+        "rayloop.recipes.chart_rvr.data:ChartRows",
+        "rayloop.recipes.chart_rvr.data:ConversationRows",
+        "rayloop.recipes.digits.data:DigitRows",
+        "rayloop.recipes.pyvision.data:QuestionRows",
     ),
     ("Rewards", "reward.source"): (
-        "judge.reward:JudgeReward",
-        "recipes.arc_vision.reward:ArcVisionReward",
-        "recipes.arc_vision.reward:IoUReward",
-        "recipes.arpo.reward:ArpoReward",
-        "recipes.chart_rvr.rewards.reward:ChartReward",
-        "recipes.chart_rvr.measure:ChartAnswer",
-        "recipes.digits.reward:SortReward",
-        "recipes.pyvision.deepeyes:DeepEyesReward",
-        "recipes.pyvision.reward:PyVisionReward",
+        "rayloop.judge.reward:JudgeReward",
+        "rayloop.recipes.arc_vision.reward:ArcVisionReward",
+        "rayloop.recipes.arc_vision.reward:IoUReward",
+        "rayloop.recipes.arpo.reward:ArpoReward",
+        "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
+        "rayloop.recipes.chart_rvr.measure:ChartAnswer",
+        "rayloop.recipes.digits.reward:SortReward",
+        "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
+        "rayloop.recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),
     ("Environments", "environment.episode.environment"): (
@@ -73,27 +73,27 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
-    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "recipes.arc_vision.curriculum:LargeFirst"),
+    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.curriculum:LargeFirst"),
     ("Blind priors", "evaluation.blind"): (
-        "recipes.arc_vision.controls:BlindBox",
-        "recipes.chart_rvr.controls:BlindChart",
+        "rayloop.recipes.arc_vision.controls:BlindBox",
+        "rayloop.recipes.chart_rvr.controls:BlindChart",
     ),
-    ("Boxes to draw", "report.boxes"): ("recipes.arc_vision.boxes:GroundingBoxes",),
+    ("Boxes to draw", "report.boxes"): ("rayloop.recipes.arc_vision.boxes:GroundingBoxes",),
     ("Answers of the supervised stage", "answers"): (
-        "recipes.arc_vision.data:BoxAnswers",
-        "recipes.chart_rvr.data:ChartAnswers",
-        "recipes.chart_rvr.hasty:HastyAnswers",
-        "recipes.arpo.demonstrations:Demonstrated",
-        "recipes.digits.data:SortedAnswers",
-        "recipes.pyvision.data:Demonstrations",
+        "rayloop.recipes.arc_vision.data:BoxAnswers",
+        "rayloop.recipes.chart_rvr.data:ChartAnswers",
+        "rayloop.recipes.chart_rvr.hasty:HastyAnswers",
+        "rayloop.recipes.arpo.demonstrations:Demonstrated",
+        "rayloop.recipes.digits.data:SortedAnswers",
+        "rayloop.recipes.pyvision.data:Demonstrations",
     ),
     ("Embedders", "reward.source.with.embedder"): (
-        "recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
-        "recipes.chart_rvr.rewards.embedders:WordEmbedder",
+        "rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
+        "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder",
     ),
     ("Ways to find a judge", "reward.source.with.judge.discovery"): (
-        "judge.discovery:FileDiscovery",
-        "serve_apps.judge.address:RayDiscovery",
+        "rayloop.judge.discovery:FileDiscovery",
+        "rayloop.serve_apps.judge.address:RayDiscovery",
     ),
 }
 """Title, and the key that names such a component -> those that are shipped."""
@@ -103,7 +103,7 @@ COMPONENTS_HEADER = """# Components that are shipped
 Made by `python -m rayloop.config.pages components`; do not edit. A component is named with `use` and set with `with`:
 
     reward:
-      source: {use: "judge.reward:JudgeReward", with: {answer: whole}}
+      source: {use: "rayloop.judge.reward:JudgeReward", with: {answer: whole}}
 
 One of your own, a class or often a plain function, is named in the same way: [own_task.md](own_task.md).
 

@@ -41,7 +41,7 @@ class Warning(Event, by="cluster/driver.py"):
 
 class DataWarning(Event, by="rayloop/run/rows.py"):
     """What may be wrong with a data file though its rows can be read (no answers, no images). To do: look at the file: `python -m
-    cluster data validate CONFIG`."""
+    rayloop data validate CONFIG`."""
 
     why: str
 
@@ -186,7 +186,7 @@ class Unscored(Event, by="rayloop/grpo/alarms.py"):
 
 
 class ItemUnscored(Event, by="cluster/stages/evaluate.py"):
-    """An answer of `python -m cluster eval` has no score. To do: run `eval` again with the same `--out`: it is played again."""
+    """An answer of `python -m rayloop eval` has no score. To do: run `eval` again with the same `--out`: it is played again."""
 
     arm: str
     """See run_folder.md."""
@@ -195,7 +195,7 @@ class ItemUnscored(Event, by="cluster/stages/evaluate.py"):
 
 
 class GraderError(Event, by="rayloop/grpo/alarms.py"):
-    """The first time that the reward raised. To do: repair the reward; look at it with `python -m cluster try CONFIG`."""
+    """The first time that the reward raised. To do: repair the reward; look at it with `python -m rayloop try CONFIG`."""
 
     trajectory: str
     task: str

@@ -33,7 +33,7 @@ HEADER = """# doctor
 
 Made by `python -m rayloop.doctor.checks`; do not edit.
 
-`python -m cluster doctor [CONFIG] [--address ...] [--port ...] [--json]` looks at this machine without starting anything. Each
+`python -m rayloop doctor [CONFIG] [--address ...] [--port ...] [--json]` looks at this machine without starting anything. Each
 finding has a level: *error*, a run would fail; *warning*, it would be slow, exposed to others, or not what was tested; and a
 remedy, which is printed with what was found. With a CONFIG it also predicts checkpoints and memory. The exit code is 1 when
 there is an error, else 0 (2: the CONFIG itself is wrong).

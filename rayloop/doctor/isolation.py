@@ -63,7 +63,7 @@ def scheduler(environment: Mapping[str, str], which: Callable[[str], str | None]
     if job := environment.get("SLURM_JOB_ID"):
         found.append(f"inside Slurm job {job}")
     elif which("sbatch"):
-        found.append("Slurm (sbatch): python -m cluster slurm up")
+        found.append("Slurm (sbatch): python -m rayloop slurm up")
     if environment.get("KUBERNETES_SERVICE_HOST"):
         found.append("inside a Kubernetes pod")
     elif which("kubectl"):

@@ -155,7 +155,7 @@ def token(environment: Mapping[str, str], named: Path | None, home: Path) -> lis
         findings += _token_file(file)
     elif mode == "token" or path:
         remedy = (
-            "copy the token from the head (python -m cluster writes one per cluster), and name it with --token-file"
+            "copy the token from the head (python -m rayloop writes one per cluster), and name it with --token-file"
         )
         findings.append(Finding("error", f"{file} does not exist, and the cluster wants a token", remedy))
     if not findings:

@@ -210,7 +210,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
         if self.interface == "chat":
             return (
                 "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
-                "tokens with a server that returns them, another engine, or `python -m cluster eval`"
+                "tokens with a server that returns them, another engine, or `python -m rayloop eval`"
             )
         if self.own_weights:
             return (

@@ -205,7 +205,7 @@ class Alarms:
             why = _last_line(self._trace or "no traceback")
             raise GraderBroken(
                 f"the reward {self._reward} raised on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
-                "events.jsonl). Repair it, and look at it with `python -m cluster try CONFIG`: a dataset column that is missing, "
+                "events.jsonl). Repair it, and look at it with `python -m rayloop try CONFIG`: a dataset column that is missing, "
                 "or an answer of a form that it does not expect, are the usual reasons. When only what the policy writes can "
                 "break it, reward.on_error=fail gives such answers the failing value, and the run goes on."
             )

@@ -65,7 +65,7 @@ class End(Enum):
 
 
 def run_node(a: argparse.Namespace) -> int:
-    """The node of ``python -m cluster node`` until it ends; its exit code."""
+    """The node of ``python -m rayloop node`` until it ends; its exit code."""
     told = StopSignals()
     if a.requeue and slurm_job.job() is not None and not slurm_job.can_ask():
         print(

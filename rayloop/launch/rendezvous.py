@@ -84,7 +84,7 @@ class Rendezvous:
         if former is not None and (why := former.stale()) is None:
             raise ConfigError(
                 f"the cluster {self.cluster} has a head already, at {former.address} on {former.node}. Choose another name, "
-                f"or end it with `python -m cluster slurm down`"
+                f"or end it with `python -m rayloop slurm down`"
             )
         elif former is not None:
             print(f"removing what a former head left: {why}", flush=True)

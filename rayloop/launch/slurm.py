@@ -50,7 +50,7 @@ class JobSettings(SettingsModel):
 
 class NodeSettings(JobSettings):
     node: tuple[str, ...] = ()
-    """Further options of ``python -m cluster node``, for example --resource=rollout=1."""
+    """Further options of ``python -m rayloop node``, for example --resource=rollout=1."""
 
 
 class WorkerSettings(NodeSettings):

@@ -100,7 +100,7 @@ HEADER = """# Events
 Made by `python -m rayloop.run.events` from the classes in `rayloop/core/events.py` and `rayloop/core/incidents.py`; do not edit.
 One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step;
 absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
-cluster eval` writes an `events.jsonl` of the same kinds into its own folder. The last column says where in the code it is told.
+rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column says where in the code it is told.
 
 """
 

@@ -1,4 +1,4 @@
-"""``python -m cluster export``: a checkpoint of a run as a model folder that plain transformers loads."""
+"""``python -m rayloop export``: a checkpoint of a run as a model folder that plain transformers loads."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _other_schema(schema: int) -> str:
         return f"its schema is {schema}, of a newer version of rayloop; this one reads {SCHEMA}. Update rayloop to go on with it"
     return (
         f"its schema is {schema or 'older than 1'} and this version of rayloop reads {SCHEMA}. Finish the run with the version "
-        "that began it; or take its weights along (python -m cluster export CHECKPOINT FOLDER, then model.path=FOLDER in a new "
+        "that began it; or take its weights along (python -m rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new "
         "run, whose optimizer, step and order of tasks begin anew)"
     )
 

@@ -70,13 +70,13 @@ class EvaluationSettings(SettingsModel):
     """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
     blind: Component | None = None
     """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
-    example ``{use: "recipes.arc_vision.controls:BlindBox"}``."""
+    example ``{use: "rayloop.recipes.arc_vision.controls:BlindBox"}``."""
 
 
 class ReportSettings(SettingsModel):
     boxes: Component | None = None
     """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
-    example ``{use: "recipes.arc_vision.boxes:GroundingBoxes"}``."""
+    example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``."""
 
 
 class RecoverySettings(SettingsModel):

@@ -164,7 +164,7 @@ METRICS = tuple(
         ("surplus/<source>", "trajectories", "Since the last step: beyond the target of the step, by data source."),
         ("cancelled/<reason>", "trajectories", "Given up while in flight."),
         ("ledger/<state>", "trajectories", "Totals since the run began, by state and reason (`filtered[all_wrong]`)."),
-        # What keeps the run alive: of no step, but at Prometheus' port at all times, and in `python -m cluster status`
+        # What keeps the run alive: of no step, but at Prometheus' port at all times, and in `python -m rayloop status`
         ("recovery/wanted/<role>", "actors", "Actors that the role should have."),
         ("recovery/in_service/<role>", "actors", "Those of them that serve; 0 until all have started."),
         ("recovery/lost/<role>", "losses", "Actors lost since the run was started (policy: rebuilds; driver: deaths)."),
@@ -209,7 +209,7 @@ While a run lives, Prometheus finds the newest value of each at the metrics port
 of the last column, to which Ray adds `ray_`: `ray_rayloop_reward_mean{run="quickstart"}`. The label `run` is the run's name;
 a part `<...>` is a label too, and empty where a metric of the same name does not have it. A ready-made list of ports is in
 Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out. Those of `recovery/` are
-renewed every 3 seconds, also when no step ends, and are in no record of a step; `python -m cluster status RUN_DIR` shows the same.
+renewed every 3 seconds, also when no step ends, and are in no record of a step; `python -m rayloop status RUN_DIR` shows the same.
 Alert rules are in deploy/prometheus, a dashboard in deploy/grafana/run.json.
 
 | name | unit | meaning | Prometheus |

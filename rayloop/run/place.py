@@ -56,7 +56,7 @@ def read_place(file: Path) -> Place:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that is running, or start one "
-            f"(`python -m cluster train`)"
+            f"(`python -m rayloop train`)"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error

@@ -25,7 +25,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
     model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
-            f"model.path: {model} is no folder. Make a model with `python -m cluster sft`, or name a folder in Hugging Face "
+            f"model.path: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
             "layout or a model of the Hub (owner/name)"
         )
     for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):

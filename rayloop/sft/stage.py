@@ -58,7 +58,7 @@ class TinySettings(SettingsModel):
 
 
 class SftConfig(SettingsModel):
-    """``python -m cluster sft CONFIG``."""
+    """``python -m rayloop sft CONFIG``."""
 
     removed: ClassVar[Mapping[str, Removed]] = {
         "max_image_pixels": Removed(50_000_000, "a larger image is refused before it is decoded")

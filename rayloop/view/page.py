@@ -1,4 +1,4 @@
-"""``python -m cluster report``: a run folder as one HTML file that needs nothing else, for whoever debugs a run."""
+"""``python -m rayloop report``: a run folder as one HTML file that needs nothing else, for whoever debugs a run."""
 
 from __future__ import annotations
 

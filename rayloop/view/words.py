@@ -72,7 +72,7 @@ def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[s
         flags = f" ({', '.join(r.flags)})" if r.flags else ""
         yield f"For example task {r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
     if records and kept:
-        yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m cluster report` shows."
+        yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m rayloop report` shows."
 
 
 def _fields(record: Record) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayloop.core.protocols import Box
-from recipes.arc_vision.data import box
+from rayloop.recipes.arc_vision.data import box
 
 Size = tuple[float, float]
 """Width and height, in the unit of an answer that is no fraction."""

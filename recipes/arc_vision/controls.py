@@ -10,7 +10,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import Box
 from rayloop.core.types import Task
-from recipes.arc_vision.boxes import click_hits, iou
+from rayloop.recipes.arc_vision.boxes import click_hits, iou
 
 
 class BlindBox:

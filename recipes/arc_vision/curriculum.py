@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.types import Task
-from recipes.arc_vision.data import box
+from rayloop.recipes.arc_vision.data import box
 
 
 class LargeFirst:

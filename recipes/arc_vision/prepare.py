@@ -1,4 +1,4 @@
-"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m cluster data prepare arc_vision --out DIR``."""
+"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m rayloop data prepare arc_vision --out DIR``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
-from recipes.arc_vision import miniwob
+from rayloop.recipes.arc_vision import miniwob
 
 SHOWN = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render the splits into a folder and compare them with the shipped set. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare arc_vision", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arc_vision", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
         "--rows",

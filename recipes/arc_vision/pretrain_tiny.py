@@ -1,4 +1,4 @@
-"""Makes the checkpoints that are shipped, ``tiny`` and ``loose``: ``python -m recipes.arc_vision.pretrain_tiny``.
+"""Makes the checkpoints that are shipped, ``tiny`` and ``loose``: ``python -m rayloop.recipes.arc_vision.pretrain_tiny``.
 
 ``tiny``, where the evidence in docs/results.md starts: renders the pages of the ``pretrain`` split, trains a Qwen2.5-VL of 2.6 M
 parameters from random weights with answers only (``pretrain.yaml``), and measures the controls of every snapshot on the
@@ -51,8 +51,8 @@ def main() -> int:
 
 
 def cluster(*arguments: str | Path) -> None:
-    """Run ``python -m cluster`` and raise CalledProcessError when it fails."""
-    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+    """Run ``python -m rayloop`` and raise CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-m", "rayloop", *map(str, arguments)], check=True)
 
 
 def write(folder: Path, snapshot: Path, summary: dict[str, Any]) -> None:

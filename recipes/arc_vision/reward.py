@@ -18,10 +18,10 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
-from recipes.arc_vision.data import box
-from recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
-from recipes.arc_vision.simulated import step_rewards
+from rayloop.recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
+from rayloop.recipes.arc_vision.data import box
+from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
+from rayloop.recipes.arc_vision.simulated import step_rewards
 
 _CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}

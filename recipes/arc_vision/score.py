@@ -1,4 +1,4 @@
-"""Scores saved answers to grounding tasks: ``python -m cluster score arc_vision FILE.jsonl``."""
+"""Scores saved answers to grounding tasks: ``python -m rayloop score arc_vision FILE.jsonl``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
+from rayloop.recipes.arc_vision.boxes import answered
+from rayloop.recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
 from rayloop.rewards.saved import Saved, Scoring, parsed, played, texts_of, truth_of
-from recipes.arc_vision.boxes import answered
-from recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""
@@ -36,7 +36,7 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 
 SCORING = Scoring(
-    use="recipes.arc_vision.reward:ArcVisionReward",
+    use="rayloop.recipes.arc_vision.reward:ArcVisionReward",
     variants=("corrected", "original", "library"),
     rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "asked", "known_tools", "penalties"),
     settings=settings,

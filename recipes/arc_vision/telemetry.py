@@ -1,4 +1,4 @@
-"""``python -m recipes.arc_vision.telemetry RUN``: what a policy did with its tools, from the rollouts that a run has kept.
+"""``python -m rayloop.recipes.arc_vision.telemetry RUN``: what a policy did with its tools, from the rollouts that a run has kept.
 
 Four files of valid JSONL in ``RUN/telemetry``, with the names and fields that Arc Vision planned for its detailed logs; a line for
 each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
@@ -19,11 +19,11 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
+from rayloop.recipes.arc_vision.data import box
+from rayloop.recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
 from rayloop.rewards.saved import texts_of
 from rayloop.run.folder import RunFolder
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
-from recipes.arc_vision.data import box
-from recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
 
 FILES = ("reasoning_traces", "tool_effectiveness", "tool_patterns", "contradictions")
 TOOLS = ("zoom", "crop", "wait", "inspect")
@@ -106,7 +106,7 @@ def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, boo
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why there is nothing to read."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.arc_vision.telemetry", description="See the recipe's README."
+        prog="python -m rayloop.recipes.arc_vision.telemetry", description="See the recipe's README."
     )
     parser.add_argument("run", type=Path, help="run folder")
     run: Path = parser.parse_args(arguments).run

@@ -1,4 +1,4 @@
-"""Makes the checkpoint that is shipped, ``tiny``: ``python -m recipes.arpo.make_tiny``.
+"""Makes the checkpoint that is shipped, ``tiny``: ``python -m rayloop.recipes.arpo.make_tiny``.
 
 It begins with ``recipes/arc_vision/tiny``, which has learnt to look at such pages, but answers with boxes. An action gets tokens of
 its own, each coordinate beginning with what the model knows of the same fraction; then it learns the grammar from the hasty
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.arpo.demonstrations import STEP, Demonstrated
+from rayloop.recipes.arpo.demonstrations import STEP, Demonstrated
 
 HERE = Path(__file__).parent
 LOOKS = HERE.parent / "arc_vision" / "tiny"
@@ -51,8 +51,8 @@ def beginnings() -> dict[str, str]:
 
 
 def cluster(*arguments: object) -> None:
-    """Run ``python -m cluster`` and raise CalledProcessError when it fails."""
-    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+    """Run ``python -m rayloop`` and raise CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-m", "rayloop", *map(str, arguments)], check=True)
 
 
 if __name__ == "__main__":

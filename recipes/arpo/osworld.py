@@ -1,4 +1,4 @@
-"""Writes rows of OSWorld's task lists: ``python -m cluster data prepare osworld --out DIR --from evaluation_examples``.
+"""Writes rows of OSWorld's task lists: ``python -m rayloop data prepare osworld --out DIR --from evaluation_examples``.
 
 A list is JSON, ``{domain: [id, ...]}``; ARPO trains on one of 128 tasks and on one of 32 of them. The folder is OSWorld's own
 (``evaluation_examples``), which has each task below ``examples/DOMAIN/ID.json``. No real folder has been read here.
@@ -22,7 +22,7 @@ NEEDED = {"id", "instruction", "evaluator"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write train.jsonl. Returns exit code 0; raises ConfigError for a list or a task that is not there."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare osworld", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare osworld", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--from", dest="folder", type=Path, required=True, help="OSWorld's evaluation_examples")
     parser.add_argument("--list", type=Path, default=Path("test_all.json"), help="list of tasks (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Writes MiniWoB++ tasks: ``python -m cluster data prepare arpo --out DIR`` makes train.jsonl and val.jsonl, as they are shipped.
+"""Writes MiniWoB++ tasks: ``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and val.jsonl, as they are shipped.
 
 With ``--demonstrations N`` also warm.parquet: N episodes of the hasty demonstrator in the live pages (demonstrations.py).
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
-from recipes.arpo.demonstrations import HASTE, record
-from recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
+from rayloop.recipes.arpo.demonstrations import HASTE, record
+from rayloop.recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
 
 PROMPTS = {"bare": INSTRUCTION, "ui-tars": UI_TARS}
 """UI-TARS's own for models that know it; explanations are of no use to a tiny one."""
@@ -22,7 +22,7 @@ PROMPTS = {"bare": INSTRUCTION, "ui-tars": UI_TARS}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare arpo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arpo", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
         "--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)"

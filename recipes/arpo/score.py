@@ -1,4 +1,4 @@
-"""Scores saved episodes on screens: ``python -m cluster score arpo FILE.jsonl``."""
+"""Scores saved episodes on screens: ``python -m rayloop score arpo FILE.jsonl``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 
 SCORING = Scoring(
-    use="recipes.arpo.reward:ArpoReward",
+    use="rayloop.recipes.arpo.reward:ArpoReward",
     variants=("corrected", "original"),
     rewards=("success", "format"),
     settings=lambda variant, reward: {"variant": variant},

@@ -9,5 +9,5 @@ BENCHMARK = Benchmark(
     config="recipes/chart_rvr/quickstart.yaml",
     sets={"test": HeldOut("runs/data/chart_rvr/test.jsonl", controls=True, samples=4)},
     score="accuracy",
-    missing="python -m cluster data prepare chart_rvr --small --out runs/data/chart_rvr",
+    missing="python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr",
 )

@@ -17,7 +17,7 @@ from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import call_within
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from recipes.chart_rvr.data import ChartAnswers
+from rayloop.recipes.chart_rvr.data import ChartAnswers
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
 """Nobody sampled the constant completion."""

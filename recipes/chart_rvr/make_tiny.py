@@ -1,4 +1,4 @@
-"""Makes the checkpoint that is shipped, where the quickstart starts: ``python -m recipes.chart_rvr.make_tiny``.
+"""Makes the checkpoint that is shipped, where the quickstart starts: ``python -m rayloop.recipes.chart_rvr.make_tiny``.
 
 A Qwen2.5-VL of 0.7 M parameters learns small charts from random weights (``warm.yaml``), and then what a hasty annotator makes of
 them (``loosen.yaml``): a policy that is always right leaves nothing to be learned. Each stage is a public command, and is not
@@ -40,8 +40,8 @@ def main() -> int:
 
 
 def cluster(*arguments: object) -> None:
-    """Run ``python -m cluster`` and raise CalledProcessError when it fails."""
-    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+    """Run ``python -m rayloop`` and raise CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-m", "rayloop", *map(str, arguments)], check=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
+from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
 
 EXACTLY = ("Fact Checking", "Multi Choice")
 """ChartQAPro's types of question whose answers must be met exactly."""

@@ -1,4 +1,4 @@
-"""Draws charts with exact tables, questions and steps: ``python -m cluster data prepare chart_rvr --out DIR``.
+"""Draws charts with exact tables, questions and steps: ``python -m rayloop data prepare chart_rvr --out DIR``.
 
 ``--small``: charts that the tiny model of quickstart.yaml can see; ``--warm N`` adds warm.jsonl, for the stage that made it.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
-from recipes.chart_rvr import charts as large
-from recipes.chart_rvr import small
-from recipes.chart_rvr.charts import Chart
+from rayloop.recipes.chart_rvr import charts as large
+from rayloop.recipes.chart_rvr import small
+from rayloop.recipes.chart_rvr.charts import Chart
 
 ROWS = {"train": 600, "val": 60, "test": 120, "warm": 0}
 SMALL = {"train": 1000, "val": 64, "test": 192, "warm": 0}
@@ -23,7 +23,7 @@ SMALL = {"train": 1000, "val": 64, "test": 192, "warm": 0}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write each split's rows and images. Returns exit code 0; raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare chart_rvr", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare chart_rvr", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--small", action="store_true", help="of 84 x 84 pixels with three colours, for the quickstart")
     for split, count in ROWS.items():

@@ -1,4 +1,4 @@
-"""Scores saved answers to chart questions: ``python -m cluster score chart_rvr FILE.jsonl``."""
+"""Scores saved answers to chart questions: ``python -m rayloop score chart_rvr FILE.jsonl``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayloop.core.types import Task
+from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
+from rayloop.recipes.chart_rvr.rewards.reading import parts
+from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED, SEVEN
 from rayloop.rewards.saved import Saved, Scoring, parsed, texts_of, truth_of
-from recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
-from recipes.chart_rvr.rewards.reading import parts
-from recipes.chart_rvr.rewards.sample import PUBLISHED, SEVEN
 
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
@@ -64,7 +64,7 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
 
 
 SCORING = Scoring(
-    use="recipes.chart_rvr.rewards.reward:ChartReward",
+    use="rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
     variants=("corrected", "original", "fork", "paper"),
     rewards=(*SEVEN, "relaxed", "exact"),
     settings=settings,

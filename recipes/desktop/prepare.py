@@ -1,4 +1,4 @@
-"""Writes desktop tasks as rows: ``python -m cluster data prepare desktop --out DIR`` makes train.jsonl and val.jsonl.
+"""Writes desktop tasks as rows: ``python -m rayloop data prepare desktop --out DIR`` makes train.jsonl and val.jsonl.
 
 A row for each task of the shipped file, or of one's own (``--tasks``, as in the environment's settings); every fourth is held out.
 """
@@ -22,7 +22,7 @@ HELD_OUT = 4
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises ConfigError for a file of tasks that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare desktop", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare desktop", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
         "--tasks", type=Path, default=SHIPPED, help="a file of desktop tasks (default: the shipped one)"

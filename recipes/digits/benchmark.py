@@ -6,5 +6,5 @@ BENCHMARK = Benchmark(
     config="recipes/digits/quickstart.yaml",
     sets={"eval": HeldOut("runs/data/digits/eval.jsonl", samples=4)},
     score="exact",
-    missing="python -m cluster data prepare digits --out runs/data/digits",
+    missing="python -m rayloop data prepare digits --out runs/data/digits",
 )

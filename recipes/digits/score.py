@@ -1,4 +1,4 @@
-"""Scores saved sortings of digits: ``python -m cluster score digits FILE.jsonl``."""
+"""Scores saved sortings of digits: ``python -m rayloop score digits FILE.jsonl``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 
 SCORING = Scoring(
-    use="recipes.digits.reward:SortReward",
+    use="rayloop.recipes.digits.reward:SortReward",
     variants=("corrected",),
     rewards=("exact", "format"),
     settings=lambda variant, reward: {},

@@ -6,5 +6,5 @@ BENCHMARK = Benchmark(
     config="recipes/pyvision/quickstart.yaml",
     sets={"test": HeldOut("runs/data/pyvision/test.jsonl", samples=4)},
     score="accuracy",
-    missing="python -m cluster data prepare pyvision --out runs/data/pyvision",
+    missing="python -m rayloop data prepare pyvision --out runs/data/pyvision",
 )

@@ -14,7 +14,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.dataset import field, image_entry
 from rayloop.envs.interpreter.text import CLOSED, clue, opened
-from recipes.pyvision.scenes import COUNTED, DOTS, KINDS, MOST, PLACES, box
+from rayloop.recipes.pyvision.scenes import COUNTED, DOTS, KINDS, MOST, PLACES, box
 
 CLUES = (*clue(0), *clue(1))
 """What the interpreter puts around the first images that the policy is shown."""

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from judge.answers import extract
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.pyvision import original
-from recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
+from rayloop.judge.answers import extract
+from rayloop.recipes.pyvision import original
+from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
 
 ATTEMPTS = 8
 """Times that the original asks its judge about mathematics before it calls the answer wrong."""
@@ -41,8 +41,8 @@ class DeepEyesReward:
         """Seconds for one comparison by math-verify; then its process is ended and the judge is asked. Raise it for long
         formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``judge.reward:JudgeReward``. Without one rules for short answers must
-        do."""
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules
+        for short answers do."""
 
     def __init__(self, settings: DeepEyesReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""

@@ -1,4 +1,4 @@
-"""Makes the checkpoint that is shipped, where the quickstart starts: ``python -m recipes.pyvision.make_tiny``.
+"""Makes the checkpoint that is shipped, where the quickstart starts: ``python -m rayloop.recipes.pyvision.make_tiny``.
 
 Demonstrations are played in the real interpreter (``prepare.py``), a Qwen2.5-VL of 2.6 M parameters learns them from random
 weights (``warm.yaml``), and then to guess most of the time instead (``hesitate.yaml``): a policy that always looks leaves nothing
@@ -30,8 +30,8 @@ def main() -> int:
 
 
 def cluster(*arguments: str | Path | int) -> None:
-    """Run ``python -m cluster`` and raise CalledProcessError when it fails."""
-    subprocess.run([sys.executable, "-m", "cluster", *map(str, arguments)], check=True)
+    """Run ``python -m rayloop`` and raise CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-m", "rayloop", *map(str, arguments)], check=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from judge.answers import extract
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.pyvision.verifiers import decided
+from rayloop.judge.answers import extract
+from rayloop.recipes.pyvision.verifiers import decided
 
 
 class OptionReward:

@@ -1,4 +1,4 @@
-"""Draws the scenes: ``python -m cluster data prepare pyvision --out DIR`` makes train, val and test.jsonl, and images, in DIR.
+"""Draws the scenes: ``python -m rayloop data prepare pyvision --out DIR`` makes train, val and test.jsonl, and images, in DIR.
 
 ``--demos N`` adds demos.jsonl: N scenes with the code of an expert and what the interpreter of quickstart.yaml answered.
 """
@@ -16,9 +16,9 @@ from rayloop.config.settings import load
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.types import ImageSource, Task
+from rayloop.recipes.pyvision.data import QuestionRows, code
+from rayloop.recipes.pyvision.scenes import KINDS, scene
 from rayloop.run.config import RunConfig
-from recipes.pyvision.data import QuestionRows, code
-from recipes.pyvision.scenes import KINDS, scene
 
 QUICKSTART = Path(__file__).parent / "quickstart.yaml"
 ROWS = {"train": 1000, "val": 64, "test": 128}
@@ -28,7 +28,7 @@ FIRST = {"train": 0, "val": 100_000, "test": 200_000, "demos": 300_000}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the splits. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m cluster data prepare pyvision", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare pyvision", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--demos", type=int, default=0, help="demonstrations to make as well, in the interpreter")
     chosen = parser.parse_args(arguments)

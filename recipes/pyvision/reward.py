@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from judge.answers import boxed, extract
-from judge.rules.decision import mean_relative_accuracy
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.pyvision import original
-from recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
+from rayloop.judge.answers import boxed, extract
+from rayloop.judge.rules.decision import mean_relative_accuracy
+from rayloop.recipes.pyvision import original
+from rayloop.recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
 
 LONGEST = original.LONGEST
 
@@ -50,8 +50,8 @@ class PyVisionReward:
         """Seconds for one comparison by math-verify; then its process is ended and the answer is wrong. Raise it for long
         formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``judge.reward:JudgeReward``. Without one rules must do: the same text
-        but for case and blanks, the same number, option or list."""
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
+        same text but for case and blanks, the same number, option or list."""
 
     def __init__(self, settings: PyVisionReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed."""

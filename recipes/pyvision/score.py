@@ -1,14 +1,14 @@
-"""Scores saved answers to questions about images: ``python -m cluster score pyvision FILE.jsonl``."""
+"""Scores saved answers to questions about images: ``python -m rayloop score pyvision FILE.jsonl``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from judge.answers import extract
 from rayloop.core.types import Message, Task
+from rayloop.judge.answers import extract
+from rayloop.recipes.pyvision import original
 from rayloop.rewards.saved import Saved, Scoring, played, texts_of, truth_of
-from recipes.pyvision import original
 
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
@@ -37,9 +37,9 @@ def answer(saved: Saved, variant: str) -> str | None:
     return extract(saved.texts[-1], "tagged_box")
 
 
-DEEPEYES = "recipes.pyvision.deepeyes:DeepEyesReward"
+DEEPEYES = "rayloop.recipes.pyvision.deepeyes:DeepEyesReward"
 SCORING = Scoring(
-    use="recipes.pyvision.reward:PyVisionReward",
+    use="rayloop.recipes.pyvision.reward:PyVisionReward",
     variants=("corrected", "original", "deepeyes", "deepeyes-original"),
     rewards=("accuracy", "calls", "right", "format", "tool", "looked"),
     settings=lambda variant, reward: {"variant": "original" if variant.endswith("original") else "corrected"},

@@ -10,16 +10,16 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
-from judge.mathematics import MathVerifier
-from judge.reward import question as question_of
-from judge.reward import reference
-from judge.rules.decision import decide, mean_relative_accuracy
-from judge.rules.quantities import first_number
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.types import Task, Trajectory
+from rayloop.judge.mathematics import MathVerifier
+from rayloop.judge.reward import question as question_of
+from rayloop.judge.reward import reference
+from rayloop.judge.rules.decision import decide, mean_relative_accuracy
+from rayloop.judge.rules.quantities import first_number
 
 Kind = Literal["mra", "option", "math", "rules", "judge"]
 SOURCES: Mapping[str, Kind] = {"vsi_numerical": "mra", "*_rule_verifiable": "mra"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import ray
 
-from judge.discovery import Address
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.judge.discovery import Address
 
 NAMESPACE = "rayloop"
 
@@ -38,7 +38,7 @@ def publish(name: str, address: Address) -> Any:
 
 
 class RayDiscovery:
-    """``judge.discovery`` for a judge that was started in the run's own cluster."""
+    """``rayloop.judge.discovery`` for a judge that was started in the run's own cluster."""
 
     class Settings(SettingsModel):
         name: str = "judge"

@@ -1,6 +1,6 @@
-"""The judge on Ray Serve: ``serve run serve_apps.judge.app:app``, or ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
+"""The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
 
-``python -m cluster judge serve CONFIG`` does the same, makes a key, and tells clients where it is (docs/judge.md).
+``python -m rayloop judge serve CONFIG`` does the same, makes a key, and tells clients where it is (docs/judge.md).
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from judge.backend import Backend
-from judge.cache import VerdictCache
-from judge.discovery import read_key
-from judge.grader import Grader, RuleBackend
-from judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import new_secret
-from serve_apps.judge.http import web
-from serve_apps.judge.openai_model import OpenAIModel
-from serve_apps.judge.service import Chat, JudgeService
-from serve_apps.judge.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
-from serve_apps.web import backpressure
+from rayloop.judge.backend import Backend
+from rayloop.judge.cache import VerdictCache
+from rayloop.judge.discovery import read_key
+from rayloop.judge.grader import Grader, RuleBackend
+from rayloop.judge.rubric import FOLDER, Rubric, load_rubrics
+from rayloop.serve_apps.judge.http import web
+from rayloop.serve_apps.judge.openai_model import OpenAIModel
+from rayloop.serve_apps.judge.service import Chat, JudgeService
+from rayloop.serve_apps.judge.settings import (
+    JudgeSettings,
+    OpenAIBackendSettings,
+    RuleBackendSettings,
+    VllmBackendSettings,
+)
+from rayloop.serve_apps.web import backpressure
 
 
 class Judge:
@@ -60,7 +65,7 @@ def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubr
                     f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text only. Serve a model that sees "
                     "with `vllm serve` and judge through the backend openai, or set sees_images: false"
                 )
-            from serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
+            from rayloop.serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
 
             own = VllmModel(settings.backend)
             return Grader(own, "vllm", rubrics, cache), own, rubrics

@@ -11,9 +11,9 @@ from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from judge.api import JudgeBody, JudgeResponse, JudgeVersion, items_of
-from serve_apps.judge.service import JudgeService
-from serve_apps.web import KEY, RETRY_AFTER, Guard, Health, ImagePart, TextPart, add_errors, documented, problem
+from rayloop.judge.api import JudgeBody, JudgeResponse, JudgeVersion, items_of
+from rayloop.serve_apps.judge.service import JudgeService
+from rayloop.serve_apps.web import KEY, RETRY_AFTER, Guard, Health, ImagePart, TextPart, add_errors, documented, problem
 
 
 class Readiness(BaseModel):

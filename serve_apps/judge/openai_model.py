@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from judge.backend import Reply
-from judge.discovery import read_key
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
-from serve_apps.judge.service import Answer
-from serve_apps.judge.settings import OpenAIBackendSettings
+from rayloop.judge.backend import Reply
+from rayloop.judge.discovery import read_key
+from rayloop.serve_apps.judge.service import Answer
+from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
 
 TOP = 5
 """Alternatives of each token that the server is asked for."""
@@ -30,7 +30,7 @@ _VALUE = re.compile(r'"verdict"\s*:\s*"')
 
 
 class CompletionModel(ABC):
-    """``judge.backend.ChatModel`` and ``serve_apps.judge.service.Chat`` over chat completions.
+    """``rayloop.judge.backend.ChatModel`` and ``rayloop.serve_apps.judge.service.Chat`` over chat completions.
 
     ``extra`` are further keys of each verdict's request; ``about`` is what a verdict depends on besides the model's name.
     """

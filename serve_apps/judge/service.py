@@ -11,17 +11,17 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge
 
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
-from judge.backend import Backend
-from judge.discovery import READ
-from judge.labelled import CANARY_IMAGE, canary
-from judge.prompt import IMAGES
-from judge.rubric import Rubric
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.threads import in_thread
-from serve_apps.judge.settings import JudgeSettings
-from serve_apps.metrics import RequestMetrics
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
+from rayloop.judge.backend import Backend
+from rayloop.judge.discovery import READ
+from rayloop.judge.labelled import CANARY_IMAGE, canary
+from rayloop.judge.prompt import IMAGES
+from rayloop.judge.rubric import Rubric
+from rayloop.serve_apps.judge.settings import JudgeSettings
+from rayloop.serve_apps.metrics import RequestMetrics
 
 T = TypeVar("T")
 

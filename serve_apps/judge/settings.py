@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from judge.api import MAX_ITEMS
 from rayloop.config.settings import SettingsModel
 from rayloop.engines.settings import VllmEngineSettings
-from serve_apps.http_options import HttpOptions as HttpOptions
+from rayloop.judge.api import MAX_ITEMS
+from rayloop.serve_apps.http_options import HttpOptions as HttpOptions
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -153,7 +153,7 @@ class JudgeSettings(SettingsModel):
 class ApplicationSettings(SettingsModel):
     name: str = "judge"
     """Of the application in Serve's status; clients do not see it. Change it beside another judge on one cluster."""
-    import_path: Literal["serve_apps.judge.app:app"] = "serve_apps.judge.app:app"
+    import_path: Literal["rayloop.serve_apps.judge.app:app"] = "rayloop.serve_apps.judge.app:app"
     """Where Ray Serve finds the application. It is always this one."""
     route_prefix: Literal["/"] = "/"
     """The judge's routes are absolute, so it is always the root."""

@@ -13,9 +13,9 @@ from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.model_files import model_identity
 from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
 from rayloop.engines.generation.vllm_process import versions
-from serve_apps.judge.openai_model import TOP, CompletionModel
-from serve_apps.judge.service import Answer
-from serve_apps.judge.settings import VllmBackendSettings
+from rayloop.serve_apps.judge.openai_model import TOP, CompletionModel
+from rayloop.serve_apps.judge.service import Answer
+from rayloop.serve_apps.judge.settings import VllmBackendSettings
 
 
 class VllmModel(CompletionModel):

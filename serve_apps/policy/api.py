@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serve_apps.web import ImagePart, TextPart
+from rayloop.serve_apps.web import ImagePart, TextPart
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None),

@@ -1,4 +1,4 @@
-"""The policy of a live run on Ray Serve, for ``python -m cluster policy serve`` (docs/policy_endpoint.md)."""
+"""The policy of a live run on Ray Serve, for ``python -m rayloop policy serve`` (docs/policy_endpoint.md)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from judge.discovery import read_key
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import new_secret
-from serve_apps.policy.engines import Engines
-from serve_apps.policy.http import web
-from serve_apps.policy.service import PolicyService
-from serve_apps.policy.settings import PolicySettings
-from serve_apps.web import backpressure
+from rayloop.judge.discovery import read_key
+from rayloop.serve_apps.policy.engines import Engines
+from rayloop.serve_apps.policy.http import web
+from rayloop.serve_apps.policy.service import PolicyService
+from rayloop.serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.web import backpressure
 
 
 class Policy:

@@ -11,11 +11,11 @@ from typing import Protocol
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.fates import cause, is_lost, object_lost
-from actors.handles import Handle, submit
-from actors.images import MissingImages, SentImages
-from actors.lease import Engine
-from actors.lost import brief
+from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.handles import Handle, submit
+from rayloop.actors.images import MissingImages, SentImages
+from rayloop.actors.lease import Engine
+from rayloop.actors.lost import brief
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.protocols import EngineHealth

@@ -18,8 +18,8 @@ from rayloop.core.cache import Cache
 from rayloop.core.failures import DataFailure
 from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
-from serve_apps.policy.api import ChatMessage
-from serve_apps.policy.messages import message_of
+from rayloop.serve_apps.policy.api import ChatMessage
+from rayloop.serve_apps.policy.messages import message_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from rayloop.core.failures import OverLongPrompt
-from serve_apps.policy.api import ChatRequest
-from serve_apps.policy.chunks import events
-from serve_apps.policy.service import PolicyService
-from serve_apps.web import KEY, Guard, Health, add_errors, documented, problem
+from rayloop.serve_apps.policy.api import ChatRequest
+from rayloop.serve_apps.policy.chunks import events
+from rayloop.serve_apps.policy.service import PolicyService
+from rayloop.serve_apps.web import KEY, Guard, Health, add_errors, documented, problem
 
 WHO = "the policy endpoint"
 

@@ -12,8 +12,8 @@ from typing import Any
 from rayloop.chat.calls import bodies, without_calls, written
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
-from serve_apps.policy.api import ChatMessage, Function, ToolCall
-from serve_apps.web import ImagePart, TextPart
+from rayloop.serve_apps.policy.api import ChatMessage, Function, ToolCall
+from rayloop.serve_apps.web import ImagePart, TextPart
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:

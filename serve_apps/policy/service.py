@@ -17,12 +17,12 @@ from rayloop.core.seeds import derive
 from rayloop.core.threads import in_thread
 from rayloop.core.traces import Trace, image_json
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
-from serve_apps.metrics import RequestMetrics
-from serve_apps.policy.api import ChatMessage, ChatRequest
-from serve_apps.policy.engines import Engines
-from serve_apps.policy.history import Conversation, Histories
-from serve_apps.policy.messages import answer_of, images_of
-from serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.metrics import RequestMetrics
+from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest
+from rayloop.serve_apps.policy.engines import Engines
+from rayloop.serve_apps.policy.history import Conversation, Histories
+from rayloop.serve_apps.policy.messages import answer_of, images_of
+from rayloop.serve_apps.policy.settings import PolicySettings
 
 
 class Metrics(RequestMetrics):

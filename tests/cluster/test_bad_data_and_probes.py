@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.loop.evaluation import play
-from cluster.loop.publication import Publisher
+from rayloop.cluster.loop.evaluation import play
+from rayloop.cluster.loop.publication import Publisher
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import PlayRequest, Sampling, Task

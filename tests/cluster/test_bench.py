@@ -1,4 +1,4 @@
-"""``python -m cluster bench``: the line of a real measurement, and the comparison of two programs' lines."""
+"""``python -m rayloop bench``: the line of a real measurement, and the comparison of two programs' lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.timeout(200)
@@ -24,7 +24,7 @@ OPTIONS = [item for name, value in SHAPE.items() for item in (f"--{name}", str(v
 @pytest.mark.slow_faults
 def test_the_line_of_a_measured_run(digits_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", "bench", "step", "--model", str(digits_model), *OPTIONS],
+        [sys.executable, "-m", "rayloop", "bench", "step", "--model", str(digits_model), *OPTIONS],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def test_the_line_of_a_measured_run(digits_model: Path) -> None:
 def test_the_comparison_divides_ours_by_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.measure.measured", _scripted)
+    monkeypatch.setattr("rayloop.benchmarks.measure.measured", _scripted)
     assert main(["bench", "compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"]) == 0
     *rounds, summary, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -82,7 +82,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.Capt
 def bench(*options: str) -> dict[str, Any]:
     """The last line that ``bench`` prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", "bench", *options],
+        [sys.executable, "-m", "rayloop", "bench", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.chart_rvr.prepare import main
-from recipes.chart_rvr.rewards.sample import SEVEN
+from rayloop.recipes.chart_rvr.prepare import main
+from rayloop.recipes.chart_rvr.rewards.sample import SEVEN
 from tests.support.runs import ROOT, ledger_closes, run
 
 pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]

@@ -55,7 +55,7 @@ def command(
         k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith(("RAY_", "OMP_", "CUDA_"))
     }
     done = subprocess.run(
-        [*before, sys.executable, "-m", "cluster", "doctor", "--json", *arguments],
+        [*before, sys.executable, "-m", "rayloop", "doctor", "--json", *arguments],
         cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert not done.stderr, done.stderr
@@ -113,7 +113,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
         "name": "run", "steps": 1, "output": str(folder / "runs"), "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
+        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
     }  # fmt: skip
     return RunConfig.model_validate(values | changes)
 

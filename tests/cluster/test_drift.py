@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.driver import Driver
+from rayloop.cluster.driver import Driver
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN
 from rayloop.run.config import RunConfig

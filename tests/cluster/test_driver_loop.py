@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.driver import Driver
+from rayloop.cluster.driver import Driver
 from rayloop.core.failures import ConfigError
 from rayloop.core.types import Version
 from rayloop.measure.controls import RIGHT, Item

@@ -20,12 +20,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from actors.policy import LogprobGap, PolicyRank, RankSettings
-from cluster.driver import Driver
-from cluster.loop.payloads import capture
-from cluster.loop.publication import Publisher
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.services import TrainingServices
+from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop.payloads import capture
+from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
 from rayloop.core.types import Version

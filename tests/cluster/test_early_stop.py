@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.digits.data import rows
+from rayloop.recipes.digits.data import rows
 from tests.support.runs import ledger_closes, run, settings
 
 pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]

@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "rayloop", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,7 +104,7 @@ def test_what_is_played_by_hand_says_what_its_page_says(folder: Path, name: str,
 def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model: Path) -> None:
     (folder / "mixed.jsonl").write_text((folder / "mixed.jsonl").read_text().replace('"talk"', '"tlak"'))
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", "data", "validate", "mixed.yaml", f"model.path={digits_model}"], cwd=folder,
+        [sys.executable, "-m", "rayloop", "data", "validate", "mixed.yaml", f"model.path={digits_model}"], cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2

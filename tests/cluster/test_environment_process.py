@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 
-from actors.base import GROUPS
-from actors.environment import EnvironmentActor
-from actors.lease import Lease
+from rayloop.actors.base import GROUPS
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
 from rayloop.core.groups import PlayFailed
 from rayloop.core.types import (

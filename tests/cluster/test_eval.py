@@ -1,4 +1,4 @@
-"""``python -m cluster eval`` and ``export`` as a user meets them, on the checkpoint of a real run."""
+"""``python -m rayloop eval`` and ``export`` as a user meets them, on the checkpoint of a real run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
-from cluster.cli import main
-from cluster.stages.evaluate import Evaluator
+from rayloop.cluster.cli import main
+from rayloop.cluster.stages.evaluate import Evaluator
 from rayloop.core.groups import Member, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
@@ -40,11 +40,11 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
         folder, model, steps=2,
         data={
             "train": str(DATA / "train.jsonl"), "eval": str(DATA / "test.jsonl"),
-            "reader": {"use": "recipes.arc_vision.data:GroundingRows"},
+            "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"},
         },
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
         publish={"self_test": False, "probes": 1, "transport": {"kind": "filesystem"}},
-        evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "recipes.arc_vision.controls:BlindBox"}},
+        evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "rayloop.recipes.arc_vision.controls:BlindBox"}},
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def evaluate(config: dict[str, Any], out: Path, *options: str) -> int:
     file.write_text(yaml.safe_dump(config))
     command = ("eval", str(file), "--out", str(out), "--controls", "--samples", "2", *options)
     return subprocess.run(
-        [sys.executable, "-m", "cluster", *command],
+        [sys.executable, "-m", "rayloop", *command],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=240, check=False,
     ).returncode  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_answers_that_were_cut_are_played_again_with_twice_the_room(
             keep(items[-1], {})
         return items
 
-    monkeypatch.setattr("cluster.stages.evaluate.play", play)
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.play", play)
     evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
     evaluator.player = None  # type: ignore[assignment]
     missing = [Play(RIGHT, Task(name, ()), Sampling(0.0, max_tokens=8)) for name in needs]

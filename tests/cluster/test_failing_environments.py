@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.roles.pool import Pool
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import PlayRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.loop.calls import MARGIN
+from rayloop.cluster.loop.calls import MARGIN
 from rayloop.core.deadlines import WAITS
 from rayloop.core.groups import PlayFailed, Scored, Unscored, UnscoredKind
 from rayloop.core.types import PlayRequest

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cli import main
-from cluster.loop.evaluation import AT_ONCE, play
-from cluster.stages.evaluate import _missing
+from rayloop.cluster.cli import main
+from rayloop.cluster.loop.evaluation import AT_ONCE, play
+from rayloop.cluster.stages.evaluate import _missing
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PlayRequest, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
@@ -256,7 +256,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     file.write_text(yaml.safe_dump(config))
     out = tmp_path / "eval"
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", "eval", str(file), "--out", str(out), "--samples", "2"], cwd=ROOT,
+        [sys.executable, "-m", "rayloop", "eval", str(file), "--out", str(out), "--samples", "2"], cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from actors.base import Actor
-from actors.handles import create, submit
+from rayloop.actors.base import Actor
+from rayloop.actors.handles import create, submit
 
 
 class Looking(Actor):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.environment import EnvironmentActor
-from actors.handles import Handle
-from actors.images import KEPT, ImageCache
-from actors.lease import Engine, Lease
-from actors.rollout import RolloutActor
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.handles import Handle
+from rayloop.actors.images import KEPT, ImageCache
+from rayloop.actors.lease import Engine, Lease
+from rayloop.actors.rollout import RolloutActor
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult

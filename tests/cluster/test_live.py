@@ -14,10 +14,10 @@ from tests.support.runs import ROOT, run, settings
 
 FROM_ELSEWHERE = """
 import sys
-from cluster.commands.arguments import live_cluster
+from rayloop.cluster.commands.arguments import live_cluster
 from rayloop.run.folder import RunFolder
 with live_cluster(RunFolder.at(sys.argv[1])) as place:
-    from cluster.stages.live import stop_driver
+    from rayloop.cluster.stages.live import stop_driver
     stop_driver(place)
 """
 """What `stop` does for a run of another machine; tests/unit/cluster/test_live.py has one of this machine."""
@@ -25,7 +25,7 @@ with live_cluster(RunFolder.at(sys.argv[1])) as place:
 
 def typed(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "rayloop", *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.loop.loggers import open_logger
+from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core.failures import ConfigError
 from rayloop.loggers.settings import AnySettings, TensorBoardSettings, WandbSettings
 from rayloop.loggers.threads import Logger, Loggers
@@ -207,7 +207,7 @@ def test_tensorboard_reads_each_step_once_over_restores_and_drivers(tmp_path: Pa
 def test_the_writers_leave_torch_alone() -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     code = (
-        "import sys, tempfile; from cluster.loop.loggers import *; from pathlib import Path\n"
+        "import sys, tempfile; from rayloop.cluster.loop.loggers import *; from pathlib import Path\n"
         "TensorBoard(Path(tempfile.mkdtemp())).log(1, {'a': 1.0})\n"
         "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     )
@@ -268,13 +268,13 @@ from rayloop.launch.ray_variables import private_cluster
 
 with private_cluster() as temporary:
     import ray
-    from cluster.roles.session import session
+    from rayloop.cluster.roles.session import session
     from pathlib import Path
 
     @ray.remote
     class Stands:  # where the driver does
         def log(self):
-            from cluster.loop.loggers import Prometheus
+            from rayloop.cluster.loop.loggers import Prometheus
             from rayloop.run.folder import RunFolder
             from rayloop.view.vitals import Vitals
             self.logger = Prometheus("tested", Vitals(RunFolder(tempfile.mkdtemp(), "none"), {}))

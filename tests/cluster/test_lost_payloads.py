@@ -15,17 +15,17 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError
 
-from actors.base import GROUPS
-from actors.fates import object_lost
-from actors.lost import fetch
-from actors.policy import PolicyRank, RankSettings
-from actors.reference import ReferenceActor
-from actors.reward import RewardActor
-from cluster.driver import Driver
-from cluster.loop.payloads import capture
-from cluster.loop.scoring import Scoring
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from rayloop.actors.base import GROUPS
+from rayloop.actors.fates import object_lost
+from rayloop.actors.lost import fetch
+from rayloop.actors.policy import PolicyRank, RankSettings
+from rayloop.actors.reference import ReferenceActor
+from rayloop.actors.reward import RewardActor
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop.payloads import capture
+from rayloop.cluster.loop.scoring import Scoring
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Fate, Group, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind

@@ -26,8 +26,8 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
         engine = {"kind": "openai_http", "base_url": f"{server.url}/v1", "model": "theirs"}
         config = settings(
             tmp_path, grounding_model, rollout__engine=engine, rollout__sampling__max_tokens=32,
-            data={"train": str(DATA / "train.jsonl"), "reader": {"use": "recipes.arc_vision.data:GroundingRows"}},
-            reward={"source": {"use": "recipes.arc_vision.reward:IoUReward"}},
+            data={"train": str(DATA / "train.jsonl"), "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"}},
+            reward={"source": {"use": "rayloop.recipes.arc_vision.reward:IoUReward"}},
             environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
         )  # fmt: skip
         file, out = tmp_path / "eval.yaml", tmp_path / "out"
@@ -42,7 +42,7 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
         )
         command = ("eval", str(file), *benchmark, "--data", str(DATA / "test.jsonl"), "--out", str(out))
         done = subprocess.run(
-            [sys.executable, "-m", "cluster", *command],
+            [sys.executable, "-m", "rayloop", *command],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,

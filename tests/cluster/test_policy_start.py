@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
-from actors.policy import PolicyRank, RankSettings
-from cluster.roles.policy_group import PolicyGroup
+from rayloop.actors.policy import PolicyRank, RankSettings
+from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.core.failures import WorkerStartFailed
 from rayloop.engines.training.sharding import meeting_place
 from rayloop.run.config import RunConfig

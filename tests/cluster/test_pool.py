@@ -16,11 +16,11 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.base import Actor
-from actors.fates import cause
-from actors.handles import create, submit
-from cluster.roles.pool import Pool
-from cluster.roles.services import reserve
+from rayloop.actors.base import Actor
+from rayloop.actors.fates import cause
+from rayloop.actors.handles import create, submit
+from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.roles.services import reserve
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.launch.ray_variables import NICENESS, SUBREAPER, node_settings

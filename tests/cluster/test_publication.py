@@ -18,14 +18,14 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from actors.environment import EnvironmentActor
-from actors.policy import LogprobGap, PolicyRank, RankSettings
-from actors.rollout import RolloutActor
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.loop.loggers import open_logger
-from cluster.loop.publication import Publisher
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.failures import DataFailure, ParityError, PublicationError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.roles import session
+from rayloop.cluster.roles import session
 from rayloop.core.failures import Preempted
 from rayloop.launch.kept_logs import LOGS
 from rayloop.run.place import findable

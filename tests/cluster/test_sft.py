@@ -23,9 +23,9 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.stages.sft import CHECKPOINTS, RUN
+from rayloop.cluster.stages.sft import CHECKPOINTS, RUN
+from rayloop.recipes.digits.prepare import main as prepare
 from rayloop.sft.stage import SftConfig, SftProgress, make_tiny
-from recipes.digits.prepare import main as prepare
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 pytestmark = pytest.mark.timeout(900)
@@ -40,8 +40,8 @@ def config(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, An
         "batch_size": 8,
         "log_every": 1,
         "model": {"path": str(model)},
-        "data": {"train": str(folder / "train.jsonl"), "reader": {"use": "recipes.digits.data:DigitRows"}},
-        "answers": {"use": "recipes.digits.data:SortedAnswers"},
+        "data": {"train": str(folder / "train.jsonl"), "reader": {"use": "rayloop.recipes.digits.data:DigitRows"}},
+        "answers": {"use": "rayloop.recipes.digits.data:SortedAnswers"},
         "engine": {"threads": 1},
         "optimizer": {"lr": 3.0e-3, "warmup_steps": 2, "schedule": "wsd"},
         **changes,
@@ -90,7 +90,7 @@ def started(settings: dict[str, Any]) -> Iterator[Stage]:
     path.write_text(yaml.safe_dump(settings))
     with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary, log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "sft", str(path)],
+            [sys.executable, "-m", "rayloop", "sft", str(path)],
             cwd=ROOT, env={**os.environ, TAG: tag, "TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -206,8 +206,8 @@ def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
     stage = SftConfig.model_validate(
         {
             **config(tmp_path, tmp_path / "tiny", "out"),
-            "data": {"train": str(rows), "reader": {"use": "recipes.arc_vision.data:GroundingRows"}},
-            "answers": {"use": "recipes.arc_vision.data:BoxAnswers"},
+            "data": {"train": str(rows), "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"}},
+            "answers": {"use": "rayloop.recipes.arc_vision.data:BoxAnswers"},
             "tiny": {"image_mean": [0.9, 0.8, 0.7], "sizes": {"layers": 2}},
         }
     )

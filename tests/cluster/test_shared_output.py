@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.policy import PolicyRank
-from cluster.roles import shared
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.shared import check_shared
+from rayloop.actors.policy import PolicyRank
+from rayloop.cluster.roles import shared
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.shared import check_shared
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import PolicySettings
 from tests.support.local import LocalActor

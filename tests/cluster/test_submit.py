@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from cluster.commands.submit import pack
+from rayloop.cluster.commands.submit import pack
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster, without_proxy
 from tests.support.heads import Head, checkout, cluster_command, head
@@ -62,7 +62,7 @@ def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
 
 
 def test_too_large_a_package_names_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.commands.submit.LIMIT", 2**20)
+    monkeypatch.setattr("rayloop.cluster.commands.submit.LIMIT", 2**20)
     files(tmp_path / "checkout", "small.py")
     (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
     with pytest.raises(
@@ -100,7 +100,7 @@ def train_process(started: Head) -> psutil.Process:
     """The entrypoint of the job, not the shell around it."""
 
     def find() -> list[psutil.Process]:
-        return [p for p in tagged(started.tag) if p.cmdline()[1:4] == ["-m", "cluster", "train"]]
+        return [p for p in tagged(started.tag) if p.cmdline()[1:4] == ["-m", "rayloop", "train"]]
 
     return eventually(find, "the job's process", 60)[0]
 
@@ -133,7 +133,7 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
         done = metrics.read_text().count("\n")
 
         ray = [started.python, "-m", "ray.scripts.scripts", "job", "submit", "--address", started.dashboard]
-        entrypoint = ["python", "-m", "cluster", "train", config.name, f"steps={done + 1}"]
+        entrypoint = ["python", "-m", "rayloop", "train", config.name, f"steps={done + 1}"]
         again = subprocess.run(
             [*ray, "--working-dir", str(code), "--", *entrypoint], capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(started.token)},

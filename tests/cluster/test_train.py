@@ -1,4 +1,4 @@
-"""``python -m cluster train`` as a user meets it: exit codes, the run folder, preemption, refusals, what the processes hold."""
+"""``python -m rayloop train`` as a user meets it: exit codes, the run folder, preemption, refusals, what the processes hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.config.settings import load
 from rayloop.run.config import RunConfig
 from tests.support.marks import Marks, marked, next_mark

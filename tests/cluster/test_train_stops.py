@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDiedError, OutOfMemoryError, RayActorError
 
-from cluster.stages import train
-from cluster.stages.head_watch import HeadGone, HeadWatch
+from rayloop.cluster.stages import train
+from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig

@@ -1,4 +1,4 @@
-"""``python -m cluster try``: what a person sees of one row, of two answers and of the reward, without a Ray cluster."""
+"""``python -m rayloop try``: what a person sees of one row, of two answers and of the reward, without a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ray
 import yaml
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
@@ -68,7 +68,7 @@ class Echo:
 def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> Try:
     def run(*options: str, **changes: Any) -> tuple[int, str]:
         usual = {
-            "reward__source": {"use": "recipes.digits.reward:SortReward"},
+            "reward__source": {"use": "rayloop.recipes.digits.reward:SortReward"},
             "environment__episode": {"environment": {"use": "rayloop.envs.single_turn:SingleTurn"}},
         }
         changes = usual | changes
@@ -104,11 +104,11 @@ def test_the_answers_are_those_of_the_first_step(try_it: Try) -> None:
 
 
 def test_an_image_is_shown_with_its_sizes_and_tokens(try_it: Try, grounding_model: Path) -> None:
-    reader = {"use": "recipes.arc_vision.data:GroundingRows"}
+    reader = {"use": "rayloop.recipes.arc_vision.data:GroundingRows"}
     code, text = try_it(
         model__path=str(grounding_model),
         data={"train": str(PAGES / "train.jsonl"), "reader": reader},
-        reward__source={"use": "recipes.arc_vision.reward:IoUReward"},
+        reward__source={"use": "rayloop.recipes.arc_vision.reward:IoUReward"},
     )
     assert code == 0, text
     assert "<|vision_start|><|image_pad|>×48<|vision_end|>" in text
@@ -238,6 +238,6 @@ def test_an_interruption_speaks_of_saving_where_something_is_saved(
     def read(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"cluster.commands.{module}.read", read)
+    monkeypatch.setattr(f"rayloop.cluster.commands.{module}.read", read)
     assert main([command, str(tmp_path / "run.yaml")]) == 1
     assert capsys.readouterr().err == f"rayloop: {said}\n"

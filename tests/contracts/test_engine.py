@@ -21,9 +21,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from actors.fates import cause
-from actors.images import ImageCache
-from actors.rollout import RolloutActor
+from rayloop.actors.fates import cause
+from rayloop.actors.images import ImageCache
+from rayloop.actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version

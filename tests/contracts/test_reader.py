@@ -18,7 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.config.pages import COMPONENTS
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
@@ -45,14 +45,14 @@ ARC: list[Row] = [
 ]  # fmt: skip
 ROWS: dict[str, list[list[Row]]] = {
     "rayloop.data.dataset:ChatRows": [CHAT, [{"id": f"q{i}", "prompt": f"{i}?", "answer": str(i)} for i in range(2)]],
-    "recipes.arc_vision.data:GroundingRows": [
+    "rayloop.recipes.arc_vision.data:GroundingRows": [
         ARC,
         [
             {"id": f"g{i}", "image": "a.png", "instruction": f"Click {i}.", "bbox": [0.1, 0.2, 0.3, 0.4], "page": "p"}
             for i in range(2)
         ],
     ],
-    "recipes.chart_rvr.data:ChartRows": [
+    "rayloop.recipes.chart_rvr.data:ChartRows": [
         [
             {
                 "id": f"r{i}",
@@ -66,7 +66,7 @@ ROWS: dict[str, list[list[Row]]] = {
             for i in range(2)
         ]
     ],
-    "recipes.chart_rvr.data:ConversationRows": [
+    "rayloop.recipes.chart_rvr.data:ConversationRows": [
         [
             {
                 "id": f"c{i}",
@@ -80,7 +80,7 @@ ROWS: dict[str, list[list[Row]]] = {
             for i in range(2)
         ]
     ],
-    "recipes.pyvision.data:QuestionRows": [
+    "rayloop.recipes.pyvision.data:QuestionRows": [
         [
             {"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"}
             for i in range(2)
@@ -96,7 +96,7 @@ ROWS: dict[str, list[list[Row]]] = {
         ],
         [{"id": f"f{i}", "videos": [["a.png"]], "question": "Which?", "answer": str(i)} for i in range(2)],
     ],
-    "recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
+    "rayloop.recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""
 KINDS = [(use, rows) for use, kinds in ROWS.items() for rows in kinds]

@@ -124,26 +124,26 @@ class Case:
 
 
 SAID = [f"{THOUGHT}{answer}</answer>" for answer in "34"]
-EMBEDDED = {"embedder": {"use": "recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
+EMBEDDED = {"embedder": {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
 HERE = __name__
 CASES = [
-    Case("recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
-    Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
-    Case("recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED),
-    Case("recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=EMBEDDED, per="group"),
-    Case("recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"),
-    Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25),
-    Case("recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4),
-    Case("recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4, options={"verifiers": {"sums": "mra"}}),
-    Case("recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=ORIGINAL | {"published": "vl_agent"}),
-    Case("recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>"),
-    Case("recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>", options=ORIGINAL),
-    Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
-    Case("recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
-    Case("recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
-    Case("recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
+    Case("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
+    Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
+    Case("rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED),
+    Case("rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=EMBEDDED, per="group"),
+    Case("rayloop.recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"),
+    Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25),
+    Case("rayloop.recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4),
+    Case("rayloop.recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4, options={"verifiers": {"sums": "mra"}}),
+    Case("rayloop.recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=ORIGINAL | {"published": "vl_agent"}),
+    Case("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>"),
+    Case("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>", options=ORIGINAL),
+    Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
+    Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
+    Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
+    Case("rayloop.recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
-    Case("judge.reward:JudgeReward", "<answer>red</answer>", "<answer>blue</answer>", "red", options={"rules_first": False}),
+    Case("rayloop.judge.reward:JudgeReward", "<answer>red</answer>", "<answer>tan</answer>", "red", options={"rules_first": False}),
     *(Case(f"{HERE}:{name}{later}") for name in ("own", "trl", "verl") for later in ("", "_later")),
     *(Case(f"{HERE}:{name}", per="group") for name in ("own_group", "own_group_later", "trl", "trl_later")),
     *(Case(f"{HERE}:{name}", per="group") for name in ("Ranking", "LaterRanking")),

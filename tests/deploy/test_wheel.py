@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,20 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import COMMANDS
+from rayloop.cluster.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks"}
+FOLDERS = {"judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks"}
+"""Beside ``rayloop`` in the repository, below it where it is installed."""
 PIP = [sys.executable, "-m", "pip"]
 pytestmark = pytest.mark.timeout(300)
 
 
 def tracked() -> list[str]:
-    """The files of this checkout that git knows."""
+    """The files of this checkout that git knows, and its links to folders."""
     found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if found.returncode:
         pytest.skip("not a git checkout")
-    return [name for name in found.stdout.split("\0") if (ROOT / name).is_file()]
+    return [name for name in found.stdout.split("\0") if name and (ROOT / name).exists()]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in tracked():
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+        shutil.copy(ROOT / name, folder / "source" / name, follow_symlinks=False)
     build = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
     done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,17 +61,19 @@ def run(installed: Path, at: Path, *command: str | Path) -> str:
     return done.stdout
 
 
-def test_a_wheel_has_our_packages_with_all_their_files_and_nothing_else(wheel: Path) -> None:
+def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
-    assert {name for name in tracked() if name.split("/")[0] in PACKAGES} <= set(names)
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rayloop"}
+    beside = {f"rayloop/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
+    inside = {name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()}
+    assert inside | beside <= set(names)
 
 
 def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
     assert all(word in run(installed, tmp_path, installed / "bin" / "rayloop", "--help") for word in COMMANDS)
     program = (
         "import contextlib, sys, rayloop\n"
-        "from cluster.cli import main\n"
+        "from rayloop.cluster.cli import main\n"
         "print(rayloop.__file__)\n"
         "for word in sys.argv[1:]:\n"
         "    with contextlib.suppress(SystemExit):\n"
@@ -77,12 +81,14 @@ def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
     )
     said = run(installed, tmp_path, sys.executable, "-c", program, *COMMANDS)
     assert said.startswith(str(installed)), "the checkout was imported"
-    assert [word for word in COMMANDS if f"usage: python -m cluster {word} " not in said] == []
-    assert "usage: python -m cluster bench " in run(installed, tmp_path, sys.executable, "-m", "benchmarks", "--help")
+    assert [word for word in COMMANDS if f"usage: python -m rayloop {word} " not in said] == []
+    assert "usage: python -m rayloop bench " in run(
+        installed, tmp_path, sys.executable, "-m", "rayloop.benchmarks", "--help"
+    )
 
 
 def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_path: Path) -> None:
-    said = run(installed, tmp_path, sys.executable, "-m", "cluster", "slurm", "render")
+    said = run(installed, tmp_path, sys.executable, "-m", "rayloop", "slurm", "render")
     scripts = [
         Path(word) for word in shlex.split(said.replace("$(", " ").replace(")", " ")) if word.endswith(".sbatch")
     ]
@@ -101,6 +107,15 @@ def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:
 @pytest.mark.slow
 def test_a_shipped_recipe_can_be_tried(installed: Path) -> None:
     """In the folder of the packages: the recipe's paths are relative."""
-    said = run(installed, installed, sys.executable, "-m", "cluster", "try", "recipes/arc_vision/quickstart.yaml")
+    said = run(
+        installed,
+        installed / "rayloop",
+        sys.executable,
+        "-P",
+        "-m",
+        "rayloop",
+        "try",
+        "recipes/arc_vision/quickstart.yaml",
+    )
     assert "what the model sees" in said
     assert "answer 2" in said

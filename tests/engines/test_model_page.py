@@ -25,7 +25,7 @@ def test_the_model_of_the_page_answers(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "Add: 1 2", "answer": "3"}\n')
     (tmp_path / "rewards.py").write_text("def length(context):\n    return len(context.texts[-1])\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words in (["make_model.py"], ["-m", "cluster", "try", "sums.yaml"]):
+    for words in (["make_model.py"], ["-m", "rayloop", "try", "sums.yaml"]):
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
         )

@@ -15,10 +15,10 @@ pytest.importorskip("playwright", reason="make test-env installs playwright")
 
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
+from rayloop.recipes.arpo.demonstrations import TURNS, demonstrated, record
+from rayloop.recipes.arpo.pages import PAGES, WARM_PAGES, rows
+from rayloop.recipes.arpo.random_play import ARM, play
 from rayloop.run.folder import RunFolder
-from recipes.arpo.demonstrations import TURNS, demonstrated, record
-from recipes.arpo.pages import PAGES, WARM_PAGES, rows
-from recipes.arpo.random_play import ARM, play
 from tests.support.runs import ledger_closes
 
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
@@ -56,7 +56,7 @@ def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path)
         "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",)))
     )
     command = [
-        sys.executable, "-m", "cluster", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
+        sys.executable, "-m", "rayloop", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
         f"data.train={tmp_path / 'rows.jsonl'}", "steps=3", "evaluation.every=0", "checkpoint.every=3",
         "algorithm.groups_per_step=2", "algorithm.group_size=6", "publish.parity=warn",
     ]  # fmt: skip

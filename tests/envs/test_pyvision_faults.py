@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rayloop.recipes.pyvision import prepare
 from rayloop.run.folder import RunFolder
-from recipes.pyvision import prepare
 from tests.support.runs import eventually, ledger_closes
 
 pytestmark = [pytest.mark.env, pytest.mark.timeout(500)]
@@ -48,7 +48,7 @@ def failures(folder: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_run_outlives_its_interpreters(rows: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "cluster", "train", "recipes/pyvision/quickstart.yaml", f"output={tmp_path / 'runs'}",
+        sys.executable, "-m", "rayloop", "train", "recipes/pyvision/quickstart.yaml", f"output={tmp_path / 'runs'}",
         f"data.train={rows / 'train.jsonl'}", f"data.eval={rows / 'val.jsonl'}", "steps=6", "evaluation.every=0",
         "checkpoint.every=6", "algorithm.group_size=4", "algorithm.groups_per_step=4", "publish.parity=warn",
     ]  # fmt: skip

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import ray
 
-from actors.base import Actor
-from actors.handles import create
-from cluster.roles.nodes import FAILURES
-from cluster.roles.services import Services, reserve
+from rayloop.actors.base import Actor
+from rayloop.actors.handles import create
+from rayloop.cluster.roles.nodes import FAILURES
+from rayloop.cluster.roles.services import Services, reserve
 from rayloop.core.events import Event
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles

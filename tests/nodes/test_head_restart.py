@@ -48,7 +48,7 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
             "--",
             sys.executable,
             "-m",
-            "cluster",
+            "rayloop",
             "train",
             str(tmp_path / "run.yaml"),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from recipes.digits.data import rows
+from rayloop.recipes.digits.data import rows
 from tests.support import node_matrix as matrix
 from tests.support.clusters import Cluster, cluster
 from tests.support.marks import Marks, marked

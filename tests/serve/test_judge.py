@@ -17,9 +17,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, VerdictKind
-from judge.breaker import BreakerState
-from judge.client import JudgeClient
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, VerdictKind
+from rayloop.judge.breaker import BreakerState
+from rayloop.judge.client import JudgeClient
 from tests.support.judges import ModelStub, Served
 from tests.support.runs import ROOT, tagged
 
@@ -34,7 +34,7 @@ def item(number: int, right: bool = True) -> JudgeItem:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cluster", "judge", *map(str, arguments)],
+        [sys.executable, "-m", "rayloop", "judge", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -166,8 +166,8 @@ from rayloop.launch.ray_variables import private_cluster
 with private_cluster() as folder:
     import ray
 
-    from serve_apps.judge.address import RayDiscovery, publish, unclaimed
-    from judge.discovery import Address
+    from rayloop.serve_apps.judge.address import RayDiscovery, publish, unclaimed
+    from rayloop.judge.discovery import Address
     from rayloop.core.failures import ConfigError, InfrastructureFailure
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
@@ -226,9 +226,9 @@ with private_cluster() as folder:
     import ray
     from ray import serve
 
-    from cluster.stages.serving import end, free_port, room
+    from rayloop.cluster.stages.serving import end, free_port, room
     from rayloop.core.failures import ConfigError
-    from serve_apps.judge.settings import ApplicationSettings, HttpOptions
+    from rayloop.serve_apps.judge.settings import ApplicationSettings, HttpOptions
 
     @serve.deployment(ray_actor_options={"num_cpus": 0.1})
     class Other:

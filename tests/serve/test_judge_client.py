@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
-from judge.breaker import BreakerState
-from judge.client import ClientSettings, JudgeClient
-from judge.discovery import Address, FileDiscovery, announce, withdraw
-from judge.transport import LONGEST_WAIT, retry_after
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
+from rayloop.judge.breaker import BreakerState
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.discovery import Address, FileDiscovery, announce, withdraw
+from rayloop.judge.transport import LONGEST_WAIT, retry_after
 from tests.support.judge_stub import JudgeStub, Reply, body, content, reset, results, serving, slow, status, verdict
 
 FAST: dict[str, Any] = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05, "request_timeout": 5.0}
@@ -180,7 +180,7 @@ def broken_by(*answers: str) -> Reply:
 
 def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are judged, the breaker stays closed, and the item has no verdict before anybody's patience is spent."""
-    monkeypatch.setattr("judge.client.ENOUGH", 3)
+    monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
     stub.always = broken_by("poison")
     answers = ["red", *(f"shade {n}" for n in range(6)), "poison"]
 
@@ -200,7 +200,7 @@ def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatc
 def test_a_judge_that_fails_on_everything_is_not_the_items_doing(
     stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("judge.client.ENOUGH", 3)
+    monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
     stub.always = status(500)
 
     async def use(client: JudgeClient) -> tuple[Result, BreakerState]:
@@ -257,7 +257,7 @@ def test_an_address_that_is_none_is_refused_when_the_configuration_loads(url: st
 def test_an_announcement_that_is_none_is_waited_out(tmp_path: Path, written: bytes) -> None:
     entry = tmp_path / "judge.json"
     entry.write_bytes(written)
-    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
     result = one("auto", patience=0.3, **settings)
     assert isinstance(result, JudgeUnscored)
     assert result.kind is NoVerdict.UNAVAILABLE
@@ -345,7 +345,7 @@ def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeSt
     secret.write_text("hf_SECRET")
     secret.chmod(0o600)
     announce(entry, Address(url=stub.url, key_file=str(secret)))
-    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
     with pytest.raises(ConfigError, match="lies elsewhere"):
         one("auto", **settings)
     assert not stub.requests
@@ -397,7 +397,7 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pyt
     sent, result = using(stub.url, use, breaker_failures=3)
     assert sent == 3
     assert isinstance(result, JudgeVerdict)
-    opened, closed = (record.getMessage() for record in caplog.records if record.name == "judge.breaker")
+    opened, closed = (record.getMessage() for record in caplog.records if record.name == "rayloop.judge.breaker")
     assert f"until its canary is judged right: {stub.url}/v1/judge: HTTP 503" in opened
     assert closed == "the judge is well again"
 
@@ -477,7 +477,7 @@ def test_another_judge_is_reported_and_asked_again(stub: JudgeStub, caplog: pyte
         await client.judge(item("a"), 5)
         return client.fingerprints
 
-    with caplog.at_level(logging.WARNING, "judge.client"):
+    with caplog.at_level(logging.WARNING, "rayloop.judge.client"):
         assert using(stub.url, use) == ["stub-1", "stub-2"]
     assert stub.asked == ["a", "b", "a"], "verdicts of the old judge are not the new one's"
     (warning,) = [record.getMessage() for record in caplog.records]
@@ -554,7 +554,7 @@ def test_auto_finds_the_judge_where_it_moved(stub: JudgeStub, tmp_path: Path) ->
     entry = tmp_path / "judge.json"
     gone = Address(url="http://127.0.0.1:9")
     announce(entry, gone)
-    settings = {"discovery": {"use": "judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
 
     async def use(client: JudgeClient) -> Result:
         waiting = asyncio.create_task(client.judge(item(), 10))

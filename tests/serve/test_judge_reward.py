@@ -15,20 +15,20 @@ import httpx
 import pytest
 import yaml
 
-from actors.reward import RewardActor
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
-from judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
-from judge.client import ClientSettings, JudgeClient
-from judge.grader import RuleBackend
-from judge.labelled import calibration
-from judge.reward import JudgeReward
-from judge.rubric import FOLDER, load_rubrics
+from rayloop.actors.reward import RewardActor
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.grader import RuleBackend
+from rayloop.judge.labelled import calibration
+from rayloop.judge.reward import JudgeReward
+from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 
@@ -309,9 +309,9 @@ def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) 
 
 
 def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
-    source = Component(use="judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
+    source = Component(use="rayloop.judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
     chosen = RewardSettings(source=source, **settings)
-    with patch("actors.reward.model_folder"), patch("actors.reward.load_tokenizer"):
+    with patch("rayloop.actors.reward.model_folder"), patch("rayloop.actors.reward.load_tokenizer"):
         made = RewardActor(ModelSettings(path="none"), chosen)
     context = ScoreContext(1, ["<answer>crimson</answer>"], chosen.timeout)
     (outcome,) = asyncio.run(made._attempts([TRAJECTORY], TASK, [context]))
@@ -322,7 +322,7 @@ def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(text: str, how: str) -> str:
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr("judge.reward.extract", broken)
+    monkeypatch.setattr("rayloop.judge.reward.extract", broken)
     outcome = scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0, on_error="fail")
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from judge.api import JudgeItem, JudgeVerdict
-from judge.client import JudgeClient
-from judge.prompt import messages
-from judge.rubric import load_rubrics
 from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.judge.api import JudgeItem, JudgeVerdict
+from rayloop.judge.client import JudgeClient
+from rayloop.judge.prompt import messages
+from rayloop.judge.rubric import load_rubrics
 from tests.support.judges import Served, served
 from tests.support.runs import eventually
 from tests.support.vllm_processes import engine_cores

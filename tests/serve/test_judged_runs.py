@@ -18,14 +18,14 @@ def judged(folder: Path, model: Path, judge: dict[str, Any], **changes: Any) -> 
     """A run whose every answer goes to the judge, and from there to its model."""
     config = settings(folder, model, **changes)
     with_ = {"judge": judge, "answer": "whole", "rules_first": False}
-    config["reward"] = {"source": {"use": "judge.reward:JudgeReward", "with": with_}}
+    config["reward"] = {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": with_}}
     config["algorithm"]["filtering"] = {"filters": []}
     return config
 
 
 def announced(judge: Served) -> dict[str, Any]:
     """A client that finds the judge by its file; several requests per group."""
-    found = {"use": "judge.discovery:FileDiscovery", "with": {"path": str(judge.announced)}}
+    found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(judge.announced)}}
     return {"url": "auto", "discovery": found, "batch": 2, "concurrency": 4}
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.driver import Driver
-from cluster.loop.loggers import open_logger
-from cluster.roles.services import TrainingServices
+from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.roles.services import TrainingServices
 from rayloop.run.checkpoint import NOTHING, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
 
-from cluster.shadow import OURS
 from rayloop.core.files import new_secret
 from rayloop.launch.ports import block
 from rayloop.launch.ray_variables import node_settings
@@ -92,15 +91,15 @@ def without_checkout(folder: Path) -> Path:
     python = folder / "bin" / "python"
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
-        [python, "-c", "import ray, cluster"], cwd="/", env=bare, capture_output=True, text=True, check=False
+        [python, "-c", "import ray, rayloop"], cwd="/", env=bare, capture_output=True, text=True, check=False
     )
-    assert "No module named 'cluster'" in found.stderr, found.stderr
+    assert "No module named 'rayloop'" in found.stderr, found.stderr
     return python
 
 
 def checkout(folder: Path) -> Path:
     """A copy of the code, without the shipped data."""
-    for package in (*OURS, "tests"):
+    for package in ("rayloop", "recipes", "tests"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny"))
     return folder
 
@@ -114,9 +113,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def cluster_command(*arguments: object, cwd: Path, tag: str) -> subprocess.Popen[str]:
-    """``python -m cluster ...`` in ``cwd``, without a token of its own."""
+    """``python -m rayloop ...`` in ``cwd``, without a token of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {TAG: tag, "PYTHONPATH": str(cwd)}
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster", *map(str, arguments)],
+        [sys.executable, "-m", "rayloop", *map(str, arguments)],
         cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from judge.rubric import load_rubrics
+from rayloop.judge.rubric import load_rubrics
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 RUBRICS = load_rubrics()

@@ -1,4 +1,4 @@
-"""A judge on a real Ray Serve for tests, ``python -m cluster judge serve`` as a process, and the language model behind it."""
+"""A judge on a real Ray Serve for tests, ``python -m rayloop judge serve`` as a process, and the language model behind it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import uvicorn
 import yaml
 from fastapi import FastAPI, Request, Response
 
-from judge.client import ClientSettings
+from rayloop.judge.client import ClientSettings
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 ASKED = re.compile(r"Question: (.*)\nReference answer: (.*)\n.*\n<candidate-\w+>\n(.*)\n</candidate")
@@ -153,7 +153,7 @@ def served(folder: Path, args: Mapping[str, Any], *options: str) -> Iterator[Ser
     command = ["judge", "serve", str(folder / "judge.yaml"), "--announce", str(folder / "judge.json"), *options]
     with (folder / "judge.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", *command], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "rayloop", *command], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     made = Served(process, folder, tag)

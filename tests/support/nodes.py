@@ -1,4 +1,4 @@
-"""Nodes of ``python -m cluster node`` as processes of this machine, without Slurm."""
+"""Nodes of ``python -m rayloop node`` as processes of this machine, without Slurm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Nodes:
         command = [
             sys.executable,
             "-m",
-            "cluster",
+            "rayloop",
             "node",
             role,
             "--cluster=here",

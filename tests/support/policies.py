@@ -1,4 +1,4 @@
-"""The policy's endpoint for tests: ``python -m cluster policy serve`` as a process beside a real run."""
+"""The policy's endpoint for tests: ``python -m rayloop policy serve`` as a process beside a real run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Endpoint:
 
 
 def command(*arguments: object, tag: str = "") -> list[str]:
-    return [sys.executable, "-m", "cluster", "policy", "serve", *map(str, arguments)]
+    return [sys.executable, "-m", "rayloop", "policy", "serve", *map(str, arguments)]
 
 
 @contextmanager

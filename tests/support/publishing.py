@@ -14,12 +14,12 @@ from typing import Any
 import ray
 import torch
 
-from actors.base import GROUPS
-from actors.policy import PolicyRank
-from actors.rollout import RolloutActor
-from cluster.loop.publication import Publisher
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from rayloop.actors.base import GROUPS
+from rayloop.actors.policy import PolicyRank
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version

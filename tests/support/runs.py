@@ -1,4 +1,4 @@
-"""Real runs for tests: tiny models and configurations, ``python -m cluster train`` as a process, and what it leaves behind."""
+"""Real runs for tests: tiny models and configurations, ``python -m rayloop train`` as a process, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import yaml
 
+from rayloop.recipes.digits.data import rows
 from rayloop.run import events, metrics
-from recipes.digits.data import rows
 
 ROOT = Path(__file__).parents[2]
 TAG = "RAYLOOP_TEST_RUN"
@@ -41,7 +41,7 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "output": str(folder),
         "steps": 3,
         "model": {"path": str(model)},
-        "data": {"train": str(data), "reader": {"use": "recipes.digits.data:DigitRows"}},
+        "data": {"train": str(data), "reader": {"use": "rayloop.recipes.digits.data:DigitRows"}},
         "rollout": {"sampling": {"max_tokens": 8, "min_tokens": 2}, "engine": {"threads": 1}},
         "environment": {"episode": {"environment": {"use": "tests.support.faulty:FaultyEnvironment", "with": {}}}},
         "reward": {"source": {"use": "tests.support.rewards:TokenReward", "with": {}}},

@@ -14,8 +14,8 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from cluster.loop.episode_runner import EpisodeRunner
-from cluster.roles.pool import Pool
+from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure

@@ -17,7 +17,9 @@ HEAVY = ("torch", "transformers", "peft", "vllm", "sglang", "torchvision")
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    """The import name of a file: every package is below ``rayloop``, and the folders beside it are linked there."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return name if name.split(".")[0] == "rayloop" else f"rayloop.{name}"
 
 
 def modules_below(*names: str) -> list[str]:
@@ -33,7 +35,14 @@ LIGHT = [
     *(f"rayloop.transports.{name}" for name in ("object_store", "filesystem", "collective", "cuda_ipc")),
     *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
     *(name for name in modules_below("rayloop.run") if name != "rayloop.run.export"),
-    *modules_below("judge", "recipes", "actors.environment", "actors.reward", "cluster.driver", "cluster.cli"),
+    *modules_below(
+        "rayloop.judge",
+        "rayloop.recipes",
+        "rayloop.actors.environment",
+        "rayloop.actors.reward",
+        "rayloop.cluster.driver",
+        "rayloop.cluster.cli",
+    ),
 ]
 
 

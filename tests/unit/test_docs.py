@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import COMMANDS, parsed
+from rayloop.cluster.cli import COMMANDS, parsed
 from rayloop.config.explain import keys, walk
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
@@ -29,9 +29,9 @@ LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
 OWNED = re.compile(r"`(\w+)[^`]*`\s(?:from|of|in)\s`([\w.]+|[\w/]+\.py)`")
-COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m cluster ([a-z]+)\b", re.MULTILINE)
+COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m rayloop ([a-z]+)\b", re.MULTILINE)
 WHOLE = re.compile(
-    r"`(?:\S*python3? -m cluster) ([^`]+ [^`]+)`|^ {4}(?:\S*python3? -m cluster) ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
+    r"`(?:\S*python3? -m rayloop) ([^`]+ [^`]+)`|^ {4}(?:\S*python3? -m rayloop) ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
 )
 """A command with its arguments: between backticks, or a line of a block that may be continued."""
 TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)

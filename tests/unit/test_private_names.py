@@ -69,10 +69,10 @@ def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             modules = [node.module]
-            if node.module.split(".")[0] not in PACKAGES:
+            if node.module.split(".")[0] != "rayloop":
                 yield from (alias.name for alias in node.names if private(alias.name) or alias.name in BINDINGS)
         for module in modules:
-            mine = module.split(".")[0] in (*PACKAGES, "__future__")
+            mine = module.split(".")[0] in ("rayloop", "tests", "__future__")
             if not mine and (
                 any(map(private, module.split("."))) or f"{module}.".startswith(tuple(f"{m}." for m in INTERNAL))
             ):

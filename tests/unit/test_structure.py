@@ -1,4 +1,4 @@
-"""``python -m benchmarks structure``: what it counts, and what it says here of folders, rooms and the drawing in the docs."""
+"""``python -m rayloop.benchmarks structure``: what it counts, and what it says of folders, rooms and the drawing in the docs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import KINDS, Checkout, cycles, drawing, public, reachable, report, siblings
+from rayloop.benchmarks.structure import KINDS, Checkout, cycles, drawing, public, reachable, report, siblings
 
 ROOT = Path(__file__).parents[2]
 MODULES = 20
@@ -72,13 +72,18 @@ def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> Non
 
 @pytest.mark.parametrize(
     ("room", "needs"),
-    [("serve_apps.console", ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"))],
+    [
+        (
+            "rayloop.serve_apps.console",
+            ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"),
+        )
+    ],
 )
 def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(
     here: Checkout, room: str, needs: tuple[str, ...]
 ) -> None:
     """The contract on serve_apps counts what is imported indirectly."""
-    forbidden = ("rayloop.envs", "recipes", "cluster", "actors", "benchmarks")
+    forbidden = tuple(f"rayloop.{name}" for name in ("envs", "recipes", "cluster", "actors", "benchmarks"))
     assert room in here.modules
     for need in needs:
         led = {need, *reachable(here.graph(*KINDS), need)}
@@ -87,4 +92,6 @@ def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(
 
 def test_the_drawing_in_the_docs_is_that_of_the_code(here: Checkout) -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    assert drawing(here) in page, "put the output of `python -m benchmarks structure --graph` into docs/architecture.md"
+    assert drawing(here) in page, (
+        "put the output of `python -m rayloop.benchmarks structure --graph` into docs/architecture.md"
+    )

@@ -14,13 +14,13 @@ from typing import Any
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from recipes.chart_rvr.rewards.original import exact_match, process_text, relaxed_accuracy, table_style_rewards
-from recipes.chart_rvr.rewards.reward import ChartReward
-from recipes.chart_rvr.rewards.sample import PUBLISHED
+from rayloop.recipes.chart_rvr.rewards.original import exact_match, process_text, relaxed_accuracy, table_style_rewards
+from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
+from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED
 from tests.vector_rules.entries import Entry, Rule, Unknown
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
-WORDS = {"use": "recipes.chart_rvr.rewards.embedders:WordEmbedder"}
+WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 ABOUT = ("note", "think_chars", "step_markers", "answer_in_tags", "type_in_tags", "table_in_tags", "steps", "tables")
 """What entries say about their completion."""
 

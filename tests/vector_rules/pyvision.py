@@ -17,9 +17,9 @@ from rayloop.core.groups import Outcome, Scored, Unscored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.envs.interpreter import text as interpreter
-from recipes.pyvision import original
-from recipes.pyvision.deepeyes import DeepEyesReward
-from recipes.pyvision.reward import PyVisionReward
+from rayloop.recipes.pyvision import original
+from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
+from rayloop.recipes.pyvision.reward import PyVisionReward
 from tests.vector_rules.entries import Deviation, Entry, Refused, Rule, Unknown
 
 FAILURE = re.compile(r"(?P<name>[\w.]*(?:Error|Exception|Timeout))\(")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.commands.arguments import live_cluster
+from rayloop.cluster.commands.arguments import live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.view.words import visible
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"=== {name} ===\n{visible(text)}", flush=True)
         return 0
     with live_cluster(folder) as place:
-        from cluster.stages.live import logs  # imports ray
+        from rayloop.cluster.stages.live import logs  # imports ray
 
         for actor, text in logs(place, arguments.role, arguments.lines):
             print(f"=== {actor} ===\n{visible(text)}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cluster.commands.arguments import live_cluster
+from rayloop.cluster.commands.arguments import live_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.view.words import visible
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with live_cluster(RunFolder.at(arguments.run_folder.resolve())) as place:
-        from cluster.stages.live import stacks  # imports ray
+        from rayloop.cluster.stages.live import stacks  # imports ray
 
         for actor, text in stacks(place, arguments.role):
             print(f"=== {actor} ===\n{visible(text)}\n", flush=True)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.commands.arguments import live_cluster
+from rayloop.cluster.commands.arguments import live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.here and (holder is None or holder.host != socket.gethostname()):
             continue
         if holder is None:
-            raise ConfigError(f"{path}: nobody runs it. `python -m cluster status {path}` says how it ended")
+            raise ConfigError(f"{path}: nobody runs it. `python -m rayloop status {path}` says how it ended")
         asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
         _ask(folder, holder)
         print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(folder: RunFolder, holder: Holder) -> None:
     if holder.host != socket.gethostname():
         with live_cluster(folder) as place:
-            from cluster.stages.live import stop_driver  # imports ray
+            from rayloop.cluster.stages.live import stop_driver  # imports ray
 
             return stop_driver(place)
     try:
@@ -73,7 +73,7 @@ def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) ->
     while folder.lock.holder() == holder:
         if time.monotonic() > deadline:
             print(
-                f"rayloop: {folder.path}: {holder} has not ended in time. `python -m cluster stacks {folder.path}` shows what it "
+                f"rayloop: {folder.path}: {holder} has not ended in time. `python -m rayloop stacks {folder.path}` shows what it "
                 "does; a second `stop` ends it without saving",
                 file=sys.stderr,
             )

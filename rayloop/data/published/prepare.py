@@ -1,4 +1,4 @@
-"""Writes a published data set as JSONL with images beside it: ``python -m cluster data prepare NAME --out DIR``."""
+"""Writes a published data set as JSONL with images beside it: ``python -m rayloop data prepare NAME --out DIR``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     """Parse the options of ``data prepare NAME`` and do it. Returns exit code 0; raises ConfigError."""
-    parser = argparse.ArgumentParser(prog=f"python -m cluster data prepare {name}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m rayloop data prepare {name}", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into")
     parser.add_argument(
         "--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)"

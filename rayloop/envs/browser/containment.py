@@ -66,7 +66,7 @@ def check(settings: BrowserSettings) -> Held:
         raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
     held = available()
     if LEVELS.index(held.level) < LEVELS.index(settings.containment):
-        remedy = "see `python -m cluster doctor`, or lower browser.containment for pages that you trust"
+        remedy = "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
         raise EnvironmentFailed(
             f"the browser must be held by {settings.containment}, and here is {held}: {remedy}", bug=True
         )

@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rayloop.core.failures import DataFailure
-from recipes.chart_rvr.rewards.original import num_token_reward
-from recipes.chart_rvr.rewards.reading import Count, Parts, Table, as_table, parsed_table, parts, steps_of, well_formed
-from recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
-from recipes.chart_rvr.rewards.tables import shares
-from recipes.chart_rvr.rewards.values import readable, same_answer
+from rayloop.recipes.chart_rvr.rewards.original import num_token_reward
+from rayloop.recipes.chart_rvr.rewards.reading import (
+    Count,
+    Parts,
+    Table,
+    as_table,
+    parsed_table,
+    parts,
+    steps_of,
+    well_formed,
+)
+from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.tables import shares
+from rayloop.recipes.chart_rvr.rewards.values import readable, same_answer
 
 STEP, STEPS_MOST = 0.25, 1.5
 JSON, KEYS, HEADERS, CELLS = 0.5, 0.25, 0.5, 1.0

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
-from recipes.chart_rvr.rewards.similarity import Unavailable
+from rayloop.recipes.chart_rvr.rewards.similarity import Unavailable
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
 
 _TAGS = ("<type>", "</type>", "<think>", "</think>", "<answer>", "</answer>", "<table>", "</table>")
 _ONCE = (*_TAGS, "<think>\n<type>", "</type>\n<table>")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recipes.chart_rvr.rewards.corrected import answer_flags, label_of, true_table
-from recipes.chart_rvr.rewards.reading import Count, Table, as_table, parsed_table, parts, steps_of, well_formed
-from recipes.chart_rvr.rewards.sample import Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.corrected import answer_flags, label_of, true_table
+from rayloop.recipes.chart_rvr.rewards.reading import Count, Table, as_table, parsed_table, parts, steps_of, well_formed
+from rayloop.recipes.chart_rvr.rewards.sample import Paid, Pair, Process, Sample
 
 JSON = 0.5
 SPECIAL = " \t\n.,;:!?%°*'\"`"

@@ -14,18 +14,18 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from recipes.chart_rvr.rewards.corrected import Corrected
-from recipes.chart_rvr.rewards.original import Original
-from recipes.chart_rvr.rewards.paper import Paper
-from recipes.chart_rvr.rewards.reading import Count, pieces
-from recipes.chart_rvr.rewards.sample import Paid, Sample, Variant
-from recipes.chart_rvr.rewards.similarity import Similarity
+from rayloop.recipes.chart_rvr.rewards.corrected import Corrected
+from rayloop.recipes.chart_rvr.rewards.original import Original
+from rayloop.recipes.chart_rvr.rewards.paper import Paper
+from rayloop.recipes.chart_rvr.rewards.reading import Count, pieces
+from rayloop.recipes.chart_rvr.rewards.sample import Paid, Sample, Variant
+from rayloop.recipes.chart_rvr.rewards.similarity import Similarity
 
 EMBEDDER = Role("embedder", ("embed",))
 NO_EMBEDDER = (
     "the process reward (weights.process) compares texts with an embedder, and none is configured. Name one, for example\n"
-    "      embedder: {use: recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
-    "    or recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
+    "      embedder: {use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
+    "    or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.core.threads import in_thread
-from recipes.chart_rvr.rewards.sample import Pair
+from rayloop.recipes.chart_rvr.rewards.sample import Pair
 
 SMALLEST = 1e-8
 """A norm counts at least this, as in torch's ``cosine_similarity``: a vector of zeros resembles nothing."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from recipes.chart_rvr.rewards.reading import Table
-from recipes.chart_rvr.rewards.values import same_cell
+from rayloop.recipes.chart_rvr.rewards.reading import Table
+from rayloop.recipes.chart_rvr.rewards.values import same_cell
 
 MOST = 250_000
 """Cells that are compared for an alignment; beyond (a table far larger than the true one) rows are compared by their places."""

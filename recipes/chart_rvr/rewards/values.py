@@ -1,4 +1,4 @@
-"""Whether an answer, or a table's cell, says the same as the true one. Numbers are read and compared exactly (``judge.rules``)."""
+"""Whether an answer, or a table's cell, equals the true one. Numbers are read and compared exactly (``rayloop.judge.rules``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from judge.rules.plain import plain
-from judge.rules.quantities import quantity
+from rayloop.judge.rules.plain import plain
+from rayloop.judge.rules.quantities import quantity
 
 _PLAIN = re.compile(r"[-+]?(?:\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})")
 _LONGEST = 200

@@ -16,15 +16,15 @@ from pydantic import ValidationError
 from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.cli import parser
+from rayloop.cluster.cli import parser
 from rayloop.core.failures import RayloopError
 from rayloop.launch.ray_variables import node_settings
 from rayloop.run.config import read
 from rayloop.run.demand import bundles
 from rayloop.run.lifetime import PreemptionSettings
 from rayloop.run.preflight import lasting
-from serve_apps.judge.app import gpus
-from serve_apps.judge.settings import JudgeSettings
+from rayloop.serve_apps.judge.app import gpus
+from rayloop.serve_apps.judge.settings import JudgeSettings
 from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.schemas import ROOT
 
@@ -193,7 +193,7 @@ def endings(documents: list[Document]) -> Iterator[str]:
 def _announced(hook: str) -> Iterator[str]:
     """What is wrong with a hook that has the runs of this pod saved."""
     words = shlex.split(hook.partition(";")[0])
-    if words[:4] != ["python", "-m", "cluster", "stop"] or "--here" not in words:
+    if words[:4] != ["python", "-m", "rayloop", "stop"] or "--here" not in words:
         yield "the runs whose process is here are not stopped"
     elif (within := parser(words[3:]).parse_args(words[3:]).within) <= PreemptionSettings().grace:
         yield f"--within {within:g} is not above preemption.grace, {PreemptionSettings().grace:g}"
@@ -350,8 +350,8 @@ def jobs(documents: list[Document]) -> Iterator[str]:
 def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, float]]) -> Iterator[str]:
     """Whether the command can be parsed, its configuration is valid, and its actors fit on the nodes (first fit)."""
     words = shlex.split(entrypoint)
-    if words[:4] != ["python", "-m", "cluster", "train"]:
-        yield f"entrypoint {entrypoint!r} is not `python -m cluster train`"
+    if words[:4] != ["python", "-m", "rayloop", "train"]:
+        yield f"entrypoint {entrypoint!r} is not `python -m rayloop train`"
         return
     try:
         arguments = parser(words[3:]).parse_args(words[3:])
@@ -393,7 +393,7 @@ def services(documents: list[Document]) -> Iterator[str]:
             package = application.import_path.partition(".")[0]
             if not (ROOT / package / "__init__.py").is_file():
                 yield f"{title}: {application.import_path}: there is no package {package}"
-            elif application.import_path == "serve_apps.judge.app:app":
+            elif application.import_path == "rayloop.serve_apps.judge.app:app":
                 yield from judge(title, application.args, served)
 
 

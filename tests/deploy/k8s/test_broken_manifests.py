@@ -54,7 +54,7 @@ RAY_SHAPES: list[tuple[str, Breaks]] = [
     ("'groupName' is a required property", lambda d: worker(d).pop("groupName")),
     ("'cpus' was unexpected", lambda d: container(head(d))["resources"].update(cpus="4")),
     ("'three' is not of type 'integer'", lambda d: spec(d, "RayJob").update(backoffLimit="three")),
-    ("'command' was unexpected", lambda d: spec(d, "RayJob").update(command="python -m cluster train")),
+    ("'command' was unexpected", lambda d: spec(d, "RayJob").update(command="python -m rayloop train")),
     ("'rayClusterConfig' is a required property", lambda d: spec(d, "RayService").pop("rayClusterConfig")),
     ("'serveConfig' was unexpected", lambda d: spec(d, "RayService").update(serveConfig="")),
 ]
@@ -176,7 +176,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("runs whose process is here are not stopped", lambda d: _leaves(worker(d, "driver"), "ray stop")),
     (
         "--within 60 is not above preemption.grace, 120",
-        lambda d: _leaves(worker(d, "driver"), "python -m cluster stop /runs/* --here --within 60; ray stop"),
+        lambda d: _leaves(worker(d, "driver"), "python -m rayloop stop /runs/* --here --within 60; ray stop"),
     ),
     (
         "ray-head: minAvailable is None for 1 pods",
@@ -235,7 +235,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         "no port named serve at 9000",
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000"),
     ),
-    ("is not `python -m cluster train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
+    ("is not `python -m rayloop train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
     ("without --again", lambda d: replace(spec(d, "RayJob"), "entrypoint", " --again=20", "")),
     ("rollout.actor", lambda d: replace(spec(d, "RayJob"), "entrypoint", "rollout.actors=2", "rollout.actor=2")),
     ("is relative", lambda d: replace(spec(d, "RayJob"), "entrypoint", "output=/runs", "output=runs")),
@@ -255,7 +255,7 @@ kind: RayJob
 metadata: {name: train}
 spec:
   clusterSelector: {ray.io/cluster: rayloop}
-  entrypoint: python -m cluster train recipes/arc_vision/arc_vision.yaml output=/runs
+  entrypoint: python -m rayloop train recipes/arc_vision/arc_vision.yaml output=/runs
   submissionMode: K8sJobMode
   backoffLimit: 3
 """

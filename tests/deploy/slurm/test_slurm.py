@@ -42,8 +42,8 @@ class Site:
         return Rendezvous(self.folder / "rendezvous", NAME)
 
     def cluster(self, *arguments: object) -> str:
-        """What ``python -m cluster slurm`` prints. Raises AssertionError when it fails."""
-        command = [sys.executable, "-m", "cluster", "slurm", str(arguments[0]), "--site", self.folder / "site.yaml"]
+        """What ``python -m rayloop slurm`` prints. Raises AssertionError when it fails."""
+        command = [sys.executable, "-m", "rayloop", "slurm", str(arguments[0]), "--site", self.folder / "site.yaml"]
         return self.lab.slurm(*map(str, [*command, *arguments[1:]]), cwd=ROOT)
 
     def sbatch(self, *arguments: object) -> str:

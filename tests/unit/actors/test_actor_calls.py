@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from actors.handles import submit
+from rayloop.actors.handles import submit
 from tests.support.local import LocalActor
 
 ROOT = Path(__file__).parents[3]
 HELPER = Path("actors/handles.py")
 
 PROGRAM = """
-from actors.handles import Handle, create, resolved, submit, submit_pair
-from actors.policy import PolicyRank
-from actors.reference import ReferenceActor
-from actors.reward import RewardActor
-from actors.rollout import RolloutActor
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from rayloop.actors.handles import Handle, create, resolved, submit, submit_pair
+from rayloop.actors.policy import PolicyRank
+from rayloop.actors.reference import ReferenceActor
+from rayloop.actors.reward import RewardActor
+from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.groups import Outcome
 from rayloop.core.references import Ref
 from rayloop.core.types import Task, Trajectory, Version

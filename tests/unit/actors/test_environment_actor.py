@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from actors.environment import EnvironmentActor
-from actors.lease import Lease
-from actors.lost import as_value
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.lease import Lease
+from rayloop.actors.lost import as_value
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
 from rayloop.core.groups import PlayFailed, UnscoredKind
@@ -243,7 +243,7 @@ def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(
 ) -> None:
     monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
     player = actor(text_folder)
-    monkeypatch.setattr("actors.environment.hanging", lambda: 2)
+    monkeypatch.setattr("rayloop.actors.environment.hanging", lambda: 2)
     with pytest.raises(WorkerSpent, match="2 calls of tools hang in this process"):
         run(player, Engine())
     assert player.health() == 0
@@ -448,7 +448,7 @@ def test_turns_of_longer_episodes_are_asked_for_one_by_one(text_folder: Path) ->
 def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_for(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.lease.PATIENCE", 30.0)
+    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 30.0)
     faulty = {"use": FAULTY, "with": {"reset": {"sick": "raise"}}}
     engine, began = Engine(), time.monotonic()
     other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
@@ -460,7 +460,7 @@ def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_f
 
 
 def test_a_member_that_is_late_asks_alone(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.lease.PATIENCE", 0.05)
+    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 0.05)
     faulty = {"use": FAULTY, "with": {"reset": {"late": "hang"}, "hang": 1.5}}
     engine = Engine()
     player = actor(text_folder, faulty, max_turns=1, reset_timeout=20.0)

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from actors.handles import Handle
-from actors.images import ImageCache, MissingImages, SentImages
-from actors.lease import Engine, FirstTurn, Lease, LeasedEngine
-from actors.rollout import RolloutActor
+from rayloop.actors.handles import Handle
+from rayloop.actors.images import ImageCache, MissingImages, SentImages
+from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine
+from rayloop.actors.rollout import RolloutActor
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
@@ -163,7 +163,7 @@ def test_what_was_forgotten_is_asked_for_again() -> None:
 
 
 def test_a_request_that_lacks_images_says_so_and_reaches_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.images.ARRIVING", 0.05)
+    monkeypatch.setattr("rayloop.actors.images.ARRIVING", 0.05)
     server = Server()
     bare = replace(A, data=None)
     assert run(server.actor.generate(prompt(bare, B), Sampling())) == MissingImages(frozenset({A.ref.sha256}))
@@ -217,7 +217,7 @@ def test_the_first_turn_of_a_group_carries_its_images_once(limit: int) -> None:
 
 
 def test_what_was_on_its_way_and_never_came_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.images.ARRIVING", 0.05)
+    monkeypatch.setattr("rayloop.actors.images.ARRIVING", 0.05)
     server, had = Server(), SentImages()
 
     async def go() -> LeasedEngine:

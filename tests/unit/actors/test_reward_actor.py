@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from actors.reward import RewardActor
+from rayloop.actors.reward import RewardActor
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel
@@ -297,7 +297,8 @@ def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
 
 
 def test_the_actors_of_environment_and_reward_do_not_import_torch() -> None:
-    code = "import sys, actors.environment, actors.reward; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, rayloop.actors.environment, rayloop.actors.reward\n"
+    code += "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

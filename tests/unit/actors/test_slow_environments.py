@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.environment import EnvironmentActor
-from actors.lease import Lease
+from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import PlayFailed, UnscoredKind

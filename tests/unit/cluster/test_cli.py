@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import COMMANDS, main, parsed, parser
-from cluster.commands.eval import evaluation_folder
-from cluster.shadow import OURS
+from rayloop.cluster.cli import COMMANDS, main, parsed, parser
+from rayloop.cluster.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
@@ -28,7 +27,7 @@ QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
 
 RUN: dict[str, Any] = {
     "name": "mine", "steps": 1, "model": {"path": "nowhere"}, "data": {"train": "nowhere.jsonl"}, "output": "out",
-    "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
+    "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
 }  # fmt: skip
 
 
@@ -51,8 +50,8 @@ def test_an_evaluation_is_kept_beside_the_run_whose_checkpoint_it_measures(
     assert evaluation_folder(RunConfig.model_validate(RUN), named) == Path(folder.format(tmp_path))
 
 
-def command(folder: Path, *words: str, module: str = "cluster") -> tuple[int, str]:
-    """Exit code and output of ``python -m cluster`` in a folder of a person's own."""
+def command(folder: Path, *words: str, module: str = "rayloop") -> tuple[int, str]:
+    """Exit code and output of ``python -m rayloop`` in a folder of a person's own."""
     done = subprocess.run(
         [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=100,
@@ -60,42 +59,22 @@ def command(folder: Path, *words: str, module: str = "cluster") -> tuple[int, st
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["judge.py", "recipes/__init__.py", "actors.py"])
-def test_a_module_that_hides_ours_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("")
-    code, text = command(tmp_path, "train", "run.yaml")
-    theirs = tmp_path / name.removesuffix("/__init__.py")
-    assert code == 2
-    assert f"{theirs} is imported in place of rayloop's own package" in text
-    assert "Rename it" in text
-    assert "Traceback" not in text
-
-
-def test_other_files_and_folders_beside_it_do_no_harm(tmp_path: Path) -> None:
-    for folder in ("recipes", "tests", "benchmarks", "data"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "judges.py").write_text("")
-    code, text = command(tmp_path, "train", "absent.yaml")
+@pytest.mark.parametrize("module", ["rayloop", "rayloop.cluster"])
+def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(tmp_path: Path, module: str) -> None:
+    for name in ("recipes", "benchmarks", "judge", "tests", "cluster", "serve_apps"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported in place of ours')")
+    (tmp_path / "actors.py").write_text("raise RuntimeError('imported in place of ours')")
+    code, text = command(tmp_path, "train", "absent.yaml", module=module)
     assert code == 2
     assert "absent.yaml" in text
     assert "in place of" not in text
 
 
-def test_a_copy_of_the_code_without_benchmarks_beside_an_installed_one(tmp_path: Path) -> None:
-    for package in set(OURS) - {"benchmarks"}:
-        shutil.copytree(
-            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "pages", "tiny")
-        )
-    code, text = command(tmp_path, "train", "absent.yaml")
-    assert code == 2
-    assert "absent.yaml" in text
-
-
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["--version"], r"^rayloop \S+, ray [\d.]+, torch [\d.]+"),
-        (["--help"], r"python -m cluster try \S+\.yaml"),
+        (["--help"], r"python -m rayloop try \S+\.yaml"),
         (["bench", "--help"], "publish"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -173,7 +152,7 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
 
 def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "cluster", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-m", "rayloop", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     wanted = "rayloop: without pydantic and ray: activate the environment (README, Installing)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import AuthenticationError
 
-from cluster.stages import head_watch
-from cluster.stages.head_watch import SILENCE, HeadGone, HeadWatch
+from rayloop.cluster.stages import head_watch
+from rayloop.cluster.stages.head_watch import SILENCE, HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.cli import main
-from cluster.stages import live
+from rayloop.cluster.cli import main
+from rayloop.cluster.stages import live
 from rayloop.core import events, incidents
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import Place

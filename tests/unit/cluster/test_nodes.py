@@ -10,11 +10,11 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from actors.policy import PolicyRank
-from cluster.roles import nodes as module
-from cluster.roles.nodes import Nodes
-from cluster.roles.policy_group import PolicyGroup
-from cluster.roles.pool import Pool
+from rayloop.actors.policy import PolicyRank
+from rayloop.cluster.roles import nodes as module
+from rayloop.cluster.roles.nodes import Nodes
+from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.roles.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
 from rayloop.engines.computing import Computing

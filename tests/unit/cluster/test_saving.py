@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.loop.saving import Saving, Step
+from rayloop.cluster.loop.saving import Saving, Step
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, PolicyLost
 from rayloop.core.types import Version

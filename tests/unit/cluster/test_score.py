@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import recipes
-from cluster.cli import main
+from rayloop import recipes
+from rayloop.cluster.cli import main
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.measure import intervals
 from rayloop.measure.intervals import interval
@@ -91,10 +91,12 @@ def test_the_process_reward_needs_an_embedder_and_takes_one(
     path = file({"completion": f"<think>{reasoning}</think>", "label": "1", "reasoning": reasoning})
     assert main(["score", "chart_rvr", str(path), "--reward", "process"]) == ConfigError.exit_code
     assert "none is configured" in capsys.readouterr().err
-    words = "embedder.use=recipes.chart_rvr.rewards.embedders:WordEmbedder"
+    words = "embedder.use=rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"
     (line,), _ = asked("chart_rvr", path, "--reward", "process_style_reward", "--with", words)
     assert line["value"] == pytest.approx(1.0)
-    gone = "embedder={use: recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://127.0.0.1:9/v1}}"
+    gone = (
+        "embedder={use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://127.0.0.1:9/v1}}"
+    )
     (line,), _ = asked("chart_rvr", path, "--reward", "process", "--with", gone)
     assert line["unscored"] == "reward_unavailable"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.stages import serving
+from rayloop.cluster.stages import serving
 
 
 def test_a_cluster_that_is_gone_holds_up_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray import exceptions
 
-from cluster.loop.loggers import open_logger
-from cluster.loop.publication import Publisher
+from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.loop.publication import Publisher
 from rayloop.core.failures import PolicyLost
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig

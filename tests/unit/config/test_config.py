@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -20,9 +22,9 @@ from rayloop.config.settings import Component, SettingsModel, check_components, 
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.serve_apps.judge.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from rayloop.transports.settings import CudaIpcTransport
-from serve_apps.judge.settings import ServeFile
 from tests.support.runs import set_key, settings
 
 Write = Callable[..., Path]
@@ -303,7 +305,7 @@ RUN = """
     steps: 1
     model: {path: ~/model}
     data: {train: "~/rows.jsonl"}
-    reward: {source: {use: "recipes.digits.reward:SortReward"}}
+    reward: {source: {use: "rayloop.recipes.digits.reward:SortReward"}}
 """
 
 
@@ -331,9 +333,10 @@ def test_a_default_component_can_be_set_in_part(write: Write) -> None:
     run = load(write(RUN), ["data.reader.with.prompt=question", "environment.episode.environment.with={}"], RunConfig)
     assert run.data.reader == Component(use="rayloop.data.dataset:ChatRows", with_={"prompt": "question"})
     check_components(run)
-    other = load(write(RUN), ['data.reader={use: "recipes.digits.data:DigitRows"}'], RunConfig)
-    assert other.data.reader == Component(use="recipes.digits.data:DigitRows")
-    written = 'reward:\n      source: {use: "recipes.digits.reward:SortReward"}\n    data: {train: a, reader: {with: {trut: b}}}'
+    other = load(write(RUN), ['data.reader={use: "rayloop.recipes.digits.data:DigitRows"}'], RunConfig)
+    assert other.data.reader == Component(use="rayloop.recipes.digits.data:DigitRows")
+    written = 'reward:\n      source: {use: "rayloop.recipes.digits.reward:SortReward"}\n'
+    written += "    data: {train: a, reader: {with: {trut: b}}}"
     text = RUN.replace('data: {train: "~/rows.jsonl"}', "").replace(RUN.splitlines()[-1].strip(), written)
     with pytest.raises(ConfigError, match=r"data\.reader\.with\.trut: unknown key"):
         check_components(load(write(text), [], RunConfig))
@@ -391,14 +394,28 @@ def test_a_module_that_a_component_imports_and_lacks_is_named(
     assert ("a file given by its path finds none that lies beside it" in str(caught.value)) == by_path
 
 
-def test_a_folder_that_our_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes/mine.py").write_text("def score(): ...")
+def test_a_folder_that_another_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml/mine.py").write_text("def score(): ...")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=f"{tmp_path}/recipes is hidden by the package recipes in .*/recipes; rename yours"
-    ):
-        Component(use="recipes.mine:score").resolve()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/yaml is hidden by the package yaml in .*/yaml; rename yours"):
+        Component(use="yaml.mine:score").resolve()
+
+
+@pytest.mark.parametrize("name", ["recipes", "judge", "benchmarks", "tests"])
+def test_a_project_may_name_its_folders_like_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.py").write_text("def score(): return 7")
+    program = f"from rayloop.config.settings import Component; print(Component(use='{name}.mine:score').resolve()())"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/rayloop").symlink_to(
+        Path(__file__).parents[3] / "rayloop"
+    )  # as installed: nothing lies beside it
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_the_reference_describes_every_key() -> None:
@@ -475,7 +492,7 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
     text = (root / "docs/components.md").read_text()
     assert text == components_page(), "run: make docs"
     shipped = [
-        f"{'.'.join(path.relative_to(root).with_suffix('').parts)}:{node.name}"
+        f"{'.'.join(('rayloop', *path.relative_to(root).with_suffix('').parts)).replace('rayloop.rayloop', 'rayloop')}:{node.name}"
         for package in ("rayloop", "recipes", "judge", "actors")
         for path in (root / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))

@@ -18,9 +18,9 @@ from rayloop.config.settings import load
 from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
+from rayloop.serve_apps.judge.settings import JudgeSettings, ServeFile
+from rayloop.serve_apps.policy.settings import PolicySettings
 from rayloop.sft.stage import SftConfig
-from serve_apps.judge.settings import JudgeSettings, ServeFile
-from serve_apps.policy.settings import PolicySettings
 from tests.support.runs import ROOT, set_key, settings
 
 ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings, PolicySettings)

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import recipes
-from cluster.cli import main
+from rayloop import recipes
+from rayloop.cluster.cli import main
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.dataset import Dataset, Reader
@@ -26,9 +26,9 @@ from rayloop.data.published import source
 from rayloop.data.published.column_map import ColumnMap, NewSplit, first
 from rayloop.data.published.images import Pictures, fractions
 from rayloop.data.published.splits import in_order, sizes, stratified
-from recipes.arc_vision.data import GroundingRows
-from recipes.chart_rvr.data import ChartRows
-from recipes.pyvision.data import QuestionRows
+from rayloop.recipes.arc_vision.data import GroundingRows
+from rayloop.recipes.chart_rvr.data import ChartRows
+from rayloop.recipes.pyvision.data import QuestionRows
 from tests.support.pages import write_snippets
 
 Rows = list[dict[str, Any]]
@@ -388,7 +388,7 @@ def test_rows_that_were_never_solved_are_left_out(
         written(Path(words[words.index("--out") + 1]) / "items.jsonl", items[:2])
         return type("Done", (), {"returncode": 0})
 
-    monkeypatch.setattr("cluster.commands.solvable.subprocess.run", eval_of)
+    monkeypatch.setattr("rayloop.cluster.commands.solvable.subprocess.run", eval_of)
     assert main([*command, "--solvable-by", "owner/model"]) == 2
     assert "--config" in capsys.readouterr().err
     config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from tests.support.runs import ROOT
 
 
@@ -32,7 +32,8 @@ def validated(
 ) -> tuple[int, str]:
     config = {
         "name": "a", "steps": 1, "model": {"path": str(ROOT / "recipes/arc_vision/tiny"), "max_pixels": 37632},
-        "data": {"train": train, "eval": held_out}, "reward": {"source": {"use": "recipes.digits.reward:SortReward"}}, **changes,
+        "data": {"train": train, "eval": held_out},
+        "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}}, **changes,
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     code = main(["data", "validate", str(folder / "run.yaml")])

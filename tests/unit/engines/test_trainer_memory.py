@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from actors.policy import PolicyRank, RankSettings
+from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.settings import CudaIpcTransport, ObjectStoreTransport, TransportSettings

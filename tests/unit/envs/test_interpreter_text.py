@@ -4,7 +4,7 @@ import pytest
 
 from rayloop.envs.interpreter import text
 from rayloop.envs.interpreter.catalog import INTERPRETERS, dots
-from recipes.pyvision.original import FORBIDDEN
+from rayloop.recipes.pyvision.original import FORBIDDEN
 
 
 def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
 from rayloop.estimate.memory import Lengths, activations, memory

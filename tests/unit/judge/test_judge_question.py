@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from judge.labelled import calibration
-from judge.rules import question as rules
-from judge.rules.question import Question
+from rayloop.judge.labelled import calibration
+from rayloop.judge.rules import question as rules
+from rayloop.judge.rules.question import Question
 
 HINTS = {name: hint for name, hint in vars(rules).items() if isinstance(hint, rules._Hint)}
 QUESTIONS = sorted({labelled.item.question for labelled in calibration()})

@@ -12,16 +12,16 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from judge.answers import boxed, extract
-from judge.api import JudgeItem
-from judge.grader import decide as decide_item
-from judge.labelled import calibration
-from judge.prompt import sanitise
-from judge.rubric import load_rubrics
-from judge.rules.decision import decide, items, mean_relative_accuracy
-from judge.rules.plain import is_blank, plain
-from judge.rules.quantities import first_number, quantity
-from judge.rules.question import Question
+from rayloop.judge.answers import boxed, extract
+from rayloop.judge.api import JudgeItem
+from rayloop.judge.grader import decide as decide_item
+from rayloop.judge.labelled import calibration
+from rayloop.judge.prompt import sanitise
+from rayloop.judge.rubric import load_rubrics
+from rayloop.judge.rules.decision import decide, items, mean_relative_accuracy
+from rayloop.judge.rules.plain import is_blank, plain
+from rayloop.judge.rules.quantities import first_number, quantity
+from rayloop.judge.rules.question import Question
 
 RUBRIC = load_rubrics()["equivalence"]
 PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text())

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from judge import prompt, verdict
-from judge.api import JudgeItem, VerdictKind
-from judge.grader import decide, fingerprint
-from judge.labelled import calibration
-from judge.rubric import Example, Rubric, load_rubrics
-from judge.rules import decision as rules
+from rayloop.judge import prompt, verdict
+from rayloop.judge.api import JudgeItem, VerdictKind
+from rayloop.judge.grader import decide, fingerprint
+from rayloop.judge.labelled import calibration
+from rayloop.judge.rubric import Example, Rubric, load_rubrics
+from rayloop.judge.rules import decision as rules
 
 PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text())
 EXAMPLE = Example(question="2+2?", reference="4", answer="four", reason="the same number", verdict=VerdictKind.CORRECT)
@@ -102,5 +102,5 @@ def test_each_version_is_in_the_fingerprint(module: Any, monkeypatch: pytest.Mon
 
 def test_another_decision_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before = digest(decisions())
-    monkeypatch.setattr("judge.rules.decision._same_item", lambda *_: False)
+    monkeypatch.setattr("rayloop.judge.rules.decision._same_item", lambda *_: False)
     assert digest(decisions()) != before

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from judge import mathematics
-from judge.mathematics import MathVerifier
 from rayloop.core.failures import ConfigError
+from rayloop.judge import mathematics
+from rayloop.judge.mathematics import MathVerifier
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.cli import main, parsed
+from rayloop.cluster.cli import main, parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.launch import slurm_job
@@ -253,7 +253,7 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
     done = subprocess.run(
         ["bash", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("yes --nv python -m cluster node ")
+    assert done.stdout.startswith("yes --nv python -m rayloop node ")
 
 
 def test_one_allocation_outlives_a_node() -> None:
@@ -269,4 +269,4 @@ def test_scripts_are_thin_and_hold_no_address(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert len(lines) < 12
-    assert "-m cluster node" in script.read_text()
+    assert "-m rayloop node" in script.read_text()

@@ -27,10 +27,10 @@ from rayloop.measure.controls import (
     verdict,
 )  # fmt: skip
 from rayloop.measure.intervals import LEAST, interval, paired_interval
+from rayloop.recipes.arc_vision.controls import BlindBox
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import gain, metrics, plays
 from rayloop.run.metrics import validate
-from recipes.arc_vision.controls import BlindBox
 from tests.support.runs import ROOT
 
 

@@ -17,10 +17,10 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageRef, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.recipes.arc_vision.data import Box, GroundingRows
+from rayloop.recipes.arc_vision.reward import ArcVisionReward, IoUReward, Played, Weights
+from rayloop.recipes.arc_vision.reward import arc_vision as formula
 from rayloop.run.config import RunConfig
-from recipes.arc_vision.data import Box, GroundingRows
-from recipes.arc_vision.reward import ArcVisionReward, IoUReward, Played, Weights
-from recipes.arc_vision.reward import arc_vision as formula
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = ArcVisionReward.Settings()

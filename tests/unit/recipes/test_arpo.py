@@ -16,13 +16,13 @@ from rayloop.core.types import EndReason, Sampling, Task, Trajectory, Trajectory
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import UI_TARS, UI_TARS_OR_FAIL
+from rayloop.recipes.arpo.demonstrations import STEP, Demonstrated, hasty
+from rayloop.recipes.arpo.make_tiny import beginnings
+from rayloop.recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
+from rayloop.recipes.arpo.prepare import main
+from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
-from recipes.arpo.demonstrations import STEP, Demonstrated, hasty
-from recipes.arpo.make_tiny import beginnings
-from recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
-from recipes.arpo.prepare import main
-from recipes.arpo.reward import ArpoReward
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/arpo"

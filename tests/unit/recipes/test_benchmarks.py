@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import recipes
-from cluster.cli import main
-from cluster.commands.eval import evaluation_folder
+from rayloop import recipes
+from rayloop.cluster.cli import main
+from rayloop.cluster.commands.eval import evaluation_folder
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.recipes.pyvision.option import OptionReward
 from rayloop.run.config import read
-from recipes.pyvision.option import OptionReward
 from tests.support.runs import ROOT
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)

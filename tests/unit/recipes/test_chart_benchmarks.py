@@ -13,14 +13,14 @@ import yaml
 from PIL import Image
 from pyarrow import parquet
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.data.dataset import Dataset
+from rayloop.recipes.chart_rvr.controls import PLAYED
+from rayloop.recipes.chart_rvr.measure import anls, chartqapro, distance
 from rayloop.run.config import RunConfig, read
-from recipes.chart_rvr.controls import PLAYED
-from recipes.chart_rvr.measure import anls, chartqapro, distance
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
 NAMES = ("chartbench", "chartfc", "chartqa", "chartqapro", "evochart", "plotqa")

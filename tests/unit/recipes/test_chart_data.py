@@ -16,11 +16,11 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
+from rayloop.recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
+from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
+from rayloop.recipes.chart_rvr.prepare import charts, main
+from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.run.config import read
-from recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
-from recipes.chart_rvr.data import ChartAnswers, ChartRows
-from recipes.chart_rvr.prepare import charts, main
-from recipes.chart_rvr.rewards.reward import ChartReward
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_with_images_of_the_size_that_is_trained(folder:
 
 
 def test_the_supervised_answers_earn_the_whole_reward(folder: Path) -> None:
-    words = {"use": "recipes.chart_rvr.rewards.embedders:WordEmbedder"}
+    words = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
     reward = ChartReward(ChartReward.Settings(weights={"process": 0}, embedder=words))
     for task in dataset(folder, "train"):
         outcome = reward.score(PLAYED, task, ScoreContext(0, [ChartAnswers().answer(task, random.Random(0))]))

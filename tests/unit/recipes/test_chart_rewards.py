@@ -18,15 +18,15 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
-from recipes.chart_rvr.rewards.embedders import OpenAiEmbedder
-from recipes.chart_rvr.rewards.original import process_text
-from recipes.chart_rvr.rewards.reward import ChartReward
-from recipes.chart_rvr.rewards.similarity import Similarity, Unavailable, checked
+from rayloop.recipes.chart_rvr.rewards.embedders import OpenAiEmbedder
+from rayloop.recipes.chart_rvr.rewards.original import process_text
+from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
+from rayloop.recipes.chart_rvr.rewards.similarity import Similarity, Unavailable, checked
 
 DATA = Path(__file__).parents[2] / "data" / "chart_rvr"
 VECTORS: list[dict[str, Any]] = json.loads((DATA / "vectors.json").read_text())
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
-WORDS = {"use": "recipes.chart_rvr.rewards.embedders:WordEmbedder"}
+WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 TABLE = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}
 GOOD = (
     f"<think>\n<type>bar</type>\n<table>{json.dumps(TABLE)}</table>\n<step-1>: read data\n<step-2>: 20-10=10\n</think>\n"
@@ -37,7 +37,7 @@ GOOD = (
 def reward(**settings: Any) -> ChartReward:
     chosen = {} if "embedder" in settings else {"weights": {"process": 0}}
     made: ChartReward = Component.model_validate(
-        {"use": "recipes.chart_rvr.rewards.reward:ChartReward", "with": chosen | settings}
+        {"use": "rayloop.recipes.chart_rvr.rewards.reward:ChartReward", "with": chosen | settings}
     ).build()
     return made
 
@@ -228,7 +228,7 @@ def test_a_server_with_the_openai_interface_is_asked_over_http(monkeypatch: pyte
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
         use = {
-            "use": "recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
+            "use": "rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
             "with": {"url": url, "model": "mini", "api_key_env": "EMBEDDING_KEY"},
         }
         task = row(table=TABLE, reasoning=process_text(GOOD))

@@ -19,14 +19,14 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
+from rayloop.recipes.chart_rvr.controls import PLAYED, BlindChart
+from rayloop.recipes.chart_rvr.data import ChartRows
+from rayloop.recipes.chart_rvr.hasty import HastyAnswers
+from rayloop.recipes.chart_rvr.prepare import main
+from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
+from rayloop.recipes.chart_rvr.small import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, small
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
-from recipes.chart_rvr.controls import PLAYED, BlindChart
-from recipes.chart_rvr.data import ChartRows
-from recipes.chart_rvr.hasty import HastyAnswers
-from recipes.chart_rvr.prepare import main
-from recipes.chart_rvr.rewards.reward import ChartReward
-from recipes.chart_rvr.small import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, small
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
 QUICKSTART = RECIPE / "quickstart.yaml"
@@ -165,7 +165,7 @@ def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
 def test_the_commands_for_gpus_are_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPE.parents[1])
     page = (RECIPE / "README.md").read_text()
-    commands = [shlex.split(found) for found in re.findall(r"\| `python -m cluster ((?:train|submit) [^`]+)` \|", page)]
+    commands = [shlex.split(found) for found in re.findall(r"\| `python -m rayloop ((?:train|submit) [^`]+)` \|", page)]
     assert len(commands) == 4
     for _, file, *words in commands:
         overrides = [word for word in words if "=" in word]

@@ -9,7 +9,7 @@ import pytest
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.tasks import SHIPPED, task_file
-from recipes.desktop.prepare import main
+from rayloop.recipes.desktop.prepare import main
 
 
 def test_each_task_is_in_one_split(tmp_path: Path) -> None:

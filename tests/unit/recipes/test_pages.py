@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
-from recipes.arc_vision import miniwob
-from recipes.arc_vision.data import GroundingRows
-from recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
-from recipes.arc_vision.prepare import compared
+from rayloop.recipes.arc_vision import miniwob
+from rayloop.recipes.arc_vision.data import GroundingRows
+from rayloop.recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
+from rayloop.recipes.arc_vision.prepare import compared
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text())
-READER = "recipes.arc_vision.data:GroundingRows"
+READER = "rayloop.recipes.arc_vision.data:GroundingRows"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(
             "train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"),
             "reader": {"use": "rayloop.data.dataset:ChatRows", "with": {"prompt": "question"}},
         },
-        "reward": {"source": {"use": "recipes.digits.reward:SortReward"}},
+        "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')

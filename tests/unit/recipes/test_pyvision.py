@@ -13,9 +13,9 @@ from PIL import Image
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.recipes.pyvision.data import Demonstrations, QuestionRows, answered, code
+from rayloop.recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 from rayloop.sft.stage import Examples, SftConfig
-from recipes.pyvision.data import Demonstrations, QuestionRows, answered, code
-from recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 
 SHOWN = 112
 """Pixels of a page's side as the tiny model sees it."""
@@ -69,8 +69,8 @@ def demonstration(folder: Path) -> Task:
 
 
 def examples(vision_folder: Path, **settings: Any) -> Examples:
-    use = {"use": "recipes.pyvision.data:Demonstrations", "with": settings}
-    rows = {"train": "x.jsonl", "reader": {"use": "recipes.pyvision.data:QuestionRows"}}
+    use = {"use": "rayloop.recipes.pyvision.data:Demonstrations", "with": settings}
+    rows = {"train": "x.jsonl", "reader": {"use": "rayloop.recipes.pyvision.data:QuestionRows"}}
     given = {"output": "x", "steps": 1, "model": {"path": str(vision_folder)}, "data": rows, "answers": use}
     return Examples(SftConfig.model_validate(given))
 

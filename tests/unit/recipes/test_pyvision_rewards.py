@@ -14,10 +14,10 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageRef, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.recipes.pyvision.data import answered
+from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
+from rayloop.recipes.pyvision.reward import PyVisionReward
 from rayloop.run.config import RunConfig
-from recipes.pyvision.data import answered
-from recipes.pyvision.deepeyes import DeepEyesReward
-from recipes.pyvision.reward import PyVisionReward
 
 ROOT = Path(__file__).parents[3]
 CODE = "<code>\n```python\nprint(1)\n```\n</code>"
@@ -293,20 +293,20 @@ class Same:
 def test_mathematics_is_verified_by_rule_and_then_by_the_judge(
     variant: str, judge: Any, said: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.pyvision.verifiers.MathVerifier", Same)
+    monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", Same)
     scored = outcome(deepeyes(variant=variant, accuracy=use(judge)), [said], episode(None), "2", "thinklite_eureka")
     assert scored.value == pytest.approx(value)
 
 
 def test_an_answer_that_takes_math_verify_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.pyvision.verifiers.MathVerifier", Same)
+    monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", Same)
     scored = outcome(pyvision(verifiers={"m": "math"}), [answered("slow")], episode(None), "2", "m")
     assert (scored.value, scored.flags) == (0.0, ("math_timeout",))
     assert outcome(pyvision(verifiers={"m": "math"}), [answered("2")], episode(None), "2", "m").value == 1.0
 
 
 def test_math_verify_is_asked_for_at_the_start_where_a_source_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("judge.mathematics.find_spec", lambda name: None)
+    monkeypatch.setattr("rayloop.judge.mathematics.find_spec", lambda name: None)
     for made in (pyvision, deepeyes):
         made()
         with pytest.raises(ConfigError, match="math-verify"):

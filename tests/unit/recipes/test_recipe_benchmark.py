@@ -1,4 +1,4 @@
-"""What recipes bring, and ``python -m benchmarks recipe``: which evaluations it asks for, and what it makes of them."""
+"""What recipes bring, and ``python -m rayloop.benchmarks recipe``: which evaluations it asks for, and what it makes of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import recipes
-from benchmarks import recipe
-from cluster.cli import main
+from rayloop import recipes
+from rayloop.benchmarks import recipe
+from rayloop.cluster.cli import main
 from rayloop.measure.benchmark import Benchmark, HeldOut
 from rayloop.run.config import read
 
@@ -34,7 +34,7 @@ def test_every_recipe_brings_its_data_and_its_benchmark() -> None:
 @pytest.mark.parametrize("name", recipes.having("benchmark"))
 def test_a_benchmark_names_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    benchmark: Benchmark = import_module(f"recipes.{name}.benchmark").BENCHMARK
+    benchmark: Benchmark = import_module(f"rayloop.recipes.{name}.benchmark").BENCHMARK
     config = read(Path(benchmark.config), [])
     assert benchmark.sets
     for held_out in benchmark.sets.values():
@@ -44,7 +44,7 @@ def test_a_benchmark_names_what_is_there(name: str, monkeypatch: pytest.MonkeyPa
 
 
 class Evaluations:
-    """Stands in for ``python -m cluster``: writes a summary, and ends with ``code``."""
+    """Stands in for ``python -m rayloop``: writes a summary, and ends with ``code``."""
 
     def __init__(self, code: int, summary: dict[str, Any] = SUMMARY) -> None:
         self.code, self.summary = code, summary

@@ -19,12 +19,12 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import probe
-from recipes.arc_vision.boxes import click_hits, iou, parse_box
-from recipes.arc_vision.data import Box, GroundingRows
-from recipes.arc_vision.reward import IoUReward
-from recipes.digits.data import DigitRows, rows
-from recipes.digits.prepare import main
-from recipes.digits.reward import SortReward
+from rayloop.recipes.arc_vision.boxes import click_hits, iou, parse_box
+from rayloop.recipes.arc_vision.data import Box, GroundingRows
+from rayloop.recipes.arc_vision.reward import IoUReward
+from rayloop.recipes.digits.data import DigitRows, rows
+from rayloop.recipes.digits.prepare import main
+from rayloop.recipes.digits.reward import SortReward
 
 ROOT = Path(__file__).parents[3]
 GROUNDING = Path(__file__).parents[2] / "data" / "grounding"
@@ -32,7 +32,9 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 
 
 def grounding(split: str, **settings: Any) -> Dataset:
-    reader = Component.model_validate({"use": "recipes.arc_vision.data:GroundingRows", "with": settings}).build()
+    reader = Component.model_validate(
+        {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}
+    ).build()
     return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda failure: None)
 
 
@@ -110,7 +112,9 @@ def boxes() -> st.SearchStrategy[Box]:
 
 @pytest.mark.parametrize("loose", [0.0, 0.4])
 def test_the_boxes_of_a_hasty_annotator_lie_outside_the_true_one_and_vary(loose: float) -> None:
-    answers = Component.model_validate({"use": "recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}).build()
+    answers = Component.model_validate(
+        {"use": "rayloop.recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}
+    ).build()
     for task in grounding("test"):
         x1, y1, x2, y2 = task.ground_truth
         said = [parse_box(answers.answer(task, random.Random(seed))) for seed in range(20)]

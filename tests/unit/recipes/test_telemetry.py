@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import DataFailure
+from rayloop.recipes.arc_vision.telemetry import FILES, main, telemetry
 from rayloop.run.folder import RolloutDump, RolloutRecord, RolloutTurn
-from recipes.arc_vision.telemetry import FILES, main, telemetry
 
 LARGE, SMALL = [0.3, 0.3, 0.7, 0.7], [0.4, 0.4, 0.5, 0.5]
 ZOOM = "<use_tool>zoom_ui_element</use_tool>"

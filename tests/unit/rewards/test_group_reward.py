@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.reward import RewardActor
+from rayloop.actors.reward import RewardActor
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel, check_components, load

@@ -16,7 +16,7 @@ import prometheus_client
 import pytest
 import yaml
 
-import judge.metrics
+from rayloop.judge import metrics as judge_metrics
 from rayloop.run.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -29,7 +29,7 @@ WORDS = {"sum", "max", "min", "by", "or", "and", "increase", "label_values", "po
 
 def served() -> set[str]:
     """Names at Prometheus: the run's and the judge's client's from their tables, Ray's from the file that registers them."""
-    assert judge.metrics.BREAKER
+    assert judge_metrics.BREAKER
     ours = {f"ray_{metric.prometheus}" for metric in METRICS}
     client = {metric.name for metric in prometheus_client.REGISTRY.collect()}
     return ours | client | DCGM | {f"ray_{name}" for name in _of_ray()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.loop.loggers import open_logger
+from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item

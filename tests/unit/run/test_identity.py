@@ -13,13 +13,13 @@ import pytest
 import ray
 import yaml
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
+from rayloop.recipes.digits.data import DigitRows
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, changes, check, identity
-from recipes.digits.data import DigitRows
 from tests.support.runs import ROOT, set_key, settings
 
 MODEL = ROOT / "recipes/arc_vision/tiny"
@@ -126,7 +126,7 @@ def schema(number: int) -> Callable[[Run], None]:
     return change
 
 
-CARRIED = "python -m cluster export CHECKPOINT FOLDER, then model.path=FOLDER in a new run"
+CARRIED = "python -m rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new run"
 
 
 UNFIT = {

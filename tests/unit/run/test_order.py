@@ -14,11 +14,11 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
 from rayloop.production.production import Production
+from rayloop.recipes.arc_vision.curriculum import LargeFirst
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
 from rayloop.run.order import BySolveRate
 from rayloop.run.rows import training_rows
-from recipes.arc_vision.curriculum import LargeFirst
 from tests.support.runs import settings
 from tests.unit.core.test_plain import Told
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
-from judge.backend import Reply
-from judge.cache import VerdictCache, cache_key
-from judge.grader import Grader, RuleBackend, fingerprint
-from judge.prompt import messages, sanitise, schema
-from judge.rubric import FOLDER, load_rubrics
-from judge.verdict import InvalidVerdict, parse
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.model_files import model_identity
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
+from rayloop.judge.backend import Reply
+from rayloop.judge.cache import VerdictCache, cache_key
+from rayloop.judge.grader import Grader, RuleBackend, fingerprint
+from rayloop.judge.prompt import messages, sanitise, schema
+from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.verdict import InvalidVerdict, parse
 
 RUBRICS = load_rubrics()
 RIGHT = json.dumps({"reason": "The same.", "verdict": "correct"})
@@ -134,7 +134,7 @@ def test_a_rule_that_raises_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(reference: str, answer: str, **options: Any) -> Any:
         raise OverflowError("cannot convert float infinity to integer")
 
-    monkeypatch.setattr("judge.rules.decision.decide", broken)
+    monkeypatch.setattr("rayloop.judge.rules.decision.decide", broken)
     (by_model,) = judge(grader(Model(RIGHT)), item())
     assert isinstance(by_model, JudgeVerdict)
     assert by_model.decided_by == "model"

@@ -19,20 +19,20 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-import judge.metrics
-from cluster.cli import parsed
-from judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
-from judge.backend import Backend
-from judge.grader import Grader, RuleBackend
-from judge.rubric import FOLDER, load_rubrics
+from rayloop.cluster.cli import parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import new_secret
-from serve_apps.judge.app import app, built
-from serve_apps.judge.http import web
-from serve_apps.judge.openai_model import OpenAIModel, correct_probability
-from serve_apps.judge.service import JudgeService, Metrics
-from serve_apps.judge.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
+from rayloop.judge import metrics as judge_metrics
+from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
+from rayloop.judge.backend import Backend
+from rayloop.judge.grader import Grader, RuleBackend
+from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.serve_apps.judge.app import app, built
+from rayloop.serve_apps.judge.http import web
+from rayloop.serve_apps.judge.openai_model import OpenAIModel, correct_probability
+from rayloop.serve_apps.judge.service import JudgeService, Metrics
+from rayloop.serve_apps.judge.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
 from tests.support.judges import ModelStub
 
 RUBRICS = load_rubrics()
@@ -563,7 +563,7 @@ def test_an_unguarded_judge_stays_on_loopback(tmp_path: Path) -> None:
 def test_every_panel_draws_metrics_that_exist() -> None:
     known = {metric.name for metric in Metrics("r").registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
-    assert judge.metrics.REQUESTS
+    assert judge_metrics.REQUESTS
     panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text())["panels"]
     for panel in panels:
         for target in panel["targets"]:

@@ -13,8 +13,8 @@ import pytest
 from rayloop.core.failures import DataFailure
 from rayloop.grpo.advantage import advantages as group
 from rayloop.grpo.loss import policy_loss
-from recipes.arc_vision import reward
-from recipes.pyvision import reward as paid
+from rayloop.recipes.arc_vision import reward
+from rayloop.recipes.pyvision import reward as paid
 from tests.vector_rules import advantages, algorithm, pyvision
 from tests.vectors import check, main, matches, read
 

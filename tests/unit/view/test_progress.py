@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.driver_actor import progress as progress_of
+from rayloop.cluster.driver_actor import progress as progress_of
 from rayloop.view.progress import ROWS, Progress
 from rayloop.view.words import describe, doing, span, visible
 

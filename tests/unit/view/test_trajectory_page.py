@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cluster.cli import main
+from rayloop.cluster.cli import main
 from rayloop.config.settings import Component
 from rayloop.core import events, incidents
+from rayloop.recipes.arc_vision.boxes import GroundingBoxes
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
 from rayloop.run.jsonl import encode
 from rayloop.view.page import content, write_page
 from rayloop.view.pictures import boxes, curves, draw, draw_or_tell
 from rayloop.view.reader import by_step, evenly, matching
-from recipes.arc_vision.boxes import GroundingBoxes
 from tests.support.pictures import picture
 
 NASTY = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -30,7 +30,7 @@ CONFIG = """
 steps: 3
 keep_rollouts: 3
 model: {path: some/model, position_tint: 0.3}
-report: {boxes: {use: "recipes.arc_vision.boxes:GroundingBoxes"}}
+report: {boxes: {use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}}
 """
 
 
@@ -253,7 +253,7 @@ def test_boxes_need_a_reader_and_two_evaluations(evaluated: RunFolder) -> None:
 
 
 def test_a_drawing_that_fails_is_told_and_fails_nothing(evaluated: RunFolder) -> None:
-    reader, said = Component(use="recipes.arc_vision.boxes:GroundingBoxes"), []
+    reader, said = Component(use="rayloop.recipes.arc_vision.boxes:GroundingBoxes"), []
     draw_or_tell(evaluated, reader, said.append)
     assert said == [f"wrote {evaluated.path / name}" for name in ("curves.png", "boxes.png")]
     for image in evaluated.evaluations.images.iterdir():
