@@ -1,7 +1,7 @@
 """Checkpoints: written aside, marked complete, renamed, and only then named ``latest``.
 
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
-        trainer/                        model, optimizer, scheduler, RNG (torch.distributed.checkpoint)
+        trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
         driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
         driver.safetensors              and its arrays and bytes (rayloop/run/plain_files.py)
         COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and what it says of its run

@@ -19,11 +19,12 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
-SCHEMA = 2
-"""Of a checkpoint: what its marker carries, and what its files hold. Another one is refused, none is migrated.
+SCHEMA, READ = 3, (2, 3)
+"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read.
 
-1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data.
+1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states.
 """
+_READ = " and ".join(map(str, READ))
 
 FILES = {
     "architecture": ("config.json",),
@@ -84,7 +85,7 @@ def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]
 
 def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:
     """Why, and what to do about it. ``then``: what the checkpoint says of its run."""
-    if then.get("schema") != SCHEMA:
+    if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
         if name != "data.train" and hashes[name] != before:
@@ -109,9 +110,9 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
 
 def _other_schema(schema: int) -> str:
     if schema > SCHEMA:
-        return f"its schema is {schema}, of a newer version of rayloop; this one reads {SCHEMA}. Update rayloop to go on with it"
+        return f"its schema is {schema}, of a newer version of rayloop; this one reads {_READ}. Update rayloop to go on with it"
     return (
-        f"its schema is {schema or 'older than 1'} and this version of rayloop reads {SCHEMA}. Finish the run with the version "
+        f"its schema is {schema or 'older than 1'} and this version of rayloop reads {_READ}. Finish the run with the version "
         "that began it; or take its weights along (python -m rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new "
         "run, whose optimizer, step and order of tasks begin anew)"
     )

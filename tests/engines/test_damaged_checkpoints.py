@@ -88,7 +88,7 @@ def test_every_flipped_page_is_found_and_walked_back_from(tmp_path: Path, flips:
         for page in range(-(-file.stat().st_size // PAGE))
     ]
     assert {str(file) for file, _ in pages} == {
-        "COMPLETE", "driver.json", "driver.safetensors", "trainer/.metadata", "trainer/__0_0.distcp", "trainer/random_0.pt",
+        "COMPLETE", "driver.json", "driver.safetensors", "trainer/index.json", "trainer/rank_0.bin", "trainer/random_0.safetensors",
     }  # fmt: skip
     generator = random.Random(0)
     for number in range(flips):
@@ -116,7 +116,7 @@ def test_what_the_ranks_wrote_is_what_the_marker_says(tmp_path: Path) -> None:
 
     async def write_and_lose(folder: str) -> Mapping[str, Sum]:
         sums = await write(folder, 2)
-        flip(Path(folder) / "__0_0.distcp", 3, random.Random(1))
+        flip(Path(folder) / "rank_0.bin", 3, random.Random(1))
         return sums
 
     asyncio.run(store.save(1, {"step": 1}, lambda folder: write(folder, 1)))
@@ -124,7 +124,7 @@ def test_what_the_ranks_wrote_is_what_the_marker_says(tmp_path: Path) -> None:
     start = Restored(tmp_path)
     assert start.checkpoint is not None
     assert start.checkpoint.step == 1
-    assert start.damaged.file == "__0_0.distcp"
+    assert start.damaged.file == "rank_0.bin"
 
 
 def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
     own = tmp_path / "of the rank"
     store = CheckpointStore(tmp_path / "run", keep=9)
     with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp.* written by ranks .* must be a folder that all nodes share"
+        CheckpointError, match=r"rank_0\.bin.* written by ranks .* must be a folder that all nodes share"
     ):
         asyncio.run(store.save(1, {"step": 1}, lambda folder: write(str(own), 1)))
     assert store.newest_first() == []
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
 
 def test_without_a_whole_one_nothing_is_touched(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
-    for step in ("step_000001/trainer/__0_0.distcp", "step_000002/driver.json"):
+    for step in ("step_000001/trainer/rank_0.bin", "step_000002/driver.json"):
         flip(tmp_path / step, 0, random.Random(2))
     with pytest.raises(CheckpointError, match=r"step_000002 cannot be restored: driver\.json.*, nor can 1 more"):
         Restored(tmp_path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.engines.training import state
 
+OLD = Path(__file__).parents[1] / "data/checkpoints/schema_2/trainer"
+"""``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2`` as Python 3.11.2 pickles it."""
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
@@ -39,7 +45,7 @@ def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state._Counted, "write", full)
+    monkeypatch.setattr(state._Writer, "_write", full)
     with pytest.raises(CheckpointStorageFailed, match=r"^.*cannot be written: \[Errno 28\] No space left on device$"):
         state.save(str(tmp_path), tensors(1), 0)
     with pytest.raises(CheckpointError) as missing:
@@ -57,27 +63,86 @@ class Runs:
         return os.mkdir, (str(self.sign),)
 
 
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "random_0.pt", "random_0.safetensors", "index.json"])
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path, name: str) -> None:
+    """Torch takes ``__0.metadata`` where ``.metadata`` is none that it can use."""
     folder, sign = tmp_path / "trainer", tmp_path / "it ran"
-    state.save(str(folder), tensors(1), 0)
-    (folder / ".metadata").write_bytes(pickle.dumps(Runs(sign)))
-    with pytest.raises(CheckpointError, match=r"its index names posix\.mkdir, which no index of tensors does"):
+    shutil.copytree(OLD, folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(torch.Size([])))
+    (folder / name).write_bytes(pickle.dumps(Runs(sign)))
+    with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
         state.load(str(folder), tensors(0), 0)
     assert not sign.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
+    pickle.loads((folder / name).read_bytes())
     assert sign.exists(), "the pickle must be able to do harm"
 
 
 def test_values_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     """Torch would load each of them as a pickle of its own."""
-    dcp.save({"updates": torch.tensor(1), "name": Path("x")}, checkpoint_id=str(tmp_path))
+    values = {"updates": torch.tensor(1), "name": Path("x")}
+    dcp.save(values, checkpoint_id=str(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=r"its index names .*BytesStorageMetadata"):
-        state.load(str(tmp_path), {"updates": torch.tensor(0), "name": None}, 0)
+        state.load(str(tmp_path / "old"), {"updates": torch.tensor(0), "name": None}, 0)
+    with pytest.raises(CheckpointError, match="name is no tensor"):
+        state.save(str(tmp_path / "new"), values, 0)
+
+
+@pytest.mark.parametrize("written_by", ["3.11.7", "3.11.2"])
+def test_checkpoints_of_schema_2_are_read_whichever_python_wrote_their_index(tmp_path: Path, written_by: str) -> None:
+    """Until 3.11.3 an enumeration was pickled as ``getattr(class, name)``, later as ``class(value)``."""
+    folder = tmp_path / "trainer"
+    shutil.copytree(OLD, folder)
+    if written_by == "3.11.2":
+        shutil.move(folder / ".metadata.3_11_2", folder / ".metadata")
+    assert (b"getattr" in (folder / ".metadata").read_bytes()) == (written_by == "3.11.2")
+    loaded = tensors(0)
+    state.load(str(folder), loaded, 0)
+    assert int(loaded["updates"]) == 7
+    assert all(bool((tensor == 1).all()) for tensor in loaded["parameters"].values())
+
+
+def test_an_index_says_the_same_on_every_python(tmp_path: Path) -> None:
+    """It is plain JSON: an interpreter without torch reads what this one wrote."""
+    state.save(str(tmp_path), tensors(1), 0)
+    found = json.loads((tmp_path / "index.json").read_text())["tensors"]["parameters.torch.bfloat16"]
+    piece = found["pieces"][0]
+    content = (tmp_path / piece["file"]).read_bytes()[piece["offset"] : piece["offset"] + piece["bytes"]]
+    assert (found["dtype"], found["shape"], piece["at"], piece["shape"]) == ("bfloat16", [3, 2], [0, 0], [3, 2])
+    assert (content, piece["crc32"]) == (b"\x80\x3f" * 6, zlib.crc32(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.pop("form"),
+        lambda index: index.update(tensors=[]),
+        lambda index: index["tensors"]["updates"].update(dtype="complex64"),
+        lambda index: index["tensors"]["updates"].update(dtype="Size"),
+        lambda index: index["tensors"]["updates"].update(shape=[2]),
+        lambda index: index["tensors"]["updates"].update(pieces=[]),
+        lambda index: index["tensors"]["updates"]["pieces"][0].update(file="../rank_0.bin"),
+        lambda index: index["tensors"]["updates"]["pieces"][0].update(bytes=2**40),
+        lambda index: index["tensors"]["updates"]["pieces"][0].update(offset=-1),
+        lambda index: index["tensors"]["updates"]["pieces"][0].update(crc32=None),
+        lambda index: index["tensors"]["updates"]["pieces"][0].pop("at"),
+        lambda index: index["tensors"]["parameters.torch.float32"]["pieces"][0].update(at=[1, 0]),
+        lambda index: index["tensors"]["parameters.torch.float32"]["pieces"][0].update(shape=[3]),
+    ],
+)
+def test_an_index_that_does_not_fit_its_tensors_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    state.save(str(tmp_path), tensors(1), 0)
+    index = json.loads((tmp_path / "index.json").read_text())
+    change(index)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"):
+        state.load(str(tmp_path), tensors(0), 0)
 
 
 @pytest.mark.parametrize("index", [b"", b"\x80\x05\x95", b".garbage"], ids=["empty", "cut", "noise"])
 def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> None:
     state.save(str(tmp_path), tensors(1), 0)
-    (tmp_path / ".metadata").write_bytes(index)
+    (tmp_path / "index.json").write_bytes(index)
     with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
         state.load(str(tmp_path), tensors(0), 0)

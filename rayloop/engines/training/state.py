@@ -1,8 +1,7 @@
-"""A trainer's checkpoint: sharded tensors through torch.distributed.checkpoint, random states in a file per rank.
+"""A trainer's checkpoint: sharded tensors with a JSON index (``index``), random states in a file per rank; nothing is a pickle.
 
-Tensors may be loaded by another number of ranks than saved them. Torch keeps the index of the tensors as a pickle, which it loads
-without a question; it is therefore looked through first, so that nobody's code runs. What a rank writes is summed on its way to the
-disk, and whoever reads a file compares it first.
+Tensors may be loaded by another number of ranks than saved them: torch.distributed.checkpoint plans who writes and reads which
+pieces, and this module writes and reads them. Each piece carries its CRC-32, which is compared before the piece is used.
 
 What is saved beside training is copied to the host's memory first (``copied``): the ranks go on with the originals, while a thread
 writes the copies. The ranks talk about what they write in a process group that nothing else uses.
@@ -13,20 +12,35 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
 from rayloop.core.failures import Damaged
-from rayloop.core.files import Sum, check_sum, kind_of, write_whole
+from rayloop.core.files import Sum, check_sum, kind_of, sync, write_whole
+from rayloop.engines.training import index
+from rayloop.engines.training.index import Entry, Piece
 
 UNKNOWN: Mapping[str, Sum] = {}
 """Of files whose sums nobody has: they are not compared."""
@@ -46,17 +60,14 @@ def save(
 
     Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written.
     """
-    disk = _Summing()
+    writer = _Writer(Path(folder))
     try:
-        writer = FileSystemWriter(folder)
-        writer.fs = disk
         dcp.save(state, storage_writer=writer, process_group=group)
-        held = io.BytesIO()
-        torch.save(random or random_state(), held)
-        path = _random_file(folder, rank)
-        write_whole(path, held.getvalue())
-        return {**disk.sums, path.name: Sum().then(held.getvalue())}
-    except (OSError, RuntimeError, CheckpointException) as error:
+        path = Path(folder) / f"random_{rank}.safetensors"
+        text = save_safetensors(_flat(random or random_state()))
+        write_whole(path, text)
+        return {**writer.sums, path.name: Sum().then(text)}
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {_words(error)}") from error
 
 
@@ -67,19 +78,21 @@ def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] 
     is not as it was written; CheckpointError when a tensor is missing, of another shape, or unreadable, or when there is anything
     but tensors.
     """
-    disk, random = _Comparing(sums), _random_file(folder, rank)
     try:
-        with disk.create_stream(Path(folder) / ".metadata", "rb") as index:
-            _look_through(index)
-        reader = FileSystemReader(folder)
-        reader.fs = disk
+        reader = _Reader(Path(folder), sums)  # here, since torch hides what reading an index raises
         dcp.load(state, storage_reader=reader)
-        if random.exists():
-            with disk.create_stream(random, "rb") as file:
-                _set_random_state(torch.load(file, weights_only=True))
+        _load_random(Path(folder), rank, sums)
     except Damaged:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        SafetensorError,
+        pickle.UnpicklingError,
+        CheckpointException,
+    ) as error:
         for found in _below(error):
             if isinstance(found, Damaged):
                 raise found from error
@@ -98,88 +111,150 @@ def _words(error: Exception) -> str:
     return "; ".join(dict.fromkeys(str(one) or type(one).__name__ for one in _below(error)))
 
 
-class _Summing(FileSystem):
-    """Sums what torch writes through it, by the names of the files."""
+class _Writer(StorageWriter):
+    """One file of pieces per rank, and the index on the rank that coordinates."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Sum] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.sums = folder, dict[str, Sum]()
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            counted = _Counted(stream)
-            yield counted
-        self.sums[Path(path).name] = counted.sum
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return plan
 
-class _Counted:
-    """A file that is written from its beginning to its end."""
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"rank_{rank}.bin") for rank, plan in enumerate(plans)]
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.sum = file, Sum()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results, total = plan.storage_data, [], Sum()
+        with open(self._folder / name, "wb") as file:
+            for item in plan.items:
+                if item.type == WriteItemType.BYTE_IO:
+                    raise ValueError(f"{item.index.fqn} is no tensor")
+                data = _bytes_of(planner.resolve_data(item).detach())
+                at = tuple(item.index.offset or ())
+                piece = Piece(at, (), name, total.size, data.nbytes, Sum().then(data).crc32)
+                self._write(file, data)
+                total = total.then(data)
+                results.append(WriteResult(item.index, data.nbytes, piece))
+            file.flush()
+            os.fsync(file.fileno())
+        self.sums[name] = total
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
-    def write(self, data: bytes | memoryview) -> int:
-        self.sum = self.sum.then(data)
-        return int(self._file.write(data))
+    def _write(self, file: Any, data: memoryview) -> None:
+        file.write(data)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        found: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
+        for result in (one for rank in results for one in rank):
+            found[result.index.fqn][result.storage_data.at] = result.storage_data
+        entries = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            if not isinstance(tensor, TensorStorageMetadata):
+                raise ValueError(f"{name} is no tensor")
+            pieces = [replace(_at(found[name], tuple(c.offsets)), shape=tuple(c.sizes)) for c in tensor.chunks]
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            entries[name] = Entry(dtype, tuple(tensor.size), tuple(pieces))
+        text = index.write(entries)
+        index.read(text)
+        write_whole(self._folder / index.FILE, text)
+        sync(self._folder)
+        self.sums[index.FILE] = Sum().then(text)
 
-
-class _Comparing(FileSystem):
-    """Gives torch a file when it has been compared with its sum."""
-
-    def __init__(self, sums: Mapping[str, Sum]) -> None:
-        self._sums = sums
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if (expected := self._sums.get(name := Path(path).name)) is not None:
-                check_sum(name, stream, expected)
-            yield stream
-
-
-_INDEX = "torch.distributed.checkpoint.metadata"
-_NAMES = {
-    _INDEX: {
-        "Metadata", "StorageMeta", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"},
-    "pathlib": {"Path", "PosixPath"},
-    "pathlib._local": {"Path", "PosixPath"},
-}  # fmt: skip
-"""What an index of tensors is made of, by module. Values that are no tensors would be pickles of their own."""
-
-
-class _Index(pickle.Unpickler):
-    """Finds these names, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index of tensors does")
-        return super().find_class(module, name)
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
-def _look_through(index: IO[bytes]) -> None:
-    """Raises pickle.UnpicklingError for an index of something else than tensors."""
-    try:
-        _Index(index).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # of a file that is empty, cut or noise, almost any
-        raise pickle.UnpicklingError(f"its index is broken: {error!r}") from error
+def _at(pieces: Mapping[tuple[int, ...], Piece], at: tuple[int, ...]) -> Piece:
+    """The piece that begins at ``at``; a whole tensor is written without an offset."""
+    return replace(pieces[at] if at in pieces else pieces[()], at=at)
 
 
-def _random_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"random_{rank}.pt"
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor on any device, row by row."""
+    flat = tensor.to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+class _Reader(StorageReader):
+    """Pieces of files by their index; each compared with its sum before it is used."""
+
+    def __init__(self, folder: Path, sums: Mapping[str, Sum]) -> None:
+        """Raises OSError, ValueError and Damaged when the folder has no index that can be used."""
+        self._folder, self._sums = folder, sums
+        self._pieces: dict[MetadataIndex, tuple[Piece, torch.dtype]] = {}
+        self._compared: set[str] = set()
+        self._metadata = self._read_index()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self) -> Metadata:  # without keywords, for which torch would look for an index of each rank
+        return self._metadata
+
+    def _read_index(self) -> Metadata:
+        """The index, as torch plans with it."""
+        name = index.FILE if (self._folder / index.FILE).exists() else index.SCHEMA_2_FILE
+        text = (self._folder / name).read_bytes()
+        if name in self._sums:
+            check_sum(name, io.BytesIO(text), self._sums[name])
+        entries = index.read(text) if name == index.FILE else index.read_schema_2(io.BytesIO(text))
+        described: dict[str, Any] = {}
+        for fqn, entry in entries.items():
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            chunks = [ChunkStorageMetadata(torch.Size(p.at), torch.Size(p.shape)) for p in entry.pieces]
+            described[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.shape), chunks)
+            self._pieces.update({MetadataIndex(fqn, p.at): (p, dtype) for p in entry.pieces})
+        return Metadata(described)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            tensor = self._tensor(*self._pieces[item.storage_index])
+            for dimension, (at, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, at, size)
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != tensor.size():
+                raise ValueError(
+                    f"{item.storage_index.fqn} has the shape {tuple(tensor.size())}, not {tuple(target.size())}"
+                )
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _tensor(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        with open(self._folder / piece.file, "rb") as file:
+            if piece.crc32 is None and piece.file not in self._compared and piece.file in self._sums:
+                check_sum(piece.file, file, self._sums[piece.file])
+                self._compared.add(piece.file)
+            file.seek(piece.offset)
+            data = file.read(piece.bytes)
+        if piece.crc32 is None:  # schema 2
+            loaded: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return loaded
+        if (len(data), Sum().then(data).crc32) != (piece.bytes, piece.crc32):
+            raise Damaged(piece.file, f"the {piece.bytes:,} bytes at {piece.offset:,} are not those that were written")
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(piece.shape)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
 def random_state() -> dict[str, Any]:
@@ -187,7 +262,24 @@ def random_state() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {"cpu": state["cpu"], **{f"cuda.{number}": one for number, one in enumerate(state["cuda"])}}
+
+
+def _load_random(folder: Path, rank: int, sums: Mapping[str, Sum]) -> None:
+    """Set the random state that this rank saved, if it did; in schema 2 it is a file of ``torch.save``."""
+    new, old = folder / f"random_{rank}.safetensors", folder / f"random_{rank}.pt"
+    path = new if new.exists() else old
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if path.name in sums:
+        check_sum(path.name, io.BytesIO(data), sums[path.name])
+    found = load_safetensors(data) if path == new else _flat(torch.load(io.BytesIO(data), weights_only=True))
+    torch.set_rng_state(found["cpu"])
+    if torch.cuda.is_available() and (cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]):
+        torch.cuda.set_rng_state_all(cuda)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(".")[2]) if name != "cpu" else -1

@@ -144,9 +144,9 @@ UNFIT = {
     "optimizer": (setting("policy.optimizer.kind", "sgd"), ["policy.optimizer.kind was adamw and is sgd"]),
     "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
     "reader": (setting("data.reader.use", "tests.unit.run.test_identity:Fewer"), ["data.train had 24 usable rows and has 23"]),
-    "older": (older, ["its schema is older than 1 and this version of rayloop reads 2", "the version that began it", CARRIED]),
-    "pickled": (schema(1), ["its schema is 1 and this version of rayloop reads 2", CARRIED]),
-    "newer": (schema(99), ["its schema is 99, of a newer version of rayloop; this one reads 2. Update rayloop"]),
+    "older": (older, ["its schema is older than 1 and this version of rayloop reads 2 and 3", "version that began it", CARRIED]),
+    "pickled": (schema(1), ["its schema is 1 and this version of rayloop reads 2 and 3", CARRIED]),
+    "newer": (schema(99), ["its schema is 99, of a newer version of rayloop; this one reads 2 and 3. Update rayloop"]),
 }  # fmt: skip
 
 

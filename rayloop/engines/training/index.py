@@ -1,0 +1,169 @@
+"""The index of a trainer's tensors on disk: JSON that names each tensor's type, shape and pieces. No code runs when it is read.
+
+``index.json`` holds, for each tensor, ``dtype``, ``shape`` and ``pieces``. A piece is a rectangle of the tensor (``at``, ``shape``)
+and the bytes that hold it, row by row, little-endian: ``file``, ``offset``, ``bytes``, ``crc32``. Checkpoints of schema 2 have
+``.metadata`` instead, a pickle of torch.distributed.checkpoint; ``read_schema_2`` reads it with stand-ins for every name in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+FILE = "index.json"
+SCHEMA_2_FILE = ".metadata"
+SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of a value, by the type's name in torch."""
+_FORM = "rayloop tensors 1"
+_NAMES = re.compile(r"rank_\d+\.bin|__\d+_\d+\.distcp")
+"""Of the files that hold pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a tensor: where it begins (``at``) and its ``shape``; where its bytes are.
+
+    ``crc32`` is None in schema 2, where the bytes are a file of ``torch.save``.
+    """
+
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    bytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def write(entries: Mapping[str, Entry]) -> bytes:
+    """The text of ``index.json``."""
+    return json.dumps({"form": _FORM, "tensors": {name: asdict(entry) for name, entry in entries.items()}}).encode()
+
+
+def read(text: bytes) -> dict[str, Entry]:
+    """The entries of an ``index.json``. Raises ValueError when it is anything else, or a piece does not fit its tensor."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("form") != _FORM or not isinstance(found.get("tensors"), dict):
+        raise ValueError(f"it is no index of the form {_FORM!r}")
+    try:
+        return {name: _checked(name, _entry(value)) for name, value in found["tensors"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its index is broken: {error!r}") from error
+
+
+def _entry(value: Any) -> Entry:
+    def piece(one: Any) -> Piece:
+        offset, length, crc32 = (_number(one[key]) for key in ("offset", "bytes", "crc32"))
+        return Piece(_numbers(one["at"]), _numbers(one["shape"]), one["file"], offset, length, crc32)
+
+    return Entry(value["dtype"], _numbers(value["shape"]), tuple(map(piece, value["pieces"])))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no number of the index")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_number(value) for value in values)
+
+
+def _checked(name: str, entry: Entry) -> Entry:
+    """Raises ValueError unless every value of the tensor is in one piece, and every piece in a file of the checkpoint."""
+    if entry.dtype not in SIZES:
+        raise ValueError(f"its index gives {name} the type {entry.dtype!r}, of which there are no tensors here")
+    for piece in entry.pieces:
+        inside = len(piece.at) == len(piece.shape) == len(entry.shape) and all(
+            at + size <= whole for at, size, whole in zip(piece.at, piece.shape, entry.shape, strict=True)
+        )
+        sized = piece.crc32 is None or piece.bytes == math.prod(piece.shape) * SIZES[entry.dtype]
+        if not inside or not sized or not _NAMES.fullmatch(piece.file):
+            raise ValueError(f"its index names a piece of {name} that does not fit: {piece}")
+    covered = sum(math.prod(piece.shape) for piece in entry.pieces)
+    if covered != math.prod(entry.shape) or len({piece.at for piece in entry.pieces}) != len(entry.pieces):
+        raise ValueError(f"its index has {covered} of the {math.prod(entry.shape)} values of {name}")
+    return entry
+
+
+def read_schema_2(file: IO[bytes]) -> dict[str, Entry]:
+    """The entries of a ``.metadata`` of torch.distributed.checkpoint. Nothing in it is looked up outside this module.
+
+    Raises ValueError when it holds anything but tensors, or is broken.
+    """
+    try:
+        found = _Reader(file).load()
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
+        return {
+            name: _checked(name, _old_entry(name, tensor, places)) for name, tensor in found.state_dict_metadata.items()
+        }
+    except ValueError:
+        raise
+    except Exception as error:  # of a file that is empty, cut or noise, almost any
+        raise ValueError(f"its index is broken: {error!r}") from error
+
+
+def _old_entry(name: str, tensor: Any, places: Mapping[Any, Any]) -> Entry:
+    pieces = []
+    for chunk in tensor.chunks:
+        at = _numbers(chunk.offsets)
+        info = places[name, at] if (name, at) in places else places[name, ()]
+        place = (info.relative_path, _number(info.offset), _number(info.length))
+        pieces.append(Piece(at, _numbers(chunk.sizes), *place, crc32=None))
+    return Entry(tensor.properties.state[0], _numbers(tensor.size), tuple(pieces))
+
+
+class _Record:
+    """Stands for an object of torch: has what it was pickled with, as attributes or as ``state``."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        else:
+            self.state = state
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for a value that says nothing about tensors on disk: a memory format, a layout, a path."""
+
+
+_TORCH = "torch.distributed.checkpoint.metadata"
+_STAND_INS: Mapping[tuple[str, str], Any] = {
+    **{
+        (_TORCH, name): _Record
+        for name in (
+            "Metadata", "StorageMeta", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    ("torch", "Size"): lambda values: tuple(values),
+    **{("torch", name): name for name in SIZES},
+    # How an enumeration is pickled differs between 3.11.0 and 3.13: as getattr(class, name), or as class(value).
+    (_TORCH, "_MEM_FORMAT_ENCODING"): _nothing,
+    ("builtins", "getattr"): _nothing,
+    ("torch.serialization", "_get_layout"): _nothing,
+    **{(module, name): _nothing for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath")},
+}  # fmt: skip
+"""What an index of tensors is made of -> what it is read as. Values that are no tensors would be pickles of their own."""
+
+
+class _Reader(pickle.Unpickler):
+    """Finds these stand-ins, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STAND_INS:
+            raise ValueError(f"its index names {module}.{name}, which no index of tensors does")
+        return _STAND_INS[module, name]
