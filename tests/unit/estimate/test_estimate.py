@@ -168,7 +168,7 @@ def test_the_command_says_it_for_people_and_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(["estimate", str(QUICKSTART)]) == 0
+    assert main(["estimate", str(QUICKSTART), f"output={tmp_path / 'none'}"]) == 0
     said = capsys.readouterr().out
     assert "60 steps of 16 groups x 16 = 256 trajectories" in said
     assert "3000 rows: 187.5 steps an epoch, 0.32 epochs in all" in said

@@ -260,6 +260,7 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(slurm_job, "job", lambda: "7")
     monkeypatch.setattr(slurm_job, "restarts", lambda: restarts)
+    monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "prctl", lambda *_: None)
