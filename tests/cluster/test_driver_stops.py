@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-import torch.distributed.checkpoint as dcp
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
@@ -36,6 +35,7 @@ from rayloop.run.identity import about, identity
 from tests.support.drivers import made_driver
 from tests.support.local import LocalActor
 from tests.support.runs import settings
+from tests.support.saved import saved_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -180,9 +180,8 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def damaged(checkpoint: Checkpoint, expected: Tensors) -> list[str]:
     """The saved tensors that are not the expected ones."""
-    saved = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
-    dcp.load({"parameters": saved}, checkpoint_id=checkpoint.trainer)
-    return [name for name, tensor in expected.items() if not torch.equal(saved[name], tensor)]
+    saved = saved_tensors(Path(checkpoint.trainer))
+    return [name for name, tensor in expected.items() if not torch.equal(saved[f"parameters.{name}"], tensor)]
 
 
 @pytest.mark.parametrize("resumed", [False, True])

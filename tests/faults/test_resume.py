@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.runs import Run, finished, run, settings
+from tests.support.saved import saved_tensors
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -37,19 +37,7 @@ def checkpoints(config: dict[str, Any]) -> list[str]:
 def trainer_state(made: Run) -> dict[str, torch.Tensor]:
     """Parameters, optimizer state and its position, flat, from the newest checkpoint of the run."""
     folder = made.folder / "checkpoints" / (made.folder / "checkpoints" / "latest").read_text()
-    file = made.folder / "trainer.pt"
-    dcp_to_torch_save(folder / "trainer", file)
-    flat: dict[str, torch.Tensor] = {}
-
-    def collect(prefix: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            flat[prefix] = value
-        elif isinstance(value, dict):
-            for name, part in value.items():
-                collect(f"{prefix}/{name}", part)
-
-    collect("", torch.load(file, weights_only=True))
-    return flat
+    return saved_tensors(folder / "trainer")
 
 
 def of_each_step(made: Run, keys: tuple[str, ...]) -> dict[int, dict[str, float]]:
