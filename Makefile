@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-env test-faults test-judge test-k8s test-nodes test-slurm test-vllm lint quickstart digits docs
+.PHONY: fast test test-env test-faults test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
@@ -39,6 +39,10 @@ test-nodes: $(VENV)/.dev
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m tests.deploy.slurm.lab install
 	$(BIN)/python -m pytest -q -rs -m slurm tests/deploy/slurm
+
+# Needs root and debootstrap: it makes a bare Debian, and in it an ordinary user runs the README's two commands.
+test-stranger:
+	tests/stranger/lane
 
 test-vllm: $(VENV_VLLM)/.vllm
 	$(VENV_VLLM)/bin/python -m pytest -q -m vllm tests/contracts tests/engines tests/cluster tests/serve
