@@ -390,9 +390,10 @@ def services(documents: list[Document]) -> Iterator[str]:
             if group.pod.ports.get("serve") != schema.http_options.port
         )
         for application in schema.applications:
-            package = application.import_path.partition(".")[0]
-            if not (ROOT / package / "__init__.py").is_file():
-                yield f"{title}: {application.import_path}: there is no package {package}"
+            module = application.import_path.partition(":")[0]
+            file = ROOT / module.replace(".", "/")
+            if not (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()):
+                yield f"{title}: {application.import_path}: there is no module {module}"
             elif application.import_path == "rayloop.serve_apps.judge.app:app":
                 yield from judge(title, application.args, served)
 

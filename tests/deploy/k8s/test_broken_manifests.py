@@ -223,8 +223,8 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("no node has room for", lambda d: worker(d, "environment")["resources"].clear()),
     ("serveConfigV2", lambda d: spec(d, "RayService").update(serveConfigV2="applications: [{name: judge}]")),
     (
-        "there is no package judge_app",
-        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "serve_apps.", "judge_app."),
+        "there is no module rayloop.judge_app",
+        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "rayloop.serve_apps.", "rayloop.judge_app."),
     ),
     ("args: ", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel", "tensor_paralel")),
     (

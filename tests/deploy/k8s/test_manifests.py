@@ -110,6 +110,8 @@ def test_images_are_built_from_the_tested_versions(name: str, file: str, extras:
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert all((ROOT / path).exists() for path in copied)
     assert file in copied
+    linked = {path.resolve().name for path in (ROOT / "rayloop").iterdir() if path.is_symlink()}
+    assert linked <= copied, "a link of rayloop/ that leads nowhere in the image"
     (installed,) = re.findall(r"(?<=\s)\"?\.(?:\[([\w,-]+)\])?\"?$", "\n".join(installs), re.MULTILINE)
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras <= set(filter(None, installed.split(","))) <= set(known)
