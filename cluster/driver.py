@@ -30,7 +30,14 @@ from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
 from rayloop.core.background import background, decisive
 from rayloop.core.deadlines import until_stopped
-from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import (
+    CheckpointError,
+    GenerationBudgetSpent,
+    GraderBroken,
+    PolicyLost,
+    Preempted,
+    RayloopError,
+)
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.timings import Timings, timed
@@ -40,7 +47,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.production.ready import without
-from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
+from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin, vanished
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
@@ -177,6 +184,8 @@ class Driver:
             await self.saving.settle()
         checkpoint = await self.origin.restore(self.take, self.reporter.event)
         if checkpoint is None:
+            if self.saving.saved is not None:
+                raise CheckpointError(vanished(self.checkpoints.folder, self.saving.saved[1].folder.name))
             self.reinstate(self.initial)
         await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()

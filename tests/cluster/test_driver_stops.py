@@ -7,6 +7,7 @@ of it is done, in order, whoever stopped waiting for it. Probes and their compar
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -383,6 +384,35 @@ def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_
     assert begun == [0, 1]
     assert [(found.lineage, found.step) for found in driver.checkpoints.newest_first()] == [(2, 2), (1, 1)]
     assert not list(driver.checkpoints.folder.glob("*.tmp"))
+
+
+def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh policy would otherwise train from the start model, under the numbers of steps that are gone."""
+    begun: list[int] = []
+
+    async def rebuild(self: PolicyGroup) -> None:
+        stage.begin_anew()
+
+    async def evaluate(self: Driver) -> None:
+        begun.append(self.step)
+        if len(begun) == 2:
+            raise Begun
+        self.step = 1
+        await self.publish()
+        await self.checkpoint()
+        await self.settle()
+        for folder in self.checkpoints.folder.glob("step_*"):
+            shutil.rmtree(folder)
+        raise PolicyLost("rank 0 has died")
+
+    monkeypatch.setattr(PolicyGroup, "rebuild", rebuild)
+    monkeypatch.setattr(Driver, "evaluate", evaluate)
+    driver = stage.driver(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"step_000001.* was saved there, and no checkpoint is left"):
+        asyncio.run(driver.main())
+    assert begun == [0]
 
 
 @pytest.mark.parametrize(("where", "step"), [("beside", 2), ("update", 1)])
