@@ -24,7 +24,7 @@ FORBIDDEN = (r"input\(", r"os\.system\(", r"subprocess\(")
 _BEGIN, _END = "<answer>\n\\boxed{", "}\n</answer>"
 _NUMBER = re.compile(r"[-+]?\d*\.?\d+")
 _GRADE = re.compile(r"correct: (yes|no)", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed{([^{}]*)}")
+_BOXED = re.compile(r"\\boxed{([^}]+)}")
 
 
 def answer(response: str) -> str | None:

@@ -124,7 +124,7 @@ class PyVisionReward:
             return Scored(0.0, components, ("judge_failed", type(error).__name__))
         if not isinstance(found, Scored):
             return Scored(0.0, components, ("judge_failed",))
-        return self._paid(found, components)
+        return self._paid(found, components, long=len(asked.answer) >= LONGEST)
 
 
 def calls(trajectory: Trajectory, context: ScoreContext) -> float:

@@ -215,6 +215,13 @@ def test_where_the_original_raised_the_value_is_0_with_a_flag() -> None:
     assert outcome(vl, [answered("blue")], episode(None), source="chart").value == 1.0
 
 
+@pytest.mark.parametrize(("characters", "accuracy"), [(999, 1.0), (1000, 0.0)])
+def test_the_general_verifier_pays_no_accuracy_for_a_long_answer(characters: int, accuracy: float) -> None:
+    reward = pyvision(variant="original", published="general_verifier", accuracy=use(Right))
+    scored = outcome(reward, [answered("x" * characters)], episode(None))
+    assert scored.components["accuracy"] == accuracy
+
+
 def test_the_general_verifier_calls_an_outage_wrong() -> None:
     for judge in (Down, Lost):
         reward = pyvision(variant="original", published="general_verifier", accuracy=use(judge))
@@ -288,6 +295,8 @@ class Same:
         ("original", Wrong, "\\boxed{3}\\boxed{2}", 0.8),
         ("original", Wrong, "2", -0.4),
         ("original", Down, "\\boxed{3}", 0.0),
+        ("original", Wrong, "\\boxed{\\frac{1}{2}}", 0.0),
+        ("original", Wrong, "\\boxed{}", -0.4),
     ],
 )
 def test_mathematics_is_verified_by_rule_and_then_by_the_judge(

@@ -86,7 +86,7 @@ RAISES = {"raises": "TimeoutError"}
         ("multi_task", boxed("7"), "5", "1", RIGHT, "agree"),
         ("multi_task", boxed("7"), "5", "0", RIGHT, "MISMATCH"),
         ("multi_task", boxed("x" * 1000), "blue", "1", RIGHT, "MISMATCH"),
-        ("general", boxed("x" * 1000), "blue", "correct: yes", RIGHT, "agree"),
+        ("general", boxed("x" * 1000), "blue", "correct: yes", {"score": 0.0, "is_answer_right": True}, "agree"),
         ("general", boxed("navy"), "blue", "Correct: no, or correct: yes", WRONG, "agree"),
         ("multi_task", "<answer>navy</answer>", "blue", "1", WRONG, "agree"),
         ("multi_task", boxed("navy") + "<answer>", "blue", "1", WRONG, "agree"),
