@@ -131,7 +131,8 @@ def kind_of(*errors: BaseException) -> type[CheckpointError]:
 def _refused(error: BaseException) -> bool:
     if isinstance(error, OSError | CheckpointStorageFailed):
         return not isinstance(error, FileNotFoundError)
-    return error.__cause__ is not None and _refused(error.__cause__)
+    below = error.__cause__ or error.__context__  # torch raises errors of its own while it handles the system's
+    return below is not None and _refused(below)
 
 
 def sync(path: Path) -> None:

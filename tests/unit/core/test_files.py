@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.core.files import write_whole
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
+from rayloop.core.files import kind_of, write_whole
 from rayloop.core.signals import STOP, StopSignals, handling
 
 
@@ -38,6 +39,19 @@ def test_a_write_that_fails_leaves_what_was_there(
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["head.json"]
+
+
+@pytest.mark.parametrize(
+    ("below", "kind"), [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)]
+)
+def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kind: type[CheckpointError]) -> None:
+    """torch raises a RuntimeError of its own while it handles the system's."""
+    with pytest.raises(RuntimeError) as hidden:
+        try:
+            raise below
+        except type(below):
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+    assert kind_of(hidden.value) is kind
 
 
 def test_signals_are_noted_within_the_block_only() -> None:
