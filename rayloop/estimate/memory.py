@@ -77,8 +77,8 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     """
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
     trained = shape.trained(engine)
-    read = lengths.prompt * (algorithm.group_size if config.environment.episode.max_turns > 1 else 1)
-    group = read + algorithm.group_size * lengths.response
+    copies = algorithm.group_size if config.environment.episode.max_turns > 1 else 1
+    group = lengths.prompt * copies + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
     row = max(min(engine.micro_batch_tokens, update), lengths.whole)
     moments = ADAM if config.policy.optimizer.kind == "adamw" else 0
@@ -92,7 +92,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
             shape,
             row,
             row * algorithm.group_size * lengths.whole // group,
-            row * (read // lengths.prompt) * lengths.images // group,
+            row * copies * lengths.images // group,
         ),
         "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
     }

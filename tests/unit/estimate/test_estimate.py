@@ -71,6 +71,11 @@ def run_of(**changes: Any) -> RunConfig:
 LENGTHS = Lengths(1000, 200, 300)
 
 
+def test_an_episode_that_may_be_all_answer_has_an_estimate() -> None:
+    """Where the turns' tokens fill the episode's, nothing is left for the prompt."""
+    assert memory(run_of(environment__episode__max_turns=3), qwen3b(), Lengths(0, 1200, 0))
+
+
 def parts(config: RunConfig, role: str) -> dict[str, int]:
     (found,) = [one for one in memory(config, qwen3b(), LENGTHS) if one.name == role]
     return dict(found.parts)
