@@ -175,7 +175,8 @@ class _Episode:
             seed=derive(self.request.seed, "turn", index),
         )
         room = self.settings.max_tokens - len(self.token_ids)
-        sampling = dataclasses.replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        most = min(self.sampling.max_tokens, room)
+        sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
         completion = await self.generate(prompt, sampling)
         self.turns.append(
             Turn(

@@ -134,6 +134,13 @@ def test_a_turn_cut_by_the_episodes_limit_is_over_length(renderer: Renderer) -> 
     assert trajectory.sampling.max_tokens == 16
 
 
+def test_no_turn_is_asked_for_more_tokens_than_it_may_have(renderer: Renderer) -> None:
+    """SGLang refuses a minimum above the maximum."""
+    prompt = len(renderer.prompt(TASK.messages).token_ids)
+    _, engine = run(renderer, scripted(), [("a b c", LENGTH)], request(min_tokens=16), max_tokens=prompt + 10)
+    assert (engine.requests[0][1].min_tokens, engine.requests[0][1].max_tokens) == (10, 10)
+
+
 def test_a_turn_that_ends_exactly_at_the_limit_counts(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(TASK.messages).token_ids)
     answer = len(ScriptedEngine(renderer, []).tokens(("fine", END), 0))
