@@ -298,7 +298,9 @@ class FsdpEngine:
                 continue
             full = self._merged(base_name(name), gather(parameter.detach()))
             if self._rank == 0:
-                tensors[self._names[base_name(name)]] = full.to("cpu", dtype, copy=True)
+                # Converted before it moves: a blocking copy to another type moves float32 and converts on the CPU.
+                typed = full.to(dtype)
+                tensors[self._names[base_name(name)]] = typed.to("cpu", copy=typed is full)
         return tensors
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
