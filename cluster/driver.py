@@ -23,7 +23,7 @@ from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.payloads import capture
 from rayloop.cluster.loop.publication import Publisher
-from rayloop.cluster.loop.saving import Saving, Step
+from rayloop.cluster.loop.saving import Saving, Step, vanished
 from rayloop.cluster.loop.watchdog import watch
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
@@ -47,7 +47,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
 from rayloop.production.production import Production
 from rayloop.production.ready import without
-from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin, vanished
+from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays

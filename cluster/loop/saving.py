@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from rayloop.core import events, incidents
@@ -98,3 +99,11 @@ class Saving:
             return
         self.failed, self.saved = 0, (step.version, saved)
         self._tell(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), number)
+
+
+def vanished(folder: Path, newest: str) -> str:
+    """What to say when a run that has saved finds no checkpoint."""
+    return (
+        f"{folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the folder back and start "
+        "again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
+    )

@@ -373,14 +373,6 @@ class CheckpointStore:
             shutil.rmtree(condemned)
 
 
-def vanished(folder: Path, newest: str) -> str:
-    """What to say when a run that has saved finds no checkpoint."""
-    return (
-        f"{folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the folder back and start "
-        "again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
-    )
-
-
 def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
     (newest, why), *others = failed
     rest = f", nor can {len(others)} more" if others else "; there is no other one to take its place"
