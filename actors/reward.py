@@ -12,7 +12,7 @@ from typing import Any
 
 from rayloop.actors.base import Actor
 from rayloop.actors.lost import fetch
-from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
+from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads
 from rayloop.core.failures import (
@@ -24,6 +24,7 @@ from rayloop.core.failures import (
     WorkerSpent,
 )
 from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
+from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.references import Ref
 from rayloop.core.threads import hanging, in_thread
@@ -45,7 +46,7 @@ class RewardActor(Actor):
 
     def __init__(self, model: ModelSettings, settings: RewardSettings) -> None:
         self._settings = settings
-        self._tokenizer = load_tokenizer(model_folder(model.path))
+        self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
         self._around = around(self._source)
         self._scoring = 0

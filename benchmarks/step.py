@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.doctor.checks import parameter_shapes
 from rayloop.engines.settings import Dtype
+from rayloop.estimate.shape import read_shape
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.run.config import RunConfig
 from rayloop.run.jsonl import JsonLines
@@ -209,7 +208,7 @@ def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[s
 
 def _parameters(model: Path) -> int:
     """Parameters in the folder's safetensors files; a tied head is not among them."""
-    return sum(map(math.prod, (parameter_shapes(str(model)) or {}).values()))
+    return read_shape(str(model)).parameters
 
 
 def _compare(arguments: argparse.Namespace) -> int:

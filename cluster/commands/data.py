@@ -81,10 +81,11 @@ def _length(config: RunConfig) -> Length | None:
 
     What an environment shows first may be longer than the row: it is counted as the reader made it.
     """
-    if not Path(config.model.path).is_dir():
-        print(f"token lengths are not counted: {config.model.path} is no local folder")
+    try:
+        renderer = Renderer(config.model)
+    except ConfigError as error:
+        print(f"token lengths are not counted: {error}")
         return None
-    renderer = Renderer(config.model)
     return lambda task: len(renderer.prompt(task.messages).token_ids)
 
 

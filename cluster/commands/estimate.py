@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     made = plan(config, found, arguments.step_seconds)
     try:
         lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))
-        roles = memory(config, read_shape(config.model.path), lengths)
+        roles = memory(config, read_shape(config.model.path, config.model.revision), lengths)
         why = ""
     except ConfigError as error:
         roles, why = [], str(error)

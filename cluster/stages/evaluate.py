@@ -28,10 +28,11 @@ from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.files import needed
 from rayloop.core.groups import Member
+from rayloop.core.model_files import resolve
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.data.subset import evenly
-from rayloop.doctor.checks import parameter_shapes, parameters
+from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
 from rayloop.measure.solved import pass_rates
@@ -40,6 +41,7 @@ from rayloop.run.demand import bundles, store, total
 from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
+from rayloop.run.identity import pinned
 from rayloop.run.jsonl import JsonLines
 from rayloop.transports.seam import Publication
 from rayloop.transports.settings import ObjectStoreTransport
@@ -60,6 +62,7 @@ def evaluate(
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
+    config = pinned(config)
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
     make_folder(out, "--out")
@@ -70,7 +73,8 @@ def evaluate(
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
     why = ""
     if missing:
-        room = store(config, parameters(parameter_shapes(config.model.path)))
+        held = 0 if config.engine.own_weights else read_shape(config.model.path, config.model.revision).parameters
+        room = store(config, held)
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out), store=room):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
@@ -204,19 +208,20 @@ def _longer(asked: Play) -> Play:
 
 def config_hash(config: RunConfig) -> str:
     """16 hex digits over what decides the answers: everything but the run's name and where things lie."""
-    bare = config.model_copy(update={"name": "x", "output": "", "model": config.model.model_copy(update={"path": ""})})
+    model = config.model.model_copy(update={"path": "", "revision": None})
+    bare = config.model_copy(update={"name": "x", "output": "", "model": model})
     return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
 
 
 def _weights(config: RunConfig) -> str:
     """Whose weights answer: those of ``model.path``, or those of a server, which are known by name only."""
-    return config.engine.own_weights or weights_hash(config.model.path)
+    return config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
 
 
-def weights_hash(path: str) -> str:
-    """16 hex digits over a local model folder's weights; a Hub name is returned as it is."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    return _sha256(files) if files else path
+def weights_hash(path: str, revision: str | None = None) -> str:
+    """16 hex digits over a local model folder's weights, or the commit of a model of the Hub."""
+    model = resolve(path, revision)
+    return model.commit or _sha256(model.weights)
 
 
 def _sha256(files: list[Path]) -> str:

@@ -22,6 +22,7 @@ from rayloop.actors.fates import cause
 from rayloop.cluster.roles.session import session
 from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
+from rayloop.core.model_files import resolve
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.signals import STOP, StopSignals, handling
@@ -193,7 +194,8 @@ class Rank:
 
         dtype, tensors = DTYPES[self.config.dtype], self.engine.export(START)
         if self.rank == 0:
-            save_model(self.config.model.path, folder, {name: t.to(dtype) for name, t in tensors.items()})
+            source = resolve(self.config.model.path, self.config.model.revision).folder
+            save_model(source, folder, {name: t.to(dtype) for name, t in tensors.items()})
 
     def _checkpoint(self, report: dict[str, float]) -> None:
         with tempfile.TemporaryDirectory() as folder:

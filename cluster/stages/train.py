@@ -32,13 +32,13 @@ from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
-from rayloop.doctor.checks import parameter_shapes, parameters
+from rayloop.estimate.shape import read_shape
 from rayloop.launch.budget import Budget
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
-from rayloop.run.identity import ResumeRefused, identity
+from rayloop.run.identity import ResumeRefused, identity, pinned
 from rayloop.run.identity import check as check_fit
 from rayloop.run.lock import RunLock
 from rayloop.run.place import findable, namespace
@@ -71,6 +71,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
+    config = pinned(config, origin.find())
     with (
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),
@@ -79,7 +80,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     ):
         hashes = _fitting(config, folder, origin)
         names = namespace(folder.path)
-        room = store(config, parameters(parameter_shapes(config.model.path)))
+        room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, _findable(folder, names):
             folder.events.append(events.Start(config_hash(config), _software()))

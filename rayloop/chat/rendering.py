@@ -17,10 +17,11 @@ from typing import Any
 import jinja2
 
 from rayloop.chat.template import load_chat_template, read_json
-from rayloop.chat.tokenizer import load_tokenizer, model_folder, shown
+from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.model_files import resolve
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
 from rayloop.data.images import MAX_PIXELS, ImageGeometry
 from rayloop.data.prompt_images import PromptImages
@@ -52,7 +53,7 @@ class Renderer:
     """
 
     def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
-        folder = model_folder(model.path)
+        folder = resolve(model.path, model.revision).folder
         self._template = load_chat_template(folder)
         self._tokenizer = load_tokenizer(folder)
         self._plain = load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""The files of a model that text needs, local or from the Hub, and its tokenizer; without transformers, which imports torch."""
+"""The tokenizer of a model; without transformers, which imports torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ from tokenizers import Tokenizer
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.types import TokenIds
-
-
-def model_folder(path: str) -> Path:
-    """The local folder of a model; configuration and tokenizer of a Hub name are downloaded. Raises ConfigError."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.txt"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"model.path {path!r} is no folder here, and the Hub does not have it: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

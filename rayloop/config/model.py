@@ -14,6 +14,8 @@ class ModelSettings(SettingsModel):
 
     path: LocalPath
     """A local folder, or a Hub name where the cluster can reach the Hub. A run keeps the model that it began with."""
+    revision: str | None = None
+    """The commit, tag or branch of a model of the Hub; unset: main. A run records the commit, and continues with it."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU. Name one
     when log-probs of engine and trainer differ and you look for the reason."""

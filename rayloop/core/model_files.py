@@ -1,16 +1,26 @@
-"""Which files a path stands for now: the same folder, or the same name on the Hub, may hold another model tomorrow."""
+"""Where a model is: a local folder, or a commit of a model of the Hub; the same name may stand for another one tomorrow."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from rayloop.core.failures import ConfigError
 
 WHOLE = 2**26
 """Bytes up to which a file is hashed as a whole."""
 BLOCKS, BLOCK = 16, 2**16
 """A larger one is hashed by its size and at so many places, so many bytes at each."""
+HUB = 3.0
+"""Seconds within which the Hub must say which commit a name stands for; it is asked once."""
+HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
+TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt"), "*.safetensors"
 
 
 def hashed(files: Iterable[Path]) -> str:
@@ -31,12 +41,113 @@ def hashed(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_identity(model: str, revision: str | None = None) -> dict[str, str]:
-    """Of a folder the hash of its files, of a Hub's model the commit that was loaded (call it afterwards)."""
-    folder = Path(model)
-    if folder.is_dir():
-        return {"files": hashed(sorted(folder.iterdir()))}
-    from huggingface_hub import try_to_load_from_cache
+@dataclass(frozen=True)
+class Resolved:
+    """Where a model's files are on this machine. ``commit``: of a model of the Hub; None: ``folder`` is what the path names."""
 
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
-    return {"commit": Path(config).parent.name if isinstance(config, str) else f"unknown of {revision}"}
+    folder: Path
+    commit: str | None = None
+
+    def identity(self) -> dict[str, str]:
+        """Of a folder the hash of its files, of a Hub's model its commit, which stands for all of its files."""
+        return {"commit": self.commit} if self.commit else {"files": hashed(sorted(self.folder.iterdir()))}
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files of weights that are here, sorted."""
+        return sorted(self.folder.glob(WEIGHTS))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all weights are here: the files that an index names, else any."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            return all((self.folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+        return bool(self.weights)
+
+
+def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
+    """The files of a model, which is a local folder or a model of the Hub at ``revision`` (a commit, tag or branch; None: main).
+
+    Configuration and tokenizer of a Hub's model are downloaded unless they are in its cache, and with ``weights`` all that loading
+    it needs. The Hub is asked once, for at most ``HUB`` seconds, which commit a name stands for; when it cannot be reached, the
+    cached commit is taken. A full commit that is in the cache asks nobody. Raises ConfigError.
+    """
+    if Path(path).is_dir():
+        if revision is not None:
+            raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
+        return Resolved(Path(path))
+    if not HUB_NAME.fullmatch(path):
+        raise ConfigError(f"model.path: {path} is no folder here, and no name on the Hub (owner/name)")
+    commit, why = _commit(path, revision)
+    cached = _cached(path, commit or revision)
+    if cached is not None and (cached.whole or not weights):
+        return cached
+    if commit is None or why:
+        raise ConfigError(
+            f"model.path: {path} is no folder here, the cache does not have {'all of ' * weights}it, and the Hub cannot be asked: "
+            f"{why}. On a machine that reaches it: hf download {path} --local-dir FOLDER, then model.path=FOLDER"
+        )
+    return Resolved(_downloaded(path, commit, weights), commit)
+
+
+def _commit(path: str, revision: str | None) -> tuple[str | None, str]:
+    """The commit that a name stands for, else None and why the Hub did not say it. Raises ConfigError for what does not exist."""
+    from huggingface_hub import constants
+
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision, ""
+    if constants.HF_HUB_OFFLINE:
+        return None, "HF_HUB_OFFLINE is set"
+    return _asked(path, revision)
+
+
+@cache
+def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
+    """Once per process, so that one start asks for one answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    found: list[str | Exception] = []
+
+    def ask() -> None:
+        try:
+            found.append(HfApi().model_info(path, revision=revision, timeout=HUB).sha or "")
+        except Exception as error:  # no network, no such model, no permission: its classes are many, and change
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no limit of its own
+    asking.start()
+    asking.join(HUB)
+    answer = found[0] if found else TimeoutError(f"no answer within {HUB:g} s")
+    if isinstance(answer, str):
+        return answer, ""
+    if isinstance(answer, RevisionNotFoundError):
+        raise ConfigError(f"model.revision: {revision} does not exist of {path} on the Hub") from answer
+    if isinstance(answer, RepositoryNotFoundError) and not isinstance(answer, GatedRepoError):
+        why = "the Hub has no such model, or shows it only with a token (hf auth login)"
+    else:
+        why = f"{type(answer).__name__}: {str(answer).splitlines()[0][:200] if str(answer) else ''}"
+    return None, why
+
+
+def _cached(path: str, revision: str | None) -> Resolved | None:
+    """The snapshot in the Hub's cache, when it has a configuration."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return Resolved(folder, folder.name) if (folder / "config.json").is_file() else None
+
+
+def _downloaded(path: str, commit: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=commit, allow_patterns=[*TEXTS, *([WEIGHTS] * weights)]))
+    except Exception as error:  # as above; a disk may also be full
+        raise ConfigError(
+            f"model.path: {path} at {commit} could not be downloaded: {type(error).__name__}: {str(error)[:300]}"
+        ) from error

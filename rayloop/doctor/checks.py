@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import resource
 import socket
@@ -16,13 +15,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from safetensors import safe_open
-
 from rayloop.core.failures import ConfigError, DeadlineExceeded
 from rayloop.core.threads import in_thread
 from rayloop.doctor import isolation, machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.settings import VllmEngineSettings
+from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.addresses import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
@@ -50,24 +48,24 @@ def checks(
     config: RunConfig | None, address: str | None, token_file: Path | None, ports: list[int]
 ) -> dict[str, partial[list[Finding]]]:
     """Name -> check of this machine. ``config``: what a run of it needs; ``address``: the cluster that it would join."""
-    environment, shapes = dict(os.environ), parameter_shapes(config.model.path) if config else None
+    environment, model = dict(os.environ), shape(config) if config else None
     node = this_node()
     joined = [network.place(address)[0]] if address and address not in ("auto", "local") else []
     internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
     alone = config is not None and address is None
     kept = config.checkpoint.keep + 1 if config else 0
-    store = store_wanted(config, parameters(shapes)) if config and alone else OBJECT_STORE
+    store = store_wanted(config, model.parameters if model else 0) if config and alone else OBJECT_STORE
     tested = software.fitting_set()
     return {
         "python": partial(software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()),
         "packages": partial(software.packages, software.pins(tested), software.supported_packages(), file=tested),
         "configuration": partial(configuration, config),
         "shared memory": partial(machine.shared_memory, SHARED_MEMORY, store),
-        "memory": partial(machine.memory, tensor_bytes(config, shapes) if config and alone and shapes else 0),
+        "memory": partial(machine.memory, tensor_bytes(config, model) if config and alone and model else 0),
         "disk": partial(
             machine.disk,
             Path(config.output) / config.name if config else Path(),
-            checkpoint_bytes(config, shapes) if config and shapes else None,
+            checkpoint_bytes(config, model) if config and model else None,
             kept,
         ),
         "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
@@ -141,44 +139,25 @@ def configuration(config: RunConfig | None) -> list[Finding]:
     return [Finding("ok", f"run {config.name}: model, data and loggers are there")]
 
 
-def parameter_shapes(model: str) -> dict[str, list[int]] | None:
-    """Parameter -> shape, from the headers of a model folder's safetensors; None where there are none."""
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(Path(model).glob("*.safetensors")):
-        with safe_open(file, "np") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    return shapes or None
+def shape(config: RunConfig) -> Shape | None:
+    """Of the run's model; None where it cannot be known, which ``configuration`` says."""
+    try:
+        return read_shape(config.model.path, config.model.revision)
+    except ConfigError:
+        return None
 
 
-def parameters(shapes: Mapping[str, list[int]] | None) -> int:
-    """All that a model has; 0 where its files are not here."""
-    return sum(map(math.prod, (shapes or {}).values()))
-
-
-def trained(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
-    """Parameters that are trained, at most: all, all without the vision tower, or LoRA's two factors per target layer."""
-    engine = config.policy.engine
-    own = {name: shape for name, shape in shapes.items() if "visual." not in name}
-    if engine.lora is not None:
-        layers = shapes if engine.lora.vision else own
-        targets = [
-            shape for name, shape in layers.items() if name.split(".")[-2:-1] in [[t] for t in engine.lora.targets]
-        ]
-        return sum(engine.lora.rank * sum(shape) for shape in targets if len(shape) == 2)
-    return sum(map(math.prod, (own if engine.freeze_vision else shapes).values()))
-
-
-def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
+def checkpoint_bytes(config: RunConfig, model: Shape) -> int:
     """Bytes of one checkpoint: what is trained and its optimizer state, in float32."""
-    return FLOAT * trained(config, shapes) * (3 if config.policy.optimizer.kind == "adamw" else 1)
+    return FLOAT * model.trained(config.policy.engine) * (3 if config.policy.optimizer.kind == "adamw" else 1)
 
 
-def tensor_bytes(config: RunConfig, shapes: Mapping[str, list[int]]) -> int:
+def tensor_bytes(config: RunConfig, model: Shape) -> int:
     """Bytes of main memory for the tensors of all roles, where those on GPUs keep copies: a lower bound, without activations."""
-    weights, needed = sum(map(math.prod, shapes.values())), 0
+    weights, needed = model.parameters, 0
     if not config.policy.placement.num_gpus or config.policy.engine.cpu_offload:
         # What is saved, the frozen weights, and the gradients, which are as large as what is trained.
-        needed += checkpoint_bytes(config, shapes) + FLOAT * weights
+        needed += checkpoint_bytes(config, model) + FLOAT * weights
     if config.policy.placement.num_gpus:
         # The first rank loads the whole model at the start and exports it later, and each engine of vLLM's gets a copy.
         handed = config.rollout.actors if isinstance(config.engine, VllmEngineSettings) else 0

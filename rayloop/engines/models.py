@@ -28,9 +28,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from rayloop.chat.tokenizer import model_folder
 from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
+from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
@@ -44,6 +44,12 @@ GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 
 POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
+
+
+def located(settings: ModelSettings, *, weights: bool = True) -> ModelSettings:
+    """The same with the folder on this machine as ``path``; what it lacks of a Hub's model is downloaded. Raises ConfigError."""
+    folder = resolve(settings.path, settings.revision, weights=weights).folder
+    return settings.model_copy(update={"path": str(folder), "revision": None})
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -64,6 +70,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
     """
     disable_progress_bar()
+    settings = located(settings, weights=weights)
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
         if experts := _experts(config):
@@ -133,6 +140,7 @@ class Vision:
     """
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
+        settings = located(settings, weights=False)
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(
                 settings.path, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
@@ -277,15 +285,15 @@ def _part(name: str) -> str:
     return "head" if name.startswith("lm_head") else "language"
 
 
-def save_model(source: str, target: Path, tensors: Mapping[str, Tensor], dtype: str | None = None) -> None:
-    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of ``source`` (a folder or Hub name).
+def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], dtype: str | None = None) -> None:
+    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``.
 
     ``dtype``: float32 or bfloat16, None: the tensors' own, which is one.
     """
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
-    for file in model_folder(source).iterdir():
+    for file in Path(source).iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)
     (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import resolve
 from rayloop.engines.settings import FsdpSettings, LoraSettings
 
 VISION = ("visual.", "vision_tower.", "vision_model.")
@@ -61,24 +62,24 @@ def _of_vision(name: str) -> bool:
     return any(part in f"{name}." for part in VISION)
 
 
-def read_shape(model: str) -> Shape:
-    """Of a local folder, or of a model of the Hub, whose headers alone are downloaded. Raises ConfigError."""
-    folder = Path(model)
-    if folder.is_dir():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files or not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path: {model} has no config.json or no *.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        return _shape({name: size for file in files for name, size in _header(file).items()}, config)
+def read_shape(model: str, revision: str | None = None) -> Shape:
+    """Of a local folder, or of a model of the Hub, of whose weights the headers alone are downloaded. Raises ConfigError."""
+    found = resolve(model, revision)
+    if not (found.folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {model} has no config.json")
+    config = json.loads((found.folder / "config.json").read_text())
+    if found.whole:
+        return _shape({name: size for file in found.weights for name, size in _header(file).items()}, config)
+    if found.commit is None:
+        raise ConfigError(f"model.path: {model} has no *.safetensors, or lacks some that its index names")
     try:
-        from huggingface_hub import get_safetensors_metadata, hf_hub_download
+        from huggingface_hub import get_safetensors_metadata
 
-        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text())
-        metadata = get_safetensors_metadata(model).files_metadata.values()
+        metadata = get_safetensors_metadata(model, revision=found.commit).files_metadata.values()
         return _shape({name: tuple(t.shape) for one in metadata for name, t in one.tensors.items()}, config)
     except Exception as error:  # no network, no such model, no permission: its classes are many, and change
         raise ConfigError(
-            f"model.path: {model} is no local folder, and the Hub did not say how large it is ({type(error).__name__}). On a "
+            f"model.path: {model} is not in the cache, and the Hub did not say how large it is ({type(error).__name__}). On a "
             f"machine that reaches it: hf download {model} --local-dir FOLDER, then model.path=FOLDER"
         ) from error
 

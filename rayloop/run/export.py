@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import resolve
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
@@ -56,7 +57,8 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
             rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
         )  # fmt: skip
         engine.load(checkpoint.trainer, checkpoint.sums)
-        save_model(config.model.path, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype)
+        source = resolve(config.model.path, config.model.revision).folder
+        save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype)
         engine.close()
 
 

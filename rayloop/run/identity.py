@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.chat.tokenizer import model_folder
 from rayloop.config.explain import walk
 from rayloop.config.removed import removed_below
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_files import hashed
+from rayloop.core.model_files import hashed, resolve
 from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
@@ -48,12 +47,20 @@ class ResumeRefused(ConfigError):
     """The checkpoint was written by another run than the configuration describes. Nothing was touched."""
 
 
+def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig:
+    """The same with the commit that a model of the Hub has now, or had when the run to continue began, as its revision: all actors
+    load that one. Raises ConfigError."""
+    model, then = config.model, checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
+    revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
+    commit = resolve(model.path, revision).commit
+    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})}) if commit else config
+
+
 def identity(config: RunConfig) -> dict[str, str]:
     """Hashes of what the configuration only points to: the model's files by what they decide, its weights, the training rows."""
-    folder = model_folder(config.model.path)
-    hashes = {name: hashed([folder / file for file in files]) for name, files in FILES.items()}
-    weights = sorted(folder.glob("*.safetensors"))
-    hashes["weights"] = hashed(weights) if weights else config.model.path
+    model = resolve(config.model.path, config.model.revision)
+    hashes = {name: hashed([model.folder / file for file in files]) for name, files in FILES.items()}
+    hashes["weights"] = f"commit {model.commit}" if model.commit else hashed(model.weights)
     return {**hashes, "data.train": hashed([Path(config.data.train)])}
 
 
@@ -88,7 +95,7 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
-        if name != "data.train" and hashes[name] != before:
+        if name != "data.train" and before not in (hashes[name], _unsaid(name, config)):
             other = "differ from those" if name == "weights" else "differs from that"
             return (
                 f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
@@ -100,6 +107,11 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     if (tasks := _tasks(config)) != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
     return None
+
+
+def _unsaid(name: str, config: RunConfig) -> str | None:
+    """The weights of a Hub's model in a checkpoint that names no commit."""
+    return config.model.path if name == "weights" and config.model.revision else None
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import HUB_NAME, resolve
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -15,19 +15,13 @@ from rayloop.run.config import RunConfig
 
 BIASES = 1024
 """Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py of 0.28 and 0.32)."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def preflight(config: RunConfig, *, trains: bool = True) -> None:
     """Raises ConfigError that names the key, what is not there, and what to do. An evaluation does not train."""
     if in_job():
         lasting(config)
-    model = config.model.path
-    if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
-        raise ConfigError(
-            f"model.path: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
-            "layout or a model of the Hub (owner/name)"
-        )
+    known(config)
     for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
@@ -44,8 +38,18 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
         )
-    if Path(model).is_dir():
-        bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
+    bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
+
+
+def known(config: RunConfig) -> None:
+    """Raises ConfigError unless the model is a folder, or one of the Hub that is in the cache or can be asked for."""
+    model = config.model.path
+    if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
+        raise ConfigError(
+            f"model.path: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
+            "layout or a model of the Hub (owner/name)"
+        )
+    resolve(model, config.model.revision)
 
 
 def held_in(config: RunConfig) -> str:

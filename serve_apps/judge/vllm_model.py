@@ -10,7 +10,7 @@ import ray
 
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
-from rayloop.core.model_files import model_identity
+from rayloop.core.model_files import resolve
 from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
 from rayloop.engines.generation.vllm_process import versions
 from rayloop.serve_apps.judge.openai_model import TOP, CompletionModel
@@ -24,8 +24,9 @@ class VllmModel(CompletionModel):
     def __init__(self, settings: VllmBackendSettings) -> None:
         about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
         super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
-        self._engine = VllmChat(settings.model, settings.engine, _scratch(), settings.revision)
-        self._identity = model_identity(settings.model, settings.revision) | versions()
+        model = resolve(settings.model, settings.revision, weights=True)
+        self._engine = VllmChat(str(model.folder), settings.engine, _scratch(), settings.model)
+        self._identity = model.identity() | versions()
         self._timeout = settings.timeout
 
     async def identity(self) -> Mapping[str, Any]:

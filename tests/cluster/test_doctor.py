@@ -236,7 +236,7 @@ def test_room_for_checkpoints_counts_those_that_are_there(tmp_path: Path) -> Non
 
 def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) -> None:
     run = config(tmp_path)
-    shapes = checks.parameter_shapes(run.model.path)
+    shapes = checks.shape(run)
     assert shapes is not None
     assert checks.checkpoint_bytes(run, shapes) == 1200 * 3 * 4
     assert checks.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
@@ -245,7 +245,7 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
         ({"lora": {"rank": 2}}, 2 * 70),
         ({"lora": {"rank": 2, "vision": True}}, 2 * 70 + 2 * 30),
     ):
-        assert checks.trained(config(tmp_path, policy={"engine": engine}), shapes) == parameters
+        assert shapes.trained(config(tmp_path, policy={"engine": engine}).policy.engine) == parameters
     plain = config(tmp_path, policy={"optimizer": {"kind": "sgd"}})
     assert checks.checkpoint_bytes(plain, shapes) == 1200 * 4
     placed = config(
@@ -264,7 +264,6 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
     )  # fmt: skip
     assert checks.tensor_bytes(offloaded, shapes) == 1200 * 4 * 5
     assert total(bundles(placed))["GPU"] == 4.5
-    assert checks.parameter_shapes("Qwen/Qwen2.5-VL-3B-Instruct") is None
 
 
 def test_memory_knows_limits() -> None:

@@ -9,19 +9,19 @@ import asyncio
 import io
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.chat.tokenizer import model_folder
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.models import has_vision
+from rayloop.engines.models import has_vision, located
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
@@ -43,10 +43,11 @@ class SglangEngine:
         self._settings, self._running, self._open = settings, 0, asyncio.Event()
         self._version: Version | None = None
         self._open.set()
+        model = located(model)
         config = AutoConfig.from_pretrained(model.path)
         self._image = config.to_dict().get("image_token_id")
         self._patch: int = config.vision_config.patch_size if has_vision(config) else 0
-        self._names = names(model.path, tied=config.get_text_config().tie_word_embeddings)
+        self._names = names(Path(model.path), tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
@@ -122,10 +123,10 @@ class SglangEngine:
         return EngineHealth(self._version, self._running, 0)
 
 
-def names(folder: str, tied: bool) -> frozenset[str]:
+def names(folder: Path, tied: bool) -> frozenset[str]:
     """The tensors of a model folder that a publication has, too: not a head that is ``tied``, nor what is computed at the start."""
     found: set[str] = set()
-    for file in model_folder(folder).glob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             found.update(tensors.keys())
     return frozenset(n for n in found if not n.endswith("inv_freq") and not (tied and n.startswith("lm_head.")))

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayloop.chat.tokenizer import load_tokenizer, model_folder
+from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
@@ -24,7 +25,7 @@ from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.generation.arrivals import Arrivals
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.decoding import Decoder, Row
-from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
+from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision, located
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
 
@@ -46,14 +47,13 @@ class TransformersEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
     def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: Place) -> None:
+        model = located(model)
         self._settings, self._given = settings, model
         model = until_measured(model, settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
         self._parameters = hf_state(self._model)
-        self._decoder = Decoder(
-            self._model, load_tokenizer(model_folder(model.path)), load_vision(model, self._model.config)
-        )
+        self._decoder = Decoder(self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config))
         number = settings.threads if isinstance(settings.threads, int) else torch.get_num_threads()
         self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(number,))
         self._version: Version | None = None

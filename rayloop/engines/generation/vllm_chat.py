@@ -28,18 +28,18 @@ class TooLong(RequestRefused):
 class VllmChat:
     """Loads the model when it is made, which takes minutes for a large one."""
 
-    def __init__(self, model: str, settings: VllmEngineSettings, folder: str, revision: str | None = None) -> None:
+    def __init__(self, model: str, settings: VllmEngineSettings, folder: str, name: str = "") -> None:
         """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
 
-        ``revision``: of weights, tokenizer and chat template of a model of the Hub.
+        ``model``: a folder; ``name``: what it is called.
         """
         prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._name = model
-        self._tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
-        arguments = AsyncEngineArgs(**_arguments(model, settings, revision))
+        self._name = name or model
+        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        arguments = AsyncEngineArgs(**_arguments(model, settings))
         self._llm = AsyncLLM.from_engine_args(arguments, usage_context=usage())
         self._limit: int = self._llm.model_config.max_model_len
         self._serial = itertools.count()
@@ -103,14 +103,12 @@ def _text(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _arguments(model: str, settings: VllmEngineSettings, revision: str | None) -> dict[str, Any]:
+def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``."""
     return {
         **common_arguments(model, settings),
         # Blanks between the tokens of a JSON object would be spent from a verdict's max_tokens.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "revision": revision,
-        "tokenizer_revision": revision,
         **settings.extra,
     }
 

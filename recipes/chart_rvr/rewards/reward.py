@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import httpx
 from pydantic import Field, model_validator
 
-from rayloop.chat.tokenizer import load_tokenizer, model_folder
+from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
+from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.chart_rvr.rewards.corrected import Corrected
@@ -163,7 +164,7 @@ def counter(model: str) -> Count:
     """What counts tokens: the model's tokenizer, or ``pieces`` without one. Raises ConfigError."""
     if not model:
         return pieces
-    tokenizer = load_tokenizer(model_folder(model))
+    tokenizer = load_tokenizer(resolve(model).folder)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
-from rayloop.core.model_files import model_identity
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.backend import Reply
 from rayloop.judge.cache import VerdictCache, cache_key
@@ -191,25 +190,6 @@ def test_another_model_behind_the_same_name_is_another_judge() -> None:
     assert first != second
     assert not cached
     assert third == (first, True)
-
-
-def test_a_models_files_say_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "model.safetensors").write_bytes(b"w" * 10)
-    found = [model_identity(str(tmp_path))]
-    for name, content in (("config.json", "{ }"), ("chat_template.jinja", "{{ x }}"), ("model.safetensors", "w" * 11)):
-        (tmp_path / name).write_text(content)
-        found.append(model_identity(str(tmp_path)))
-    assert len({one["files"] for one in found}) == 4
-    assert model_identity(str(tmp_path)) == found[-1]
-    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("0123abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert model_identity("a/b") == {"commit": "0123abc"}
 
 
 INVALID = [

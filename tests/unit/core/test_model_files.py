@@ -1,0 +1,136 @@
+"""Where a model is: folders, the Hub's cache without a network, and a Hub that does not answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rayloop.core import model_files
+from rayloop.core.failures import ConfigError
+from rayloop.core.model_files import resolve
+from rayloop.estimate.shape import read_shape
+
+COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+NAME = "owner/name"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache with a snapshot of ``NAME`` at ``COMMIT``, which main is. The network is off."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    snapshot = cache / "models--owner--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"num_attention_heads": 1}))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    model_files._asked.cache_clear()
+    return snapshot
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, sha: str) -> list[str | None]:
+    """The Hub says that any name stands for ``sha``. Returns the revisions that it is asked for."""
+    asked: list[str | None] = []
+
+    def model_info(self: object, path: str, *, revision: str | None, timeout: float) -> SimpleNamespace:
+        asked.append(revision)
+        return SimpleNamespace(sha=sha)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    return asked
+
+
+def weights(folder: Path, name: str = "model.safetensors", **sizes: tuple[int, ...]) -> None:
+    save_file({key: np.zeros(size, np.float32) for key, size in sizes.items()}, folder / name)
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    found = resolve(str(tmp_path), weights=True)
+    assert (found.folder, found.commit) == (tmp_path, None)
+    with pytest.raises(ConfigError, match=r"model\.revision: main: .* is a folder, which has no revisions"):
+        resolve(str(tmp_path), "main")
+
+
+def test_a_folders_identity_changes_with_any_file(tmp_path: Path) -> None:
+    found = []
+    for name, content in (("config.json", "{}"), ("config.json", "{ }"), ("a.jinja", "x"), ("model.safetensors", "w")):
+        (tmp_path / name).write_text(content)
+        found.append(resolve(str(tmp_path)).identity()["files"])
+    assert len(set(found)) == 4
+    assert resolve(str(tmp_path)).identity() == {"files": found[-1]}
+
+
+def test_without_a_network_the_cached_commit_is_taken(hub: Path) -> None:
+    weights(hub, a=(2, 3))
+    assert resolve(NAME, weights=True).folder == hub
+    assert resolve(NAME, "main").commit == COMMIT
+    assert resolve(NAME, COMMIT, weights=True).identity() == {"commit": COMMIT}
+    assert read_shape(NAME).parameters == 6
+
+
+def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights(hub, "one.safetensors", a=(2,))
+    assert resolve(NAME).folder == hub, "its configuration is there"
+    with pytest.raises(
+        ConfigError, match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError"
+    ):
+        resolve(NAME, weights=True)
+    weights(hub, "two.safetensors", b=(3,))
+    assert resolve(NAME, weights=True).folder == hub
+    assert read_shape(NAME).parameters == 5
+
+
+def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, COMMIT)
+    before = resolve(NAME).identity()
+    weights(hub, a=(1,))
+    assert resolve(NAME, weights=True).identity() == before
+
+
+def test_another_commit_than_the_cached_one_is_downloaded(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights(hub, a=(1,))
+    asked, real = answering(monkeypatch, OTHER), []
+
+    def download(path: str, **options: object) -> str:
+        real.append(options)
+        if options.get("local_files_only"):
+            raise FileNotFoundError
+        return "/somewhere"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve(NAME, "v2", weights=True).commit == OTHER
+    assert resolve(NAME, "v2").commit == OTHER
+    assert asked == ["v2"], "once per process"
+    assert [(o["revision"], "*.safetensors" in o.get("allow_patterns", ())) for o in real] == [
+        (OTHER, False), (OTHER, True), (OTHER, False), (OTHER, False),
+    ]  # fmt: skip
+
+
+def test_a_hub_that_does_not_answer_costs_three_seconds_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(model_files, "HUB", 0.2)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="the Hub cannot be asked"):
+            resolve("owner/other")
+        with pytest.raises(ConfigError, match="hf download owner/other --local-dir FOLDER"):
+            resolve("owner/other")
+        assert resolve(NAME).folder == hub
+        assert 0.2 <= time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "name", "/tmp/nothing-here"])
+def test_what_is_neither_a_folder_nor_a_name_is_refused(hub: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="is no folder here, and no name on the Hub"):
+        resolve(path)
