@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rayloop.config.settings import LocalPath, SettingsModel
+from rayloop.core.model_files import resolve
 
 
 class ModelSettings(SettingsModel):
@@ -33,3 +34,8 @@ class ModelSettings(SettingsModel):
 
     A tiny model trained from scratch needs it to know where on the page a patch is; pretrained models do not.
     """
+
+    def here(self, *, weights: bool = True) -> ModelSettings:
+        """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""
+        folder = resolve(self.path, self.revision, weights=weights).folder
+        return self.model_copy(update={"path": str(folder), "revision": None})

@@ -30,7 +30,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
-from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
@@ -44,12 +43,6 @@ GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 
 POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
-
-
-def located(settings: ModelSettings, *, weights: bool = True) -> ModelSettings:
-    """The same with the folder on this machine as ``path``; what it lacks of a Hub's model is downloaded. Raises ConfigError."""
-    folder = resolve(settings.path, settings.revision, weights=weights).folder
-    return settings.model_copy(update={"path": str(folder), "revision": None})
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -70,7 +63,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
     """
     disable_progress_bar()
-    settings = located(settings, weights=weights)
+    settings = settings.here(weights=weights)
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
         if experts := _experts(config):
@@ -140,7 +133,7 @@ class Vision:
     """
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
-        settings = located(settings, weights=False)
+        settings = settings.here(weights=False)
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(
                 settings.path, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels

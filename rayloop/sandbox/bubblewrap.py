@@ -17,6 +17,9 @@ from rayloop.sandbox import uids
 MIB = 1 << 20
 SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
 """What programs of /usr look at elsewhere; none of it is about this machine's users."""
+OF_USR = tuple(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share"))
+"""Not /usr/local/etc or /usr/src, where machines and images keep keys and data."""
+_OF_PYTHON = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
 Proc = Literal["fresh", "host", "none"]
 """host: this machine's, where a container lets no fresh one be mounted. Whoever asks for it covers it before code can look."""
 
@@ -35,7 +38,7 @@ def command(
 ) -> list[str]:
     """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
 
-    It dies with the thread that starts it, and sees of this machine: /usr and ``SYSTEM``; the files and folders of ``read``, at
+    It dies with the thread that starts it, and sees of this machine: ``OF_USR``; ``SYSTEM``; the files and folders of ``read``, at
     their own paths and read-only; those of ``write`` (here -> inside), which must be writable by ``uid``; ``folders``: empty
     ones in memory, path -> bytes at most (/tmp with 64 MiB and /dev/shm with 16 MiB, unless they are named). Its variables are
     ``environment`` and a PATH; bwrap itself is started without any, since they could be read inside, from /proc/1/environ.
@@ -55,20 +58,23 @@ def command(
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         line += ["--unshare-user"]
-    line += ["--ro-bind", "/usr", "/usr", *_system_links()]
+    line += ["--perms", "0755", "--dir", "/usr"]
+    for path in filter(os.path.isdir, OF_USR):
+        line += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    line += _system_links()
     line += {"fresh": ["--proc", "/proc"], "host": ["--bind", "/proc", "/proc"], "none": []}[proc]
     line += ["--dev", "/dev"]
     for path, size in {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB, **(folders or {})}.items():
         line += [*_parents(path), "--size", str(size), "--perms", "1777", "--tmpfs", path]
     for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, read)}):
-        if not _within(path, "/usr"):
+        if not any(_within(path, folder) for folder in OF_USR):
             line += [*_parents(path), "--ro-bind", path, path]
     for here, inside in (write or {}).items():
         line += [*_parents(inside), "--bind", here, inside]
     variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **(environment or {})}
     for name, value in variables.items():
         line += ["--setenv", name, value]
-    line += ["--chdir", "/tmp", *options]
+    line += ["--chdir", "/tmp", *options, "--remount-ro", "/"]
     if beside is None:
         return [*line, *_as_user(uid), *program]
     _found(beside[1])
@@ -92,9 +98,10 @@ def _found(uid: int | None) -> str:
     return bwrap
 
 
-def python_folders() -> list[str]:
-    """What ``read`` must have for this Python and its packages to run inside."""
-    return sorted({os.path.abspath(path) for path in (sys.prefix, sys.base_prefix)})
+def python_folders(*prefixes: str) -> list[str]:
+    """What ``read`` must have for this Python to run inside: of ``prefixes``, or of all that it has, its packages too."""
+    found = {os.path.abspath(path) for path in prefixes or (sys.prefix, sys.base_prefix)}
+    return sorted(path for prefix in found for name in _OF_PYTHON if os.path.exists(path := f"{prefix}/{name}"))
 
 
 @functools.cache

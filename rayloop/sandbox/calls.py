@@ -14,10 +14,10 @@ Number = tuple[int | None, int | None]
 ALWAYS: Mapping[str, Number] = {
     # its own memory
     "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "madvise": (28, 233),
-    "mincore": (27, 232), "msync": (26, 227), "membarrier": (324, 283),
+    "msync": (26, 227), "membarrier": (324, 283),
     # its own threads, signals and clocks
     "futex": (202, 98), "rseq": (334, 293), "set_robust_list": (273, 99), "set_tid_address": (218, 96), "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123), "getcpu": (309, 168), "gettid": (186, 178), "rt_sigaction": (13, 134),
+    "getcpu": (309, 168), "gettid": (186, 178), "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigsuspend": (130, 133),
     "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "pause": (34, None),
     "alarm": (37, None), "getitimer": (36, 102), "setitimer": (38, 103), "nanosleep": (35, 101), "clock_nanosleep": (230, 115),
@@ -26,30 +26,31 @@ ALWAYS: Mapping[str, Number] = {
     # who and where it is
     "getpid": (39, 172), "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
     "getegid": (108, 177), "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "getpgrp": (111, None),
-    "getpgid": (121, 155), "getsid": (124, 156), "uname": (63, 160), "sysinfo": (99, 179), "getcwd": (79, 17), "umask": (95, 166),
+    "uname": (63, 160), "sysinfo": (99, 179), "getcwd": (79, 17), "umask": (95, 166),
     "getrlimit": (97, 163), "getrandom": (318, 278),
     # files, as far as Landlock and the mounts leave them
     "open": (2, None), "openat": (257, 56), "openat2": (437, 437), "close": (3, 57), "close_range": (436, 436), "read": (0, 63),
     "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68), "preadv": (295, 69),
-    "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None),
+    "pwritev": (296, 70), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None),
     "dup3": (292, 24), "fstat": (5, 80), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
     "fstatfs": (138, 44), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
-    "readlinkat": (267, 78), "getdents": (78, None), "getdents64": (217, 61), "fadvise64": (221, 223),
+    "readlinkat": (267, 78), "getdents": (78, None), "getdents64": (217, 61),
     # waiting, and pipes of its own
     "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
     "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "epoll_pwait2": (441, 441), "eventfd": (284, None), "eventfd2": (290, 19), "pipe": (22, None), "pipe2": (293, 59),
-    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
+    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
 }
 WRITING: Mapping[str, Number] = {  # where it has a folder of its own
     "chdir": (80, 49), "fchdir": (81, 50), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None),
     "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "creat": (85, None),
-    "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83), "flock": (73, 32),
+    "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83),
     "sendfile": (40, 71), "copy_file_range": (326, 285), "statfs": (137, 43),
 }
 CONDITIONAL: Mapping[str, Number] = {  # what their arguments must be: rayloop/sandbox/seccomp.py
     "clone": (56, 220), "clone3": (435, 435), "tgkill": (234, 131), "kill": (62, 129), "prctl": (157, 167), "prlimit64": (302, 261),
     "ioctl": (16, 29), "fcntl": (72, 25), "socketpair": (53, 199), "sendto": (44, 206),
+    "getpgid": (121, 155), "getsid": (124, 156), "sched_getaffinity": (204, 123), "getsockopt": (55, 209),
 }
 SOCKET: Number = (41, 198)
 OF_ADMINISTRATORS: Mapping[str, Number] = {

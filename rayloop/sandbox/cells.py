@@ -20,7 +20,9 @@ from typing import Any
 
 from rayloop.sandbox import frames
 
-MOST_TEXT, MOST_ERROR, MOST_IMAGES = 20_000, 4_000, 32
+MOST_TEXT, MOST_ERROR, MOST_DROPPED = 20_000, 4_000, 10_000
+MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
+"""Figures of an answer, and bytes of all of them."""
 MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
 """A larger or longer figure is refused before it is drawn: drawing it is what costs."""
 CELL = "<cell>"
@@ -59,7 +61,12 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def text(self) -> str:
-        return "".join(self._parts) + (f"\n[{self._lost} more characters]" if self._lost else "")
+        return "".join(self._parts) + (more(self._lost) if self._lost else "")
+
+
+def more(characters: int) -> str:
+    """The end of a text of which so many are left out."""
+    return f"\n[{characters} more characters]"
 
 
 class Video:
@@ -121,7 +128,7 @@ class Cells:
         answers = {"run": self._run, "images": self._images, "video": self._video}
         while True:
             try:
-                asked, blobs = frames.receive(self._connection)
+                asked, blobs = frames.receive(self._connection, None, frames.MOST_GIVEN)
             except EOFError:
                 os._exit(0)
             try:
@@ -167,14 +174,20 @@ class Cells:
             figure = plt.figure(number)
             width, height = figure.get_size_inches() * figure.dpi
             if len(self._figures) >= MOST_IMAGES:
-                self._dropped += 1
+                self._drop()
             elif max(width, height) >= MOST_ASPECT * max(1, min(width, height)) or width * height > MOST_PIXELS:
                 self._printed.write(f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n")
             else:
                 encoded = io.BytesIO()
                 figure.savefig(encoded, format="png")
-                self._figures.append(encoded.getvalue())
+                if sum(map(len, self._figures)) + encoded.tell() > MOST_BYTES:
+                    self._drop()
+                else:
+                    self._figures.append(encoded.getvalue())
             plt.close(figure)
+
+    def _drop(self) -> None:
+        self._dropped = min(self._dropped + 1, MOST_DROPPED)
 
     def _close_figures(self) -> None:
         if (plt := sys.modules.get("matplotlib.pyplot")) is not None:

@@ -9,8 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-MOST_HEADER, MOST_BLOB, MOST_BLOBS = 1 << 20, 64 << 20, 256
-"""Bytes, bytes, blobs: more than that is not read, since what is inside may be anybody's."""
+MOST_HEADER = 1 << 20
+"""Bytes."""
+MOST_ANSWERED = (32, 64 << 20)
+"""Blobs, and bytes of all of them, that the host reads of an answer, which may be anybody's."""
+MOST_GIVEN = (1 << 16, 256 << 20)
+"""The same that the host gives an interpreter: a video has one blob a frame."""
 _CHUNK = 1 << 20
 
 Frame = tuple[dict[str, Any], list[bytes]]
@@ -29,19 +33,20 @@ def send(
     connection.sendall(struct.pack(">I", len(text)) + text + b"".join(blobs))
 
 
-def receive(connection: socket.socket, until: float | None = None) -> Frame:
-    """The next frame. Raises EOFError at the connection's end, Malformed, OSError (TimeoutError when ``until`` has passed)."""
+def receive(connection: socket.socket, until: float | None, most: tuple[int, int]) -> Frame:
+    """The next frame. Of one with more blobs or bytes than ``most`` none is read. Raises EOFError at the connection's end,
+    Malformed, OSError (TimeoutError when ``until`` has passed)."""
     (length,) = struct.unpack(">I", _exactly(connection, 4, until))
     if length > MOST_HEADER:
         raise Malformed(f"a header of {length} bytes")
     try:
         header = json.loads(_exactly(connection, length, until))
         sizes = header["blobs"]
-        fine = len(sizes) <= MOST_BLOBS and all(type(size) is int and 0 <= size <= MOST_BLOB for size in sizes)
+        fine = type(sizes) is list and len(sizes) <= most[0] and all(type(size) is int and size >= 0 for size in sizes)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no header: {type(error).__name__}") from None
-    if not fine:
-        raise Malformed("blobs of impossible sizes")
+    if not fine or sum(sizes) > most[1]:
+        raise Malformed(f"more than {most[0]} blobs or {most[1]} bytes of them")
     return header, [_exactly(connection, size, until) for size in sizes]
 
 

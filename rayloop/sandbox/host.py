@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayloop.sandbox import bubblewrap, fonts, frames, uids
+from rayloop.sandbox import bubblewrap, cells, fonts, frames, uids
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 _ROOT = Path(__file__).parents[2]
@@ -37,7 +37,8 @@ START, _HELLO, _END = 60.0, 20.0, 5.0
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a call of an interpreter gave. ``error``: the traceback of what it raised; ``images``: figures as PNG, ``dropped``: how
-    many more there were; ``seconds``: as the interpreter measured. All of it is the word of code that nobody trusts."""
+    many more there were; ``seconds``: as the interpreter measured. All of it is the word of code that nobody trusts, within the
+    limits of rayloop/sandbox/cells.py: an answer beyond them is CodeFailed."""
 
     text: str
     error: str | None
@@ -56,17 +57,12 @@ class Interpreter:
     def run(self, code: str, seconds: float) -> Answer:
         """Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or spoiled its answer (either ends
         it), SandboxFailed when the fork server is gone."""
+        began = time.monotonic()
         header, blobs = self._ask({"op": "run", "code": code}, (), seconds)
-        text, error, took, dropped = (header.get(name) for name in ("text", "error", "seconds", "dropped"))
-        if not (isinstance(text, str) and isinstance(error, str | None) and isinstance(dropped, int)):
-            raise self._spoiled("an answer without its parts")
-        return Answer(
-            _clean(text),
-            _clean(error) if error else None,
-            tuple(blobs),
-            took if isinstance(took, float) else seconds,
-            dropped,
-        )
+        answer = _answer(header, blobs, time.monotonic() - began)
+        if answer is None:
+            raise self._spoiled("an answer that no interpreter gives")
+        return answer
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
         """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
@@ -95,6 +91,9 @@ class Interpreter:
             self._user.close()
 
     def _given(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> str | None:
+        (number, size), given = frames.MOST_GIVEN, sum(map(len, blobs))
+        if len(blobs) > number or given > size:
+            return f"{len(blobs)} images of {given} bytes, which may be {number} of {size}"
         answer, _ = self._ask(header, blobs, seconds)
         return None if answer.get("ok") is True else str(answer.get("error"))
 
@@ -103,9 +102,10 @@ class Interpreter:
             raise CodeFailed("the interpreter was ended by an earlier call")
         self._calls += 1
         until = time.monotonic() + seconds
+        self._signal(signal.SIGCONT)
         try:
             frames.send(self._connection, {**header, "id": self._calls}, blobs, until)
-            answer, images = frames.receive(self._connection, until)
+            answer, images = frames.receive(self._connection, until, frames.MOST_ANSWERED)
         except TimeoutError:
             self.close()
             raise CodeDeadline(f"it did not end within {seconds:g} seconds") from None
@@ -114,13 +114,18 @@ class Interpreter:
         except frames.Malformed as error:
             raise self._spoiled(str(error)) from None
         if answer.get("id") != self._calls:
-            raise self._spoiled(f"answer {answer.get('id')!r} to call {self._calls}")
+            raise self._spoiled(f"the answer of another call to call {self._calls}")
+        self._signal(signal.SIGSTOP)  # threads and alarms of its code cost nothing between calls
         return answer, images
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which its connection says
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def hello(self) -> None:
         """Wait until it is held in. Raises SandboxFailed."""
         try:
-            header, _ = frames.receive(self._connection, time.monotonic() + _HELLO)
+            header, _ = frames.receive(self._connection, time.monotonic() + _HELLO, frames.MOST_ANSWERED)
         except (EOFError, OSError, frames.Malformed) as error:
             self.close()
             raise SandboxFailed(f"a new interpreter ended at once ({type(error).__name__})") from error
@@ -253,7 +258,7 @@ class _Server:
             "control": theirs.fileno(),
             "fonts": letters,
         }
-        system = ("/usr", "/lib", "/lib64", *bubblewrap.SYSTEM)
+        system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
         if level != Level.NAMESPACES:
             settings["folder"] = self._folder = tempfile.mkdtemp(prefix="sandbox-")
@@ -327,6 +332,20 @@ class _Server:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._user:
             self._user.close()
+
+
+def _answer(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> Answer | None:
+    """None unless every part is one that an interpreter may give. ``most``: seconds that the call took here."""
+    text, error, took, dropped = (header.get(name) for name in ("text", "error", "seconds", "dropped"))
+    if not (isinstance(text, str) and len(text) <= cells.MOST_TEXT + len(cells.more(10**15))):
+        return None
+    if not (error is None or (isinstance(error, str) and len(error) <= cells.MOST_ERROR)):
+        return None
+    if type(took) is not float or not 0 <= took <= most or type(dropped) is not int:
+        return None
+    if not 0 <= dropped <= cells.MOST_DROPPED:
+        return None
+    return Answer(_clean(text), _clean(error) if error else None, tuple(blobs), took, dropped)
 
 
 def _clean(text: str) -> str:

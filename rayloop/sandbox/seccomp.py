@@ -30,8 +30,15 @@ _NAMESPACES = 0x7E020000
 _FAMILIES = (1, 2, 10, 16)
 """Of sockets: unix, IPv4, IPv6, netlink."""
 _NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what C libraries call
-_DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 5, 1030)  # F_DUPFD to F_GETLK; not F_SETOWN, which sends signals to any process
-_LOCK_COMMANDS = (6, 7, 36, 37, 38)
+_DESCRIPTOR_COMMANDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    1030,
+)  # F_DUPFD to F_SETFL; no locks, which others see, nor F_SETOWN, which sends signals
+_SOCKET_QUESTIONS = (3, 4, 38, 39)  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN; not whose process is at the other end
 _TERMINAL_QUESTIONS = (
     0x5401,
     0x5413,
@@ -89,7 +96,7 @@ def program(pid: int, threads: bool, writing: bool, machine: str) -> list[Row]:
     for names in (calls.ALWAYS, calls.WRITING if writing else {}):
         for number in sorted(found for numbers in names.values() if (found := numbers[column]) is not None):
             rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    for name, tests, otherwise in _conditions(pid, threads, writing):
+    for name, tests, otherwise in _conditions(pid, threads):
         which = calls.CONDITIONAL[name][column]
         assert which is not None
         rows += [(_EQUAL, 0, len(tests) + 1, which), *tests, (_RETURN, 0, 0, _ERROR | otherwise)]
@@ -109,11 +116,18 @@ def _of(machine: str) -> list[Row]:
     return rows
 
 
-def _conditions(pid: int, threads: bool, writing: bool) -> Iterable[tuple[str, list[Row], int]]:
+def _conditions(pid: int, threads: bool) -> Iterable[tuple[str, list[Row], int]]:
     """Name of a call, rows that allow what it may be used for, the error otherwise."""
     yield (
         "clone",
-        [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)] if threads else [],
+        [
+            (_LOAD, 0, 0, _low(0)),
+            (_ANY_BIT, 2, 0, _NAMESPACES),
+            (_ANY_BIT, 0, 1, _CLONE_THREAD),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+        if threads
+        else [],
         errno.EAGAIN,
     )
     yield "clone3", [], errno.ENOSYS  # its flags cannot be looked at; C libraries fall back to clone
@@ -122,7 +136,10 @@ def _conditions(pid: int, threads: bool, writing: bool) -> Iterable[tuple[str, l
     yield "prctl", _one_of(0, _NAME_CALLS), errno.EPERM
     yield "prlimit64", _null(2), errno.EPERM  # asking only
     yield "ioctl", _one_of(1, _TERMINAL_QUESTIONS), errno.EPERM
-    yield "fcntl", _one_of(1, _DESCRIPTOR_COMMANDS + (_LOCK_COMMANDS if writing else ())), errno.EPERM
+    yield "getsockopt", _one_of(2, _SOCKET_QUESTIONS), errno.EPERM
+    for name in ("getpgid", "getsid", "sched_getaffinity"):
+        yield name, _one_of(0, (0, pid)), errno.ESRCH
+    yield "fcntl", _one_of(1, _DESCRIPTOR_COMMANDS), errno.EPERM
     stream = [(_LOAD, 0, 0, _low(1)), (_AND, 0, 0, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW)]
     yield (
         "socketpair",

@@ -5,6 +5,7 @@ It runs no code itself, has one thread, and ends with its host: the control sock
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import io
@@ -14,6 +15,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -140,6 +142,7 @@ class Server:
     def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
         """In the child: hold it in, say so, and serve. Never returns into the server."""
         try:
+            _reseed()
             connection = confine.confine(self._settings, connection, folder, user)
             frames.send(connection, {"ready": True})
         except BaseException as error:
@@ -163,7 +166,7 @@ class Server:
             if not pid:
                 break
             if (folder := self._children.pop(pid, None)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
         for pid in _children_of_this() - set(self._children) if self._home is None else ():
             os.kill(pid, signal.SIGKILL)
 
@@ -171,6 +174,20 @@ class Server:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def _reseed() -> None:
+    """numpy's generator is a copy of the server's after a fork; Python's own seeds itself."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _remove(folder: str) -> None:
+    """Also a tree that is deeper than Python can walk."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        subprocess.run(["/bin/rm", "-rf", folder], check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _children_of_this() -> set[int]:

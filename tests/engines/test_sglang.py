@@ -79,7 +79,7 @@ def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:
 
 
 def test_a_publication_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_text: Path) -> None:
-    wanted = sglang.names(str(tiny_text), tied=True)
+    wanted = sglang.names(tiny_text, tied=True)
     tensors = {name: torch.zeros(1) for name in wanted}
     assert "lm_head.weight" not in wanted
     assert len(wanted) > 10

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.sandbox.host import Answer, Interpreter, Sandbox
+from rayloop.sandbox.host import Interpreter, Sandbox
 from rayloop.sandbox.kernel import MACHINE
 from rayloop.sandbox.options import CodeFailed, Level, Options
-from tests.envs.attacks import ATTACKS, NUMBERS, Attack
+from tests.envs.attack_checks import CHECKS, Seen, growing, said
+from tests.envs.attacks import NUMBERS, Attack
+from tests.envs.attacks_second import ATTACKS
 
 ROOT = Path(__file__).parents[2]
 USER = 61183
@@ -52,11 +54,19 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         os.chmod(home, 0o777)
         line = [sys.executable, "-B", "-m", "tests.envs.attack_runner", level, *names]
+        bait = Path(home) / "bait"  # data and keys where images and machines have them, over what is there
+        for path in (bait / "src/app/data/truth.jsonl", bait / "etc/judge.key"):
+            path.parent.mkdir(parents=True)
+            path.write_text("secret")
+        for path in (bait, *bait.rglob("*")):
+            path.chmod(0o755)
         outer = [
             "bwrap",
             "--dev-bind",
             "/",
             "/",
+            *("--ro-bind", str(bait / "src"), "/usr/src"),
+            *("--ro-bind", str(bait / "etc"), "/usr/local/etc"),
             "--unshare-pid",
             "--proc",
             "/proc",
@@ -133,14 +143,21 @@ class Column:
             "folder": self.folder,
             "port": self.servers[0].getsockname()[1],
         }
+        cold = "/usr/share/common-licenses/GPL-3"
+        self.filled["cold"] = cold if os.path.exists(cold) else "/usr/bin/openssl"
+        os.symlink("SECRET-TEXT", self.folder / "link")
         self.filled |= {"abstract": abstract, "named": named, "run": os.getpid(), "canary": self.canary.pid, **numbers}
 
     def result(self, attack: Attack) -> str:
         """ "held", or what went through; raises nothing that an attack can cause."""
         target = self.sandbox.interpreter()
         target.run("x = 1", 10)
-        text = _said(target, attack.code.format(**self.filled), attack.seconds)
-        through = "THROUGH" in text or self._outside(attack, target)
+        with growing() as grown:
+            began = time.monotonic()
+            self.last, text = said(target, attack.code.format(**self.filled), attack.seconds)
+            late = time.monotonic() - began > attack.seconds + 3
+        self.said, self.grown = text, grown()
+        through = "THROUGH" in text or late or self._outside(attack, target)
         after = self._next(target)
         target.close()
         if through:
@@ -149,17 +166,11 @@ class Column:
 
     def _outside(self, attack: Attack, target: Interpreter) -> bool:
         """What is not as it should be."""
-        if attack.check == "canary":
-            time.sleep(0.05)
-            return self.canary.poll() is not None
-        if attack.check == "file":
-            state = self.file.stat()
-            return state.st_size != 6 or state.st_mtime < 10 or state.st_mode & 0o777 != 0o666
-        if attack.check == "survivors":
-            target.close()
-            time.sleep(2.5)
-            return any(b"survivor-x" in path.read_bytes() for path in Path("/proc").glob("[0-9]*/comm"))
-        return attack.check == "late" and "LATE" in _said(target, "import time; time.sleep(.1)", 5)
+        return CHECKS[attack.check](self.seen(target)) if attack.check else False
+
+    def seen(self, target: Interpreter) -> Seen:
+        """What the checks look at."""
+        return Seen(self.sandbox, target, self.file, self.canary, self.filled["cold"], self.last, self.said, self.grown)
 
     def _next(self, target: Interpreter) -> str:
         """The next call must give its own output, in this interpreter or in a new one, and the older one must have its names."""
@@ -173,17 +184,6 @@ class Column:
         if self.older.run("print(secret)", 5).text != "mine\n":
             return "through: an older interpreter lost its names"
         return ""
-
-
-def _said(target: Interpreter, code: str, seconds: float) -> str:
-    """What a call printed; its error last."""
-    try:
-        given: Answer = target.run(code, seconds)
-    except CodeFailed as error:
-        return str(error)
-    if len(given.text) > 30_000 or len(given.images) > 32:
-        return "THROUGH: no limit of output"
-    return given.text + (given.error or "").replace("THROUGH", "")
 
 
 def main(arguments: list[str]) -> None:
@@ -202,17 +202,16 @@ def main(arguments: list[str]) -> None:
 
 
 def table(found: Mapping[tuple[Level, str], Mapping[str, str]]) -> str:
-    """A page's table: what each level holds; attacks that every column holds are counted together."""
+    """A page's table: how many each level holds, and which get through at a level that a run may use."""
     heads = [f"{level}, {who}" for level, who in found]
     rows = [f"| attack | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     held = {name: [column[name] == "held" for column in found.values()] for name in ATTACKS}
     sums = [sum(column) for column in zip(*held.values(), strict=True)]
     rows.append(f"| **held, of {len(ATTACKS)}** | {' | '.join(f'**{count}**' for count in sums)} |")
+    usable = [level != Level.PROCESS for level, _ in found]
     for name, row in held.items():
-        if not all(row):
+        if not all(one for one, counts in zip(row, usable, strict=True) if counts):
             rows.append(f"| {name} | {' | '.join('held' if one else '**through**' for one in row)} |")
-    everywhere = [name for name, row in held.items() if all(row)]
-    rows += ["", f"Held in every column ({len(everywhere)}): {'; '.join(everywhere)}."]
     return "\n".join(rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,3 +171,52 @@ def test_videos_are_readers_of_frames(make: Make, tmp_path: Any) -> None:
     assert "3 (4, 8, 3) 2" in shown(run(make(task), code))
     with pytest.raises(DataFailure, match="videos"):
         make(Task("v", TASK.messages, extra={"videos": [["nowhere.png"]]}))
+
+
+def test_a_video_may_have_more_frames_than_an_answer_has_figures(make: Make, tmp_path: Any) -> None:
+    Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
+    environment = make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")] * 300]}))
+    assert "300" in shown(run(environment, "print(len(video_clue_0))"))
+
+
+def test_a_video_that_is_too_large_is_the_datas_failure(
+    make: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
+    monkeypatch.setattr("rayloop.sandbox.frames.MOST_GIVEN", (2, 1 << 20))
+    with pytest.raises(DataFailure, match=r"3 images of .* bytes, which may be 2 of"):
+        make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")] * 3]}))
+
+
+FORGED = """
+import json, os, struct
+def forged(blobs=(), **parts):
+    h = {{'id': 2, 'ok': True, 'text': '', 'error': None, 'seconds': 0.0, 'dropped': 0, **parts, 'blobs': [len(b) for b in blobs]}}
+    t = json.dumps(h).encode(); os.write(3, struct.pack('>I', len(t)) + t + b''.join(blobs))
+forged({arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "[b'no'], dropped=10 ** 4300 - 1", "dropped=-7", "dropped=True", "seconds=float('nan')", "seconds=1e308", "seconds=-1.0",
+        "seconds=2", "text='x' * 30000", "text=None", "error='x' * 5000", "error=7", "[b'x'] * 33", "id=10 ** 4000",
+    ],
+)  # fmt: skip
+def test_a_forged_answer_ends_its_interpreter_and_the_episode_goes_on(make: Make, arguments: str) -> None:
+    environment = make(TASK)
+    run(environment, "x = 1")
+    said = shown(run(environment, FORGED.format(arguments=arguments)))
+    assert "a new interpreter begins" in said
+    assert len(said) < 500
+    assert "42" in shown(run(environment, "print(6 * 7)"))
+
+
+def test_pictures_are_decoded_within_the_calls_time_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.envs.interpreter.environment.probe", lambda *_: time.sleep(0.4) or (b"x", 1, 1))
+    environment = make(Task("t", (Message("user", ("How many?",)),)), code_timeout=1.0)
+    began = time.monotonic()
+    said = shown(run(environment, "for k in range(32): plt.figure(figsize=(1, 1))\nplt.show()"))
+    assert time.monotonic() - began < 3
+    assert "pictures are not shown" in said

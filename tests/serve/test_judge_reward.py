@@ -311,7 +311,7 @@ def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) 
 def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
     source = Component(use="rayloop.judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
     chosen = RewardSettings(source=source, **settings)
-    with patch("rayloop.actors.reward.model_folder"), patch("rayloop.actors.reward.load_tokenizer"):
+    with patch("rayloop.actors.reward.resolve"), patch("rayloop.actors.reward.load_tokenizer"):
         made = RewardActor(ModelSettings(path="none"), chosen)
     context = ScoreContext(1, ["<answer>crimson</answer>"], chosen.timeout)
     (outcome,) = asyncio.run(made._attempts([TRAJECTORY], TASK, [context]))

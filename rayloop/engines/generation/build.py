@@ -26,10 +26,12 @@ class Place:
 
 
 def build_engine(model: ModelSettings, settings: EngineChoice, place: Place) -> GenerationEngine:
-    """The engine that ``settings`` name: a class that is called with the model's settings, its own, and the place.
+    """The engine that ``settings`` name: a class that is called with the model's settings, whose path is a folder of this machine,
+    its own, and the place.
 
-    Raises ConfigError when its library is missing.
+    Raises ConfigError when its library is missing, or the model's files.
     """
+    model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]
     if isinstance(settings, OwnEngine):
         make, own = settings.component.resolve(), settings.component.options()

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
-from rayloop.core.model_files import resolve
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
@@ -50,8 +49,7 @@ class OpenAiHttpEngine:
 
     def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: Place) -> None:
         self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
-        self._source = resolve(model.path, model.revision).folder
-        self._tokenizer = load_tokenizer(self._source)
+        self._tokenizer = load_tokenizer(Path(model.path))
         self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
         if settings.interface == "chat" and (self._start is None or self._end is None):
             raise ConfigError(
@@ -126,7 +124,7 @@ class OpenAiHttpEngine:
         verify(manifest, tensors)
         for old in self._folder.glob("weights-*"):
             shutil.rmtree(old)
-        save_model(self._source, target, tensors)
+        save_model(self._model.path, target, tensors)
 
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         if prompt.images:

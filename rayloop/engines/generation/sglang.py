@@ -21,7 +21,7 @@ from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.models import has_vision, located
+from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
@@ -43,7 +43,6 @@ class SglangEngine:
         self._settings, self._running, self._open = settings, 0, asyncio.Event()
         self._version: Version | None = None
         self._open.set()
-        model = located(model)
         config = AutoConfig.from_pretrained(model.path)
         self._image = config.to_dict().get("image_token_id")
         self._patch: int = config.vision_config.patch_size if has_vision(config) else 0

@@ -25,7 +25,7 @@ from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.generation.arrivals import Arrivals
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.decoding import Decoder, Row
-from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision, located
+from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
 
@@ -47,7 +47,6 @@ class TransformersEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
     def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: Place) -> None:
-        model = located(model)
         self._settings, self._given = settings, model
         model = until_measured(model, settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

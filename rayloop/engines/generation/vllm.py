@@ -35,7 +35,7 @@ from rayloop.engines.generation.vllm_process import (
     usage,
 )
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import has_vision, located
+from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
@@ -51,7 +51,6 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        model = located(model)
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
         self._vision = has_vision(config)

@@ -236,7 +236,8 @@ def _roots() -> list[str]:
 def _code() -> list[str]:
     """The Python of this process, and of its packages only what the driver imports."""
     own = ("__init__.py", "envs/__init__.py", "envs/frames.py", "envs/desktop/__init__.py", "envs/desktop/inside")
-    return [sys.base_prefix, *(str(PACKAGE / name) for name in own), str(_library("Xlib")), str(_library("six"))]
+    python = bubblewrap.python_folders(sys.base_prefix)
+    return [*python, *(str(PACKAGE / name) for name in own), str(_library("Xlib")), str(_library("six"))]
 
 
 def _library(name: str) -> Path:

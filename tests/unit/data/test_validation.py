@@ -68,7 +68,7 @@ def test_repeated_rows_are_counted_and_tokens_told(tmp_path: Path, capsys: pytes
     assert "above max_prompt_tokens (3)" in said
     code, said = validated(tmp_path, capsys, train, held_out, model={"path": "owner/name"})
     assert code == 0
-    assert "token lengths are not counted: owner/name is no local folder" in said
+    assert "token lengths are not counted: model.path: owner/name is no folder here" in said
 
 
 def test_tasks_that_differ_by_their_seed_are_no_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

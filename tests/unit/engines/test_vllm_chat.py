@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.engines.generation.vllm_chat import RequestRefused, _arguments, _parameters
-from rayloop.engines.settings import VllmEngineSettings
+from rayloop.engines.generation.vllm_chat import RequestRefused, _parameters
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +25,6 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_response_format_without_its_schema_is_refused(form: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match="json_schema needs"):
         _parameters({"response_format": {"type": "json_schema", **form}}, 100)
-
-
-def test_a_revision_is_that_of_weights_and_tokenizer() -> None:
-    made = _arguments("a/b", VllmEngineSettings(), "0123abc")
-    assert (made["revision"], made["tokenizer_revision"]) == ("0123abc", "0123abc")
 
 
 def test_a_schema_is_passed_on() -> None:

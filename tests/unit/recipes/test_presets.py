@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,16 @@ def test_there_are_no_others() -> None:
     assert {path.stem for path in (ROOT / "recipes/presets").glob("*.yaml")} == set(PRESETS)
 
 
-def test_what_can_be_checked_before_a_start_is_fine(preset: tuple[str, RunConfig]) -> None:
+def test_what_can_be_checked_before_a_start_is_fine(
+    preset: tuple[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's text files are those that are shipped, in the Hub's cache."""
     _, config = preset
+    snapshot = tmp_path / f"models--{config.model.path.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    shutil.copytree(ROOT / "recipes/arc_vision/tiny", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     check_components(config)
     preflight(config)
     assert wasteful(config) == ""
