@@ -96,7 +96,10 @@ def evaluate(
 def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> dict[str, Any]:
     """Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers, how many answers are ``cut``."""
     setting = config.evaluation
-    columns = {name: {task.id: str(task.extra.get(name, "")) for task in tasks} for name in setting.by}
+    columns = {
+        name: {task.id: " ".join(str(task.extra.get(part, "")) for part in name.split("+")) for task in tasks}
+        for name in setting.by
+    }
     return {
         "by": {name: by_column(items, values) for name, values in columns.items()},
         "pass_at": pass_rates(items, setting.solved.score, setting.solved.least, SAMPLED if setting.greedy else RIGHT),

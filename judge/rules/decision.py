@@ -49,7 +49,7 @@ _LONGEST = 8192
 stands at a question's end."""
 
 
-VERSION = 1
+VERSION = 2
 """In the judge's fingerprint. Raise it with every change of what any rule decides; a test notices one."""
 
 
@@ -213,7 +213,8 @@ def items(text: str) -> tuple[str, list[str]] | None:
     )
     if not 2 <= len(parts) <= _MAX_ITEMS or not all(parts) or any(re.search(r"[\[\](){}]", part) for part in parts):
         return None
-    perhaps_decimal = tight and re.search(r"[0-9],[0-9]{3}" if brackets else r"[0-9],[0-9]", inner)
+    in_thousands = r"(?<![0-9])[0-9]{1,3},[0-9]{3}(?![0-9])"
+    perhaps_decimal = tight and re.search(in_thousands if brackets else r"[0-9],[0-9]", inner)
     return brackets + ("tight" if perhaps_decimal else "") + _levels(separators, bool(brackets)), parts
 
 

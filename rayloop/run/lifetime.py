@@ -65,7 +65,8 @@ class EvaluationSettings(SettingsModel):
     of its own. 4 show a gain of a few hundredths on a hundred rows. With ``greedy: false`` there is nothing but them."""
     solved: SolvedSettings = SolvedSettings()
     by: tuple[str, ...] = ()
-    """Columns of the rows by whose values ``eval`` also shows the means, such as ``platform`` and ``element`` of ScreenSpot."""
+    """Columns of the rows by whose values ``eval`` also shows the means, such as ``platform`` and ``element`` of ScreenSpot;
+    ``platform+element`` by both together."""
     controls: bool = False
     """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
     blind: Component | None = None

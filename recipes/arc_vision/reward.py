@@ -33,13 +33,31 @@ _NO_AREA = 0.01
 class IoUReward:
     """Intersection over union with the task's box; 0 with the flag ``unparsable`` when the last turn has no valid box.
 
-    Components: ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box).
+    Components: ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box). The flag
+    ``unknown_size``: an answer in pixels of an image whose size nobody says.
     """
+
+    class Settings(SettingsModel):
+        pixels: Literal["none", "image", "shown", "thousandths"] = "none"
+        """Whether numbers above 1, and Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, are read, and what they are: pixels of the image
+        file, of the copy that the model was shown (Qwen2.5-VL writes these), or thousandths of its sides (Qwen3-VL). none:
+        fractions within ``<bbox>`` alone."""
+        patch: int = Field(14, ge=1)
+        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for Qwen2.5-VL, 16 for Qwen3-VL."""
+
+    def __init__(self, settings: IoUReward.Settings | None = None) -> None:
+        self._settings = settings or IoUReward.Settings()
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Raises DataFailure when the ground truth is no box."""
-        components = grounding(parse_box(context.texts[-1]), box(task.ground_truth, f"ground truth of task {task.id}"))
-        return Scored(components["iou"], components, () if components["format"] else ("unparsable",))
+        truth, text = box(task.ground_truth, f"ground truth of task {task.id}"), context.texts[-1]
+        if self._settings.pixels == "none":
+            found = parse_box(text)
+            why = "" if found else "unparsable"
+        else:
+            found, why = answered(text, size_of(trajectory, task, self._settings))
+        components = grounding(found, truth)
+        return Scored(components["iou"], components, (why,) if why else ())
 
 
 class Weights(SettingsModel):
@@ -253,7 +271,7 @@ def _executed(trajectory: Trajectory, texts: Sequence[str]) -> list[bool] | None
     return [bool(turn.executed) for turn in turns] if turns and len(turns) == len(texts) else None
 
 
-def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings) -> Size | None:
+def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings | IoUReward.Settings) -> Size | None:
     """Of the first image; of a saved completion the row's ``image_size`` (width, height)."""
     if settings.pixels == "thousandths":
         return 1000, 1000

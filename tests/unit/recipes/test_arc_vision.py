@@ -377,3 +377,26 @@ def test_the_presets_schedule_is_as_long_as_the_run() -> None:
     config = load(ROOT / "recipes/arc_vision/arc_vision.yaml", [], RunConfig)
     update = config.policy.update
     assert config.policy.optimizer.total_updates == config.steps * update.epochs * update.mini_batches
+
+
+@pytest.mark.parametrize(
+    ("pixels", "text", "iou"),
+    [
+        ("none", '{"bbox_2d": [20, 20, 40, 40]}', 0.0),
+        ("none", "<bbox>[0.2,0.2,0.4,0.4]</bbox>", 1.0),
+        ("thousandths", '{"bbox_2d": [200, 200, 400, 400]}', 1.0),
+        ("thousandths", "<bbox>[0.2,0.2,0.4,0.4]</bbox>", 1.0),
+        ("shown", '{"bbox_2d": [20, 20, 40, 40]}', 1.0),
+    ],
+)
+def test_a_benchmark_reads_the_boxes_that_training_pays(pixels: str, text: str, iou: float) -> None:
+    reward = IoUReward(IoUReward.Settings.model_validate({"pixels": pixels}))
+    task = Task("t", (), [0.2, 0.2, 0.4, 0.4], extra={"image_size": [100, 100]})
+    scored = reward.score(PLAYED, task, ScoreContext(0, [text]))
+    assert isinstance(scored, Scored)
+    assert scored.value == pytest.approx(iou)
+    nobody_says = reward.score(
+        PLAYED, Task("t", (), [0.2, 0.2, 0.4, 0.4]), ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40]}'])
+    )
+    assert isinstance(nobody_says, Scored)
+    assert nobody_says.flags == {"none": ("unparsable",), "shown": ("unknown_size",), "thousandths": ()}[pixels]

@@ -37,7 +37,9 @@ def last(text: str) -> list[str]:
         ("keyup(key='arrowup')", "pyautogui.keyUp('up')"),
         ("type(content='it's')", "time.sleep(0.5)"),
         ("type(content='')", "'''"),
-        ("wait()", "# Unrecognized action type: wait"),
+        ("wait()", "wait"),
+        ("error_env()", "error_env"),
+        ("call_user()", "call_user"),
         ("nonsense(a='b')", "# Unrecognized action type: nonsense"),
         ("finished(content='it's done')", "finished"),
         ("finished()", "finished"),
@@ -45,6 +47,16 @@ def last(text: str) -> list[str]:
 )
 def test_each_call_becomes_code(call: str, line: str) -> None:
     assert last(f"Thought: t\nAction: {call}") == [line]
+
+
+@pytest.mark.parametrize("word", ["wait", "error_env", "call_user", "finished"])
+def test_the_calls_behind_an_ending_word_are_never_made(word: str) -> None:
+    calls = parsed(f"Thought: t\nAction: hotkey(key='a')\n\n{word}()\n\nclick()")
+    assert [one.name for one in calls] == ["hotkey", word]
+    with pytest.raises(Broken, match="TypeError"):
+        parsed(f"Thought: t\nAction: click()\n\n{word}()")
+    with pytest.raises(Broken, match="ValueError"):
+        parsed(f"Thought: t\nAction: {word}()\n\nclick(")
 
 
 def test_a_text_is_written_as_code_with_its_new_line_as_enter() -> None:
@@ -77,7 +89,8 @@ def test_where_the_original_raises_the_format_is_wrong(call: str, error: str) ->
 
 
 def test_the_last_action_counts_and_several_are_in_order() -> None:
-    assert last("Action: wait()\nAction: finished()\n\nhotkey(key='a')") == ["finished", "pyautogui.hotkey('a')"]
+    turn = "Action: wait()\nAction: keyup(key='a')\n\nhotkey(key='a')"
+    assert last(turn) == ["pyautogui.keyUp('a')", "pyautogui.hotkey('a')"]
 
 
 @given(st.text(alphabet="Action: click(start_box='12,)\n\\\"{}<|>"))

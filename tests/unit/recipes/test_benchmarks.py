@@ -60,7 +60,11 @@ def test_rows_that_are_not_there_are_named_with_how_they_are_made(
     ("said", "accuracy", "format"),
     [("<answer>\n\\boxed{B}\n</answer>", 1.0, 1.0), ("<answer>(B) blue</answer>", 1.0, 1.0), ("I think so.\nB", 1.0, 0.0),
      ("<answer>A</answer>", 0.0, 1.0), ("B<answer>A</answer>", 0.0, 1.0), ("<answer>blue</answer>", 1.0, 1.0), ("", 0.0, 0.0),
-     ("<answer>C</answer>", 0.0, 1.0)],
+     ("<answer>C</answer>", 0.0, 1.0), ("The correct option is (B) blue.", 1.0, 0.0), ("It is blue (B).", 1.0, 0.0),
+     ("I think the car is blue, so B.", 1.0, 0.0), ("B\n\nThe car is blue as can be seen.", 1.0, 0.0), ("B blue", 1.0, 0.0),
+     ("The car is blue.", 1.0, 0.0), ("A car that is blue", 1.0, 0.0), ("A blue car is the answer", 1.0, 0.0),
+     ("The car is not blue.", 0.0, 0.0), ("A or B", 0.0, 0.0), ("It isn't red.", 0.0, 0.0), ("red or blue", 0.0, 0.0),
+     ("The car is red, so B.", 0.0, 0.0), ("bluebird", 0.0, 0.0)],
 )  # fmt: skip
 def test_the_right_option_is_found_by_letter_or_words(said: str, accuracy: float, format: float) -> None:
     extra: dict[str, Any] = {"question": "Which colour?\nA. red\nB. blue\nC. green\nAnswer with the option's letter."}
