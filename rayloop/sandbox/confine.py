@@ -31,7 +31,7 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     os.setsid()
     connection = _only(connection)
     if level == Level.NAMESPACES:
-        folder = _nothing_of_this_machine(settings["scratch"])
+        folder = _nothing_of_this_machine(settings["scratch"], settings["read"])
     elif level == Level.PROCESS:
         os.mkdir(folder, 0o700)
         if user is not None:
@@ -67,14 +67,23 @@ def _only(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def _nothing_of_this_machine(scratch: int) -> str:
-    """Namespaces of its own, an empty /tmp of ``scratch`` bytes, no /proc, no /dev/shm, no capabilities. Returns the folder."""
+def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
+    """Namespaces of its own, a /tmp of ``scratch`` bytes with what of ``read`` is below it, no /proc, no /dev/shm, no capabilities.
+    Returns the folder."""
     kernel.enter_user_namespace(_INSIDE_USER)  # so that the limit of threads counts this interpreter alone
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_IPC)
     kernel.first_to_go()  # while there is a /proc
     kernel.mount("none", "/", kernel.RECURSIVE | kernel.PRIVATE)
     plain = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
+    kept = {path: os.open(path, os.O_PATH) for path in read if path.startswith("/tmp/") and os.path.exists(path)}
     kernel.mount("tmpfs", "/tmp", plain, f"size={scratch},nr_inodes=512,mode=700")
+    for path, place in kept.items():
+        folder = path if os.path.isdir(f"/proc/self/fd/{place}") else os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        if folder != path:
+            os.close(os.open(path, os.O_CREAT))
+        kernel.mount(f"/proc/self/fd/{place}", path, kernel.BIND)
+        os.close(place)
     for place in ("/dev/shm", "/proc"):
         kernel.mount("tmpfs", place, plain | kernel.READ_ONLY, _EMPTY)
     kernel.drop_capabilities()
