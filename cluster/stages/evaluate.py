@@ -49,6 +49,10 @@ from rayloop.transports.settings import ObjectStoreTransport
 CONCURRENCY = 10_000
 
 
+class NothingScored(RayloopError):
+    """An evaluation of which no answer could be scored; what it would report are no results."""
+
+
 def evaluate(
     config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
     retries: int = 0, benchmark: str = "",
@@ -81,6 +85,11 @@ def evaluate(
     items = [
         item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted
     ] + blinds
+    if wanted and not items:
+        raise NothingScored(
+            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Mend that, and run the "
+            f"same command again; {out}/events.jsonl has all reasons"
+        )
     summary = {
         "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
         **_more(config, tasks, items),

@@ -77,13 +77,13 @@ def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
     plain = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
     kept = {path: os.open(path, os.O_PATH) for path in read if path.startswith("/tmp/") and os.path.exists(path)}
     kernel.mount("tmpfs", "/tmp", plain, f"size={scratch},nr_inodes=512,mode=700")
-    for path, place in kept.items():
-        folder = path if os.path.isdir(f"/proc/self/fd/{place}") else os.path.dirname(path)
+    for path, opened in kept.items():
+        folder = path if os.path.isdir(f"/proc/self/fd/{opened}") else os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         if folder != path:
             os.close(os.open(path, os.O_CREAT))
-        kernel.mount(f"/proc/self/fd/{place}", path, kernel.BIND)
-        os.close(place)
+        kernel.mount(f"/proc/self/fd/{opened}", path, kernel.BIND)
+        os.close(opened)
     for place in ("/dev/shm", "/proc"):
         kernel.mount("tmpfs", place, plain | kernel.READ_ONLY, _EMPTY)
     kernel.drop_capabilities()

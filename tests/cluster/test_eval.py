@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from rayloop.cluster.cli import main
-from rayloop.cluster.stages.evaluate import Evaluator
+from rayloop.cluster.stages.evaluate import Evaluator, NothingScored
+from rayloop.cluster.stages.evaluate import evaluate as run_evaluation
 from rayloop.core.groups import Member, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
@@ -117,6 +119,23 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
     assert evaluator.why == "t1: grader_error: KeyError: 1"
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["traceback"] for event in events if event["event"] == "grader_error"] == ["Traceback\nKeyError: 1"]
+
+
+def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate(
+        settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}})
+    )
+    monkeypatch.setattr(
+        "rayloop.cluster.stages.evaluate._play", lambda *_: "t1: over_long_prompt: the prompt has 9 tokens"
+    )
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
+    with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
+        run_evaluation(
+            config, config.data.eval, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
+        )
+    assert not (tmp_path / "out/results.json").exists()
 
 
 def test_answers_that_were_cut_are_played_again_with_twice_the_room(

@@ -107,9 +107,11 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
             if isinstance(row, DataFailure) or (target := next(place)) is None:
                 continue
             try:
-                written.setdefault(target, []).append(_finished(how, row, pictures))
+                finished = _finished(how, row, pictures)
             except DataFailure as failure:
                 left_out.append(failure)
+            else:
+                written.setdefault(target, []).append(finished)
     if not written:
         raise ConfigError(f"{source} has no row that can be used; the first reason: {left_out[0]}")
     for split, rows in written.items():

@@ -255,6 +255,22 @@ def test_rows_that_cannot_be_used_are_left_out_and_named(tmp_path: Path, capsys:
     assert "no readable image" in said
 
 
+def test_a_data_set_without_a_usable_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The images, at which rows are looked last, are what is wrong."""
+    bad = {
+        **SCREEN,
+        "file_name": "a.png",
+        "data_source": "ios",
+        "data_type": "icon",
+        "image": {"bytes": b"no", "path": None},
+    }
+    written(tmp_path / "data/test-0.parquet", [bad])
+    options = ["--from", str(tmp_path), "--out", str(tmp_path / "out"), "--splits", "test"]
+    assert main(["data", "prepare", "screenspot", *options]) == 2
+    assert "has no row that can be used; the first reason: " in capsys.readouterr().err
+    assert not (tmp_path / "out/test.jsonl").exists()
+
+
 def test_the_map_of_the_page_and_a_mistake_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "from/rows.csv", b"name,q,a\nx.png,How many?,7\nabsent.png,?,1\n")
     written(tmp_path / "from/shots/x.png", png())
