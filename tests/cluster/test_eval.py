@@ -133,7 +133,7 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
     with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
         run_evaluation(
-            config, config.data.eval, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
+            config, config.data.train, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
         )
     assert not (tmp_path / "out/results.json").exists()
 
