@@ -244,12 +244,17 @@ class Driver:
         try:
             return await self.production.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
-            raise await self.unusable(error) from None
+            end = await self.unusable(error)
+            with suppress(RayloopError):  # the end has its reason
+                await self.evaluate(ending=True)
+            raise end from None
 
     async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
         records = await self.dump(self.production.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
-        return type(error)(" ".join([str(error), *quoted(records[:1], self.step + 1, self.config.keep_rollouts)]))
+        cause = self.production.alarms.collapse.cause(self.config.policy.optimizer.lr)
+        examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
+        return type(error)(" ".join([str(error), *filter(None, [cause]), *examples]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
         """Each rank fetches its share, before any of them waits for another. Returns the trajectories that are lost."""
@@ -287,10 +292,13 @@ class Driver:
         return report
 
     @timed("testing")
-    async def evaluate(self) -> None:
-        """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step."""
-        every, last = self.config.evaluation.every, self.done
-        if not self.held_out or not (last or self.step % every == 0):
+    async def evaluate(self, ending: bool = False) -> None:
+        """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step, and when a run
+        is ``ending`` for lack of trajectories."""
+        if not self.held_out:
+            return
+        due, last = self.step % self.config.evaluation.every == 0, self.done or ending
+        if not (last or due) or (ending and due):
             return
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rayloop.cluster.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument(
         "name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run"
     )
+    add_overrides(play, "with a run: values to change")
     play.add_argument("--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)")
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
     play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
@@ -67,7 +69,11 @@ def _play(arguments: argparse.Namespace) -> int:
     turn: Callable[[str], str] = str
     example = ""
     if Path(arguments.name).suffix in (".yaml", ".yml"):
-        kind, task = _of_run(Path(arguments.name), arguments.row)
+        kind, task = _of_run(Path(arguments.name), arguments.overrides, arguments.row)
+    elif arguments.overrides:
+        raise ConfigError(
+            f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set"
+        )
     else:
         found, kind, task = playable(arguments.name, arguments.seed)
         example, turn = found.example, found.turn
@@ -83,9 +89,9 @@ def _play(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_run(file: Path, row: int) -> tuple[EnvironmentKind, Task]:
+def _of_run(file: Path, overrides: list[str], row: int) -> tuple[EnvironmentKind, Task]:
     """The environment and the task of a usable row of a run. Raises ConfigError."""
-    config = read(file, [])
+    config = read(file, overrides)
     kinds, default = config.environment.kinds, config.environment.episode.environment
     dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None, kinds)
     if not 1 <= row <= len(dataset):

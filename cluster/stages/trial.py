@@ -176,7 +176,13 @@ class _Trial:
         except Exception as error:
             raise WorkerStartFailed(f"{environment.name} could not be made:\n{own_frames(error)}") from error
         finally:
-            await environment.close(CLOSE_TIMEOUT)
+            try:
+                await environment.close(CLOSE_TIMEOUT)
+            except Exception as error:
+                raise WorkerStartFailed(
+                    f"{environment.name}: close() raised when no reset had come before it, as it does for an environment that is "
+                    f"made and not played:\n{own_frames(error)}"
+                ) from error
 
     async def _play(self, request: PlayRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):

@@ -64,7 +64,7 @@ class Dataset:
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
         lines: dict[str, str] = {}
-        read = 0
+        read, first = 0, ""
         for where, row in rows(self.path):
             read += 1
             try:
@@ -73,6 +73,7 @@ class Dataset:
                 if strict:
                     raise
                 quarantine(failure)
+                first = first or str(failure)
                 continue
             if task.id in tasks:
                 raise ConfigError(f"{where}: the id {task.id!r} is that of {lines[task.id]} too; ids must be unique")
@@ -84,7 +85,7 @@ class Dataset:
                 )
             tasks[task.id], lines[task.id] = task, where
         if not tasks:
-            why = "no usable row; see the quarantined rows for the reasons" if read else "no rows"
+            why = f"no usable row. The first: {first}" if read else "no rows"
             raise ConfigError(f"{self.path} holds {why}")
         self._tasks = tuple(tasks.values())
         self._lines = lines

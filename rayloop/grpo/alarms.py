@@ -22,7 +22,7 @@ from rayloop.core.events import Tell
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
-from rayloop.grpo.collapse import Collapse, CollapseSettings
+from rayloop.grpo.collapse import LENGTH, Collapse, CollapseSettings
 from rayloop.grpo.limits import Alarm, Limit
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
@@ -127,12 +127,13 @@ class Alarms:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain values. What is averaged and told begins anew with a run."""
-        return {"graded": self.graded, "first_lengths": list(self.collapse.first_lengths)}
+        return {"graded": self.graded, "first": {name: list(values) for name, values in self.collapse.first.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; what this process has seen already it does not forget."""
         self.graded |= state["graded"]
-        self.collapse.first_lengths = list(state.get("first_lengths", ()))  # older checkpoints have none
+        earlier = {LENGTH: state.get("first_lengths", ())}  # of older checkpoints
+        self.collapse.first |= {name: list(values) for name, values in state.get("first", earlier).items()}
 
     def held_out(self, member: Member) -> None:
         """A held-out answer: only the first of a kind is told, for shares are of what is trained on."""
@@ -203,8 +204,9 @@ class Alarms:
     def _stop_if_all(self, raised: Sequence[bool], which: str) -> None:
         if len(raised) >= 2 and all(raised):
             why = _last_line(self._trace or "no traceback")
+            did = "returned no number" if self._trace.startswith("the reward ") else "raised"
             raise GraderBroken(
-                f"the reward {self._reward} raised on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
+                f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
                 "events.jsonl). Repair it, and look at it with `python -m rayloop try CONFIG`: a dataset column that is missing, "
                 "or an answer of a form that it does not expect, are the usual reasons. When only what the policy writes can "
                 "break it, reward.on_error=fail gives such answers the failing value, and the run goes on."
@@ -264,8 +266,11 @@ def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
 
 
 def _grader_raised(member: Member) -> bool:
-    """Not with ``reward.on_error: fail``: then it is the policy's doing by order, and an alarm about the flag tells."""
-    return isinstance(member.outcome, Unscored) and member.outcome.kind is UnscoredKind.GRADER_ERROR
+    """Or returned no number, which has a ``trace`` too. Not with ``reward.on_error: fail``: then it is the policy's doing by order,
+    and an alarm about the flag tells."""
+    outcome = member.outcome
+    own = isinstance(outcome, Unscored) and outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.INVALID_REWARD)
+    return own and bool(outcome.trace)
 
 
 def grader_error(member: Member) -> incidents.GraderError:

@@ -16,6 +16,8 @@ from rayloop.grpo.limits import Alarm, Floor, Limit
 ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
 
+OPEN = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
+HALF = 0.5
 STEPS = 5
 """Steps that a value is averaged over, and the first steps that lengths are compared with: one odd batch is no collapse."""
 
@@ -23,9 +25,9 @@ STEPS = 5
 class CollapseSettings(SettingsModel):
     """Each is the mean of the last five steps. Where the limits come from: docs/choosing_settings.md."""
 
-    entropy: Floor = Floor(warn=0.01)
-    """Entropy of the policy in nats per token: near 0 all samples of a group are the same. Lower it for answers of which nearly
-    every token is a fixed form; 0 is never passed."""
+    entropy: Floor = Floor(warn=0.05)
+    """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples of a group are the same. Lower
+    ``warn`` where answers are to become certain."""
     response_length: Floor = Floor(warn=0.6)
     """Sampled tokens per answer, as a share of what the run's first five steps had. Lower ``warn`` where answers are to become
     shorter."""
@@ -50,31 +52,46 @@ class Collapse:
         self._last: dict[str, deque[float]] = {
             name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, DONE, EQUAL, RIGHT, WRONG)
         }
-        self.first_lengths: list[float] = []
-        """Of the run's first steps, in tokens. They are in the checkpoint: a collapse may come after a resume."""
+        self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
+        """Of the run's first steps, in tokens and nats. They are in the checkpoint: a collapse may come after a resume."""
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
         """What a step does not have says nothing; the same of a value that fewer than ``STEPS`` steps have had."""
         for name, values in self._last.items():
             if name in metrics:
                 values.append(metrics[name])
-        if LENGTH in metrics and len(self.first_lengths) < STEPS:
-            self.first_lengths.append(metrics[LENGTH])
+        for name, first in self.first.items():
+            if name in metrics and len(first) < STEPS:
+                first.append(metrics[name])
         found = {name: mean(values) for name, values in self._last.items() if len(values) == STEPS}
         return {setting: alarm for name, value in found.items() for setting, alarm in self._alarm(name, value)}
+
+    def cause(self, learning_rate: float) -> str:
+        """A sentence on entropy and learning rate for a run that ends for lack of groups with a gradient; empty unless its entropy
+        has halved."""
+        last = self._last[ENTROPY]
+        if not last or self._share(ENTROPY, mean(last)) >= HALF:
+            return ""
+        return f"{self._certain(mean(last))}: it has collapsed. The learning rate is {learning_rate:g}. {OPEN}."
+
+    def _certain(self, entropy: float) -> str:
+        before = mean(self.first[ENTROPY])
+        return f"the policy's entropy is {entropy:.2g} nats per token, mean of {STEPS} steps, and was {before:.2g} at first"
+
+    def _share(self, name: str, value: float) -> float:
+        """Of what the first steps had; an older checkpoint may not say it."""
+        before = mean(self.first[name]) if self.first[name] else 0.0
+        return value / before if before else 1.0
 
     def _alarm(self, name: str, value: float) -> Sequence[tuple[str, Alarm]]:
         c, share = self._settings, f"{value:.0%} of the last {STEPS} steps' groups"
         if name == ENTROPY:
-            text = (
-                f"the policy's entropy is {value:.2g} nats per token, mean of {STEPS} steps: it gives the same answer again "
-                "and again. A lower learning rate, policy.loss.entropy_coef or a KL term keep it open"
-            )
-            return [("entropy", (value, c.entropy, text))]
+            text = f"{self._certain(value)}: it gives the same answer again and again. {OPEN}"
+            return [("entropy", (self._share(name, value), c.entropy, text))]
         if name == LENGTH:
-            before = mean(self.first_lengths)
+            before = mean(self.first[LENGTH])
             text = f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
-            return [("response_length", (value / before if before else 1.0, c.response_length, text))]
+            return [("response_length", (self._share(name, value), c.response_length, text))]
         if name == DONE:
             text = (
                 f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "

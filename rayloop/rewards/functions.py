@@ -166,10 +166,8 @@ class TrlForm(Form):
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
         values = elements(result, 2) or []
         if len(values) != 1:
-            kind = UnscoredKind.INVALID_REWARD
-            return Unscored(
-                kind, f"the reward function returned {result!r:.200} for one completion, not a list of one number"
-            )
+            why = f"the reward function returned {result!r:.200} for one completion, not a list of one number"
+            return Unscored(UnscoredKind.INVALID_REWARD, why, why)
         return self._one(values[0], components)
 
     def outcomes(self, result: Any, count: int, components: dict[str, Any]) -> Any:
@@ -205,7 +203,7 @@ class VerlForm(Form):
             return result
         if "score" not in result:
             reason = f"the reward function returned a dict without score; its keys are {', '.join(map(str, result)) or 'none'}"
-            return Unscored(UnscoredKind.INVALID_REWARD, reason)
+            return Unscored(UnscoredKind.INVALID_REWARD, reason, reason)
         rest: dict[str, Any] = {
             str(name): value for name, value in result.items() if name != "score" and isinstance(value, Number)
         }

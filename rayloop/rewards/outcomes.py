@@ -21,9 +21,8 @@ def as_outcome(result: Any) -> Outcome:
     scored = result if isinstance(result, Scored) else Scored(result)
     value = _number(scored.value)
     if value is None:
-        return Unscored(
-            UnscoredKind.INVALID_REWARD, f"the reward source returned {scored.value!r:.200}, not a finite number"
-        )
+        why = f"the reward source returned {scored.value!r:.200}, not a finite number"
+        return Unscored(UnscoredKind.INVALID_REWARD, why, why)
     given = {str(name): _number(value) for name, value in scored.components.items()}
     components = {name: number for name, number in given.items() if number is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()

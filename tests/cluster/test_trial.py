@@ -64,6 +64,13 @@ class Echo:
     def close(self) -> None: ...
 
 
+class Unclosable(Echo):
+    """Its ``close`` needs what ``reset`` makes."""
+
+    def close(self) -> None:
+        raise AttributeError("no server")
+
+
 @pytest.fixture
 def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> Try:
     def run(*options: str, **changes: Any) -> tuple[int, str]:
@@ -147,6 +154,23 @@ def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
     assert text.count("go on<|im_end|>") == 2
     assert text.count("assistant: ") == 4
     assert "ended as max_turns" in text
+
+
+def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loaded(try_it: Try) -> None:
+    code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Unclosable"}})
+    assert code == 1, text
+    assert "close() raised when no reset had come before it" in text
+    assert "AttributeError: no server" in text
+    assert text.count("Traceback") <= 1
+    assert "loaded in" not in text
+
+
+def test_rows_of_which_none_can_be_used_are_told_with_the_first_reason(try_it: Try, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n')
+    code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")})
+    assert code == 2, text
+    assert "holds no usable row. The first: " in text
+    assert "rows.jsonl:1" in text
 
 
 def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:

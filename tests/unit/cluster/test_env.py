@@ -57,6 +57,10 @@ def test_a_row_of_a_run_is_played(
         "with: {steps: [{text: no, error: not so}, {text: last, done: true}], result: 0.5}}}}, "
         "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}"
     )
+    assert played(monkeypatch, "", "run.yaml", "data.train=elsewhere.jsonl") == 2
+    assert "elsewhere.jsonl" in capsys.readouterr().err
+    assert played(monkeypatch, "", "scripted:three-turns", "steps=2") == 2
+    assert "scripted:three-turns is no YAML file of a run" in capsys.readouterr().err
     assert played(monkeypatch, "a\nb\n", "run.yaml", "--row", "2") == 0
     said = capsys.readouterr().out
     assert said.startswith("user: two\\x1b[2J\n")

@@ -190,7 +190,7 @@ def full(made: Production) -> None:
     made.finished.buffer.restore({"train-5": [stored], "train-6": [stored, stored]})
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
-    made.alarms.collapse.first_lengths = [38.0, 20.0]
+    made.alarms.collapse.first["response_length/mean"] = [38.0, 20.0]
     made.blame.groups_failed["train-9"] = 2
 
 

@@ -15,6 +15,7 @@ from rayloop.core.groups import Fate, Member, Outcome, Scored, TrajectoryState, 
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.limits import Limit
+from rayloop.rewards.outcomes import as_outcome
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")
@@ -236,6 +237,17 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     assert "reward.on_error=fail" in str(broken.value)
     assert "try CONFIG" in str(broken.value)
     assert "Traceback" not in str(broken.value), "that was an event"
+
+
+@pytest.mark.parametrize("given", [None, float("nan"), "0.5"])
+def test_a_reward_that_returns_no_number_for_all_of_the_first_group_ends_the_run(given: object) -> None:
+    none = member(as_outcome(given))
+    with pytest.raises(
+        GraderBroken, match=r"my:Reward returned no number on each of the 3 .*: the reward source returned"
+    ):
+        Watched().observe([none] * 3)
+    silent = member(Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None"))
+    assert Watched().observe([silent] * 3) == [], "of an environment or a judge, which may recover"
 
 
 def test_with_the_failing_value_a_grader_that_fails_is_an_alarm_and_no_end() -> None:

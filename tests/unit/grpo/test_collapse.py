@@ -80,6 +80,26 @@ def test_lengths_are_compared_with_those_before_a_resume() -> None:
     assert fresh.steps(STEPS, **{LENGTH: 10.0}) == []
 
 
+def test_entropy_is_compared_with_the_runs_own_start() -> None:
+    watch = Watched()
+    assert watch.steps(20, **{ENTROPY: 0.004}) == [], "answers that are a fixed form from the start"
+    fell, resumed = Watched(), Watched()
+    fell.steps(STEPS, **{ENTROPY: 2.2})
+    resumed.alarms.restore(fell.alarms.state())
+    assert resumed.steps(STEPS, **{ENTROPY: 0.05}) == ["entropy"]
+    assert "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first" in resumed.told[0]["why"]
+
+
+def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None:
+    watch = Watched()
+    assert watch.alarms.collapse.cause(1e-5) == ""
+    watch.steps(STEPS, **{ENTROPY: 2.2})
+    assert watch.alarms.collapse.cause(1e-5) == ""
+    watch.steps(STEPS, **{ENTROPY: 0.05})
+    said = watch.alarms.collapse.cause(1e-5)
+    assert "was 2.2 at first: it has collapsed. The learning rate is 1e-05. A lower policy.optimizer.lr" in said
+
+
 def test_a_floor_that_stops_before_it_warns_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"stop \(0.5\) is above warn \(0.1\)"):
         AlarmSettings.model_validate({"entropy": {"warn": 0.1, "stop": 0.5}})
