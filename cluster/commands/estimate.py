@@ -47,7 +47,17 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         roles, why = [], str(error)
     if arguments.json:
-        described = [{"role": r.name, "count": r.count, "gpus": r.gpus, "bytes": r.bytes, **r.parts} for r in roles]
+        described = [
+            {
+                "role": r.name,
+                "count": r.count,
+                "gpus": r.gpus,
+                "bytes": r.bytes,
+                "card": r.card if r.gpus else None,
+                **r.parts,
+            }
+            for r in roles
+        ]
         print(json.dumps({**as_json(made), "memory": described}))
         return 0
     print("\n".join(lines(config, made, found)))
@@ -61,10 +71,19 @@ def _image_tokens(config: RunConfig) -> int:
     return shown * config.model.max_pixels // FACTOR**2
 
 
+def _verdict(role: Role) -> str:
+    if not role.gpus:
+        return ""
+    fewer = ", which then decodes fewer sequences together" if role.spare else ""
+    return (
+        f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or tensor_parallel"
+    )
+
+
 def _table(roles: list[Role]) -> list[str]:
     told = ["memory of a process (GB; where it has GPUs, all but `process` is there):"]
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
-        told.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}")
+        told.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role)}")
     return told

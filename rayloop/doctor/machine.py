@@ -25,7 +25,9 @@ RAY_RESERVE = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
 PROBE, SLOW = 2**14, 3.0
 """Bytes that are written to see whether they can be, and seconds after which that is slow."""
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits")
+DRIVER = 580
+"""Series of NVIDIA's driver from which CUDA 13 works."""
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
 
 
 def shared_memory(folder: Path, store: int) -> list[Finding]:
@@ -182,7 +184,11 @@ def gpus(
         findings.append(Finding("error", found, "lower the roles' num_gpus, or join a cluster with --address"))
     if lines and torch is not None and torch.endswith("+cpu"):
         findings.append(Finding("warning", f"{found}; torch {torch} cannot use them", "install torch's CUDA build"))
-    busy = [line for line in lines if float(line.split(",")[2]) > 1024]
+    old = sorted({version for line in lines if _major(version := line.rsplit(",", 1)[1].strip()) < DRIVER})
+    if old:
+        advice = f"update it to the {DRIVER} series or newer: the tested torch and vLLM are built for CUDA 13"
+        findings.append(Finding("error" if wanted else "warning", f"NVIDIA driver {', '.join(old)}", advice))
+    busy = [line for line in lines if float(line.rsplit(",", 2)[1]) > 1024]
     if busy:
         held = f"memory in use: {', '.join(map(_gpu, busy))}"
         findings.append(
@@ -191,6 +197,12 @@ def gpus(
     return findings or [Finding("ok", found)]
 
 
+def _major(version: str) -> int:
+    """0 of what is no version, which is an old driver, too."""
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
 def _gpu(line: str) -> str:
-    name, total, used = (part.strip() for part in line.rsplit(",", 2))
+    name, total, used, _ = (part.strip() for part in line.rsplit(",", 3))
     return f"{name} ({size(float(used) * 2**20)} of {size(float(total) * 2**20)} used)"

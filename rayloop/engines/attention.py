@@ -60,6 +60,10 @@ def use_packed_vision(model: PreTrainedModel) -> None:
         model.set_attn_implementation({"vision_config": PACKED_VISION})
 
 
+SMALL = 6
+"""Binary logarithm of the length up to which samples that share a prompt are one part: padding these costs less than a call."""
+
+
 class _Sequences(NamedTuple):
     """The sequences of a packed row [n]. The ``shared`` first tokens of one lie at ``roots``, the others at ``starts``."""
 
@@ -144,14 +148,16 @@ def _remembered(source: Tensor, make: Callable[[Tensor], _Layout]) -> _Layout:
 
 
 def _samples(position_ids: Tensor) -> _Layout:
-    """Of a language model's row: samples by the power of two above their length, those that share a prompt by themselves."""
+    """Of a language model's row: samples by the power of two above their length, those that share a prompt by their own part of it:
+    a long prompt would hide how different they are, and all would be padded to the longest."""
     positions = position_ids[0]
     starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
     shared = positions[starts]
     lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
     roots = torch.where(shared == 0, starts, 0).cummax(0).values
-    size = lengths.log2().ceil()
-    return _layout(_Sequences(lengths, shared, roots, starts), torch.where(shared == 0, size, -size))
+    size = (lengths - shared).log2().ceil()
+    kinds = torch.where(shared == 0, size, -size.clamp(min=SMALL))
+    return _layout(_Sequences(lengths, shared, roots, starts), kinds)
 
 
 def _images(borders: Tensor) -> _Layout:

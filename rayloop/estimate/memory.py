@@ -23,6 +23,13 @@ LOGITS = 3
 """Copies of a chunk's logits that exist at once: themselves, their softmax, their gradient."""
 
 
+GIB = 2**30
+CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
+"""GB by which a card is called -> GiB that it has."""
+CONTEXT = 1.0
+"""GiB of CUDA itself in each process."""
+
+
 @dataclass(frozen=True)
 class Role:
     """Bytes of one of ``count`` processes by what they are for; ``gpus``: of its own, where ``parts`` lie."""
@@ -31,6 +38,14 @@ class Role:
     count: int
     gpus: float
     parts: Mapping[str, int] = field(default_factory=dict)
+    spare: int = 0
+    """Of ``parts`` what an engine of vLLM can do without, decoding fewer sequences together."""
+
+    @property
+    def card(self) -> int | None:
+        """GB of the smallest card that holds what the role needs; None: no card does. Of a share of a card, the whole one."""
+        needed = (self.bytes - self.parts["process"] - self.spare) / GIB + CONTEXT
+        return next((name for name, has in CARDS.items() if needed <= has * min(self.gpus, 1.0)), None)
 
     @property
     def bytes(self) -> int:
@@ -59,7 +74,7 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
     roles = [
         Role("driver", 1, 0, {"process": LIGHT}),
         Role("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
-        Role("rollout", rollout.actors, rollout.placement.num_gpus, _engine(config, shape, lengths.whole)),
+        Role("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.whole)),
         Role("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         Role("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]
@@ -128,11 +143,12 @@ def _pixels(vision: Mapping[str, Any]) -> int:
     return math.prod(int(vision.get(name, usual)) for name, usual in sizes)
 
 
-def _engine(config: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
-    """Of one engine: its weights, and the cache of as many sequences as it decodes together, no more than a step can ask of it."""
+def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int], int]:
+    """Of one engine: its weights, and the cache of as many sequences as it decodes together, no more than a step can ask of it; and
+    what of that cache it can do without."""
     engine = config.engine
     if not engine.holds_model:
-        return {"process": HEAVY}
+        return {"process": HEAVY}, 0
     asked = math.ceil(config.algorithm.target * (1 + config.algorithm.staleness.max_staleness) / config.rollout.actors)
     if isinstance(engine, VllmEngineSettings):
         cache = engine.kv_cache_bytes or 0
@@ -141,5 +157,6 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
         cache, shards = 0, 1
         together = min(engine.max_batch, asked) if isinstance(engine, TransformersEngineSettings) else asked
     each = BYTES[engine.dtype]
-    cache = cache or shape.cache * each * tokens * together // shards
-    return {"process": HEAVY, "weights": shape.parameters * each // shards, "cache": cache}
+    one = shape.cache * each * tokens // shards
+    spare = one * (together - 1) if isinstance(engine, VllmEngineSettings) and not cache else 0
+    return {"process": HEAVY, "weights": shape.parameters * each // shards, "cache": cache or one * together}, spare

@@ -400,14 +400,19 @@ def test_the_cluster_to_join_answers_or_not(tmp_path: Path) -> None:
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
-    query = ("printf", "NVIDIA H200, 143771, 4\nNVIDIA H200, 143771, 60000\n")
+    query = ("printf", "NVIDIA H200, 143771, 4, 580.65.06\nNVIDIA H200, 143771, 60000, 595.10\n")
     seen = machine.gpus(2, "2.13.0", {}, query)
     assert levels(seen) == ["warning"]
     assert "NVIDIA H200 (58.6 GiB of 140 GiB used)" in seen[0].found
     assert levels(
-        machine.gpus(2, "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, ("printf", "GPU, 9000, 4\nGPU, 9000, 4\n"))
+        machine.gpus(
+            2, "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, ("printf", "GPU, 9000, 4, 580.1\nGPU, 9000, 4, 580.1\n")
+        )
     ) == ["error"]
-    assert levels(machine.gpus(0, "2.13.0+cpu", {}, ("printf", "GPU, 9000, 4\n"))) == ["warning"]
+    assert levels(machine.gpus(0, "2.13.0+cpu", {}, ("printf", "GPU, 9000, 4, 580.1\n"))) == ["warning"]
+    old = only(machine.gpus(1, "2.13.0", {}, ("printf", "GPU, 9000, 4, 550.90.07\n")))
+    assert (old.level, old.found) == ("error", "NVIDIA driver 550.90.07")
+    assert "580 series" in old.remedy
     absent = ("no-such-nvidia-smi",)
     assert machine.gpus(0, None, {}, absent, tmp_path) == [Finding("ok", "none")]
     assert levels(machine.gpus(1, None, {}, absent, tmp_path)) == ["error"]

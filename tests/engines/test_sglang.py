@@ -55,8 +55,8 @@ def test_what_is_sent() -> None:
     ],
 )
 def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> None:
-    meta = {"finish_reason": finish, "output_token_logprobs": [(-0.5, 11, None), (-1.5, 5, None)]}
-    found = sglang.completion(meta, Version(0, 3))
+    meta = {"finish_reason": finish, "prompt_tokens": 7, "output_token_logprobs": [(-0.5, 11, None), (-1.5, 5, None)]}
+    found = sglang.completion(meta, Version(0, 3), 7)
     assert (found.token_ids, found.logprobs, found.version) == ((11, 5), (-0.5, -1.5), Version(0, 3))
     assert found.finish is expected
 
@@ -64,8 +64,20 @@ def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> N
 def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
     with pytest.raises(WorkerLost, match="'type': 'abort'"):
         sglang.completion(
-            {"finish_reason": {"type": "abort", "message": "x"}, "output_token_logprobs": []}, Version(0, 0)
+            {"finish_reason": {"type": "abort", "message": "x"}, "prompt_tokens": 7, "output_token_logprobs": []},
+            Version(0, 0),
+            7,
         )
+
+
+def test_a_prompt_that_was_tokenized_anew_is_not_trained_on() -> None:
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 5},
+        "prompt_tokens": 9,
+        "output_token_logprobs": [(-0.5, 11, None)],
+    }
+    with pytest.raises(DataFailure, match="SGLang read 9 tokens where 7 were sent"):
+        sglang.completion(meta, Version(0, 0), 7)
 
 
 def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ class SglangEngine:
     """A ``GenerationEngine``: running turns are prefilled again under new weights. Raises ConfigError for another release."""
 
     def __init__(self, model: ModelSettings, settings: SglangEngineSettings, place: Place) -> None:
+        os.environ.setdefault("SGLANG_MM_AVOID_RETOKENIZE", "1")
         import sglang
 
         if sglang.__version__ != TESTED:
@@ -72,7 +74,7 @@ class SglangEngine:
             raise DataFailure("prompt", f"SGLang refuses it: {error}") from error
         finally:
             self._running -= 1
-        return completion(answer["meta_info"], version)
+        return completion(answer["meta_info"], version, len(prompt.token_ids))
 
     async def leave(self, cohort: str) -> None: ...
 
@@ -155,8 +157,11 @@ def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def completion(meta: Mapping[str, Any], version: Version) -> Completion:
-    """From the ``meta_info`` of an answer. Raises WorkerLost when the turn was aborted."""
+def completion(meta: Mapping[str, Any], version: Version, sent: int) -> Completion:
+    """From the ``meta_info`` of an answer to ``sent`` prompt tokens. Raises WorkerLost when the turn was aborted, DataFailure when
+    SGLang has tokenized the prompt anew, as its processor of images does when it cannot keep the ids."""
+    if meta["prompt_tokens"] != sent:
+        raise DataFailure("prompt", f"SGLang read {meta['prompt_tokens']} tokens where {sent} were sent")
     finish = meta["finish_reason"]
     if finish["type"] not in ("stop", "length"):
         raise WorkerLost(f"SGLang ended a turn with {finish}")

@@ -138,6 +138,62 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     assert set(parts(remote, "rollout")) == {"process"}
 
 
+def qwen7b() -> Shape:
+    """Qwen2.5-VL-7B: 8.29 billion parameters by its card, of which 0.68 in the tower."""
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (152064, 3584), "lm_head.weight": (152064, 3584)}
+    for layer in range(28):
+        at = f"model.layers.{layer}"
+        projections = (("q", 3584), ("k", 512), ("v", 512), ("o", 3584))
+        sizes |= {f"{at}.self_attn.{name}_proj.weight": (out, 3584) for name, out in projections}
+        sizes |= {f"{at}.mlp.{name}_proj.weight": (18944, 3584) for name in ("gate", "up")}
+        sizes[f"{at}.mlp.down_proj.weight"] = (3584, 18944)
+    for block in range(32):
+        sizes |= {f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280) for name in ("gate", "up", "down")}
+        sizes[f"visual.blocks.{block}.attn.qkv.weight"] = (3840, 1280)
+        sizes[f"visual.blocks.{block}.attn.proj.weight"] = (1280, 1280)
+    sizes |= {"visual.merger.mlp.0.weight": (5120, 5120), "visual.merger.mlp.2.weight": (3584, 5120)}
+    text = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584,
+            "intermediate_size": 18944, "vocab_size": 152064}  # fmt: skip
+    return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
+
+
+RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model of the size that the recipe names."""
+    monkeypatch.chdir(ROOT)
+    try:
+        config = read(ROOT / name, [])
+    except ConfigError:
+        pytest.skip("not a run's file")
+    monkeypatch.setattr(
+        "rayloop.cluster.commands.estimate.read_shape",
+        lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b(),
+    )
+    assert main(["estimate", name]) == 0
+    said = capsys.readouterr().out
+    assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (
+        config.rollout.placement.num_gpus > 0
+    ) + (config.reference.kind == "actor" and config.reference.placement.num_gpus > 0)
+    assert "FITS NO CARD" not in said
+    assert "141 GB" not in said
+
+
+def test_four_ranks_are_too_few_for_arpos_episodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rayloop.cluster.commands.estimate.read_shape", lambda *_: qwen7b())
+    assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=4"]) == 0
+    assert "fits a card of 141 GB" in capsys.readouterr().out
+    assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=1"]) == 0
+    assert "FITS NO CARD" in capsys.readouterr().out
+
+
 def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
     shape = read_shape(str(ROOT / "recipes/arc_vision/tiny"))
     assert 2_000_000 < shape.parameters < 3_500_000
