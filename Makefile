@@ -89,6 +89,8 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 
 $(VENV)/.env: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
+	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

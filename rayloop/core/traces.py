@@ -71,15 +71,17 @@ class Trace:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """Raises DataFailure for what is no trace."""
+    def from_json(cls, data: Mapping[str, Any], version: Version | None = None) -> Trace:
+        """``version``: of all its sampled tokens where the data name none, as verifiers' do. Raises DataFailure."""
         try:
+            runs = sum(1 for sampled, _ in groupby(data["sampled_mask"]) if sampled)
+            versions = data["versions"] if version is None or "versions" in data else [str(version)] * runs
             images = [(_ref(one), one.get("data")) for one in data.get("images", ())]
             return cls(
                 tuple(map(int, data["token_ids"])),
                 tuple(map(bool, data["sampled_mask"])),
                 tuple(map(float, data["logprobs"])),
-                tuple(map(version_of, data["versions"])),
+                tuple(map(version_of, versions)),
                 tuple(map(FinishReason, data.get("finishes", ()))),
                 tuple(ref for ref, _ in images),
                 {ref.sha256: base64.b64decode(encoded) for ref, encoded in images if encoded},

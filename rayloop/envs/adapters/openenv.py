@@ -109,14 +109,19 @@ class OpenEnv:
 
     def _asked(self, type: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """What the server observed, and why it does not accept the action. Raises EnvironmentFailed."""
+        from websockets.exceptions import ConnectionClosed
+
         try:
-            self._session.send(json.dumps({"type": type, "data": data}))
+            with suppress(ConnectionClosed):  # what it said before it closed is still to be read
+                self._session.send(json.dumps({"type": type, "data": data}))
             answer = json.loads(self._session.recv(timeout=self._settings.message_timeout))
             kind, said = answer["type"], answer["data"]
         except Exception as error:
             raise EnvironmentFailed(f"OpenEnv, {type}: {type_of(error)}: {error}") from error
         if kind == "error":
             code, message = said.get("code", "UNKNOWN"), said.get("message", "")
+            if code == "CAPACITY_REACHED":
+                message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
             if type == "step" and code == "VALIDATION_ERROR":
                 return {}, str(message)
             raise EnvironmentFailed(f"OpenEnv, {type}: {code}: {message}")

@@ -104,3 +104,10 @@ def test_an_answer_continues_the_one_whose_tokens_its_prompt_begins_with() -> No
 def test_an_answer_without_tokens_says_how_to_ask() -> None:
     with pytest.raises(DataFailure, match="ask with logprobs and return_token_ids"):
         branches([{"choices": []}])
+
+
+def test_a_trace_that_names_no_versions_is_given_one() -> None:
+    data = {"token_ids": [1, 2, 3, 4, 5], "sampled_mask": [0, 1, 1, 0, 1], "logprobs": [0, -0.5, -1, 0, -2]}
+    assert Trace.from_json(data, Version(0, 3)).versions == (Version(0, 3),) * 2
+    with pytest.raises(DataFailure, match="versions"):
+        Trace.from_json(data)
