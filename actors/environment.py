@@ -122,7 +122,7 @@ def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
         own = error is raised  # not what an engine raised
         kind, path, reason = UnscoredKind.BAD_DATA, error.path, error.reason
     elif isinstance(error, OverLongPrompt):
-        kind, reason = UnscoredKind.OVER_LONG_PROMPT, str(error)
+        kind, reason = UnscoredKind.OVER_LONG_PROMPT, f"{error} (environment.episode.max_prompt_tokens)"
     elif own:
         reason = str(error)
     if kind is UnscoredKind.ENVIRONMENT_FAILURE and (own or not isinstance(error, InfrastructureFailure)):

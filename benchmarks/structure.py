@@ -52,7 +52,7 @@ class Checkout:
         self.folder = folder.resolve()
         tops = sorted(p.parent for p in self.folder.glob("*/__init__.py") if p.parent.name != "tests")
         self.tops = [top.name for top in tops]
-        self._links = {p.resolve(): p for p in self.folder.glob("*/*") if p.is_symlink() and p.is_dir()}
+        self._links = {p.resolve(): p for top in tops for p in top.glob("*") if p.is_symlink() and p.is_dir()}
         self.modules = {m.name: m for top in tops for path in sorted(top.rglob("*.py")) for m in [self._read(path)]}
 
     def _read(self, path: Path) -> Module:

@@ -1,4 +1,5 @@
-"""For all tests: no hub, and threads that spin only briefly while they wait, since tests share few cores with actors.
+"""For all tests: no hub, nothing of this machine (tests/support/hermetic.py), and threads that spin only briefly while they wait,
+since tests share few cores with actors.
 
 For the same reason no example of hypothesis has a deadline: on a busy machine any may take half a second.
 """
@@ -7,11 +8,21 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 from rayloop.cluster.cli import SPINS
+from tests.support import hermetic
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
+hermetic.hold()
+
+
+@pytest.fixture(autouse=True)
+def _marks(request: pytest.FixtureRequest) -> None:
+    """What the test may use of this machine."""
+    hermetic.marks.clear()
+    hermetic.marks.update(mark.name for mark in request.node.iter_markers())

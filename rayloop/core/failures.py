@@ -76,7 +76,7 @@ class OverLongPrompt(RayloopError):
         self.tokens, self.limit = tokens, limit
 
     def __str__(self) -> str:
-        return f"the prompt has {self.tokens} tokens, environment.episode.max_prompt_tokens is {self.limit}"
+        return f"the prompt has {self.tokens} tokens, the limit is {self.limit}"
 
 
 class InfrastructureFailure(RayloopError):

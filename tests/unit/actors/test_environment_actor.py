@@ -265,7 +265,7 @@ def test_bad_data_comes_with_its_path(vision_folder: Path, wrapped: bool, tmp_pa
 def test_an_over_long_prompt_is_reported_with_its_size(text_folder: Path) -> None:
     failure = failed(run(actor(text_folder, max_prompt_tokens=3), Engine()))
     assert failure.outcome.kind is UnscoredKind.OVER_LONG_PROMPT
-    assert "environment.episode.max_prompt_tokens is 3" in failure.outcome.reason
+    assert "the limit is 3 (environment.episode.max_prompt_tokens)" in failure.outcome.reason
 
 
 def test_an_engines_own_error_is_not_retried_here(text_folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""Keeps tests away from this machine: its user's home, the checkout's ``runs/``, and programs that no lane installs.
+
+What a test reads there is not on another machine, where it would fail. Processes that tests start have an empty home, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOREIGN: Mapping[str, frozenset[str]] = {
+    "slurm": frozenset({"sacct", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"}),
+    "k8s": frozenset({"kubectl", "kustomize", "docker"}),
+    "gpu": frozenset({"nvidia-smi"}),
+}
+"""Mark of tests that may use programs of this machine -> the programs."""
+marks: set[str] = set()
+"""Of the test that runs now."""
+_HOME = os.path.realpath(os.path.expanduser("~"))
+_OWN = tuple(
+    os.path.realpath(path) + "/"
+    for path in (ROOT, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/usr")
+    if path != _HOME
+)
+_which = shutil.which
+_RUNS = os.path.realpath(ROOT / "runs")
+
+
+class ReadsThisMachine(AssertionError):
+    """A test has looked at what only this machine has."""
+
+
+def hold() -> None:
+    """From now on, in this process and those that it starts."""
+    home = tempfile.mkdtemp(prefix="home-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ["HOME"] = home
+    os.environ.setdefault("MPLCONFIGDIR", str(ROOT / "build" / "matplotlib"))
+    for name in [name for name in os.environ if name.startswith(("XDG_", "SLURM_", "HF_HOME"))]:
+        del os.environ[name]
+    sys.addaudithook(_hook)
+
+    def which(cmd: Any, *arguments: Any, **options: Any) -> Any:
+        found = _which(cmd, *arguments, **options)
+        return None if found and _foreign(str(found)) else found
+
+    shutil.which = which
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if (
+        event in ("open", "os.listdir", "os.scandir")
+        and arguments
+        and isinstance(arguments[0], str | bytes | os.PathLike)
+    ):
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        if path == _RUNS or path.startswith(_RUNS + "/"):
+            raise ReadsThisMachine(f"a test reads {path}: a fresh clone has no runs")
+        if path.startswith(_HOME + "/") and not (path + "/").startswith(_OWN):
+            raise ReadsThisMachine(f"a test reads {path}, below the home of this machine's user")
+    elif event == "subprocess.Popen" and _foreign(str(arguments[0] or "")):
+        raise ReadsThisMachine(f"a test runs {arguments[0]}, which its lane does not install")
+
+
+def _foreign(program: str) -> bool:
+    """Of this machine, and not one that the test has made."""
+    mark = next((mark for mark, programs in FOREIGN.items() if os.path.basename(program) in programs), None)
+    if mark is None or mark in marks or (found := _which(program)) is None:
+        return False
+    return not os.path.realpath(found).startswith(os.path.realpath(tempfile.gettempdir()) + "/")
