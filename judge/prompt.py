@@ -17,16 +17,19 @@ from rayloop.judge.labelled import CANARY_IMAGE, canary_image
 from rayloop.judge.rubric import Example, Rubric
 from rayloop.judge.verdict import SCORES
 
-VERSION = 1
+VERSION = 2
 """In the judge's fingerprint. Raise it with every change of what a model is told; a test notices one."""
 _LONGEST = 80
 """Characters of the longest special token that is looked for."""
 _SPECIAL = re.compile(
     r"<[|｜][^<>]*[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>, <｜User｜>
     r"|<<\s*/?\s*SYS\s*>>"
+    r"|<\[[^<>]*\]>|[\[\]][~!]+[a-z]*\[|\][~!]+[a-z]*[\[\]]|\[[a-z]~\["  # <[begin▁of▁sentence]>, ]~b], [e~[
     r"|<\s*/?\s*(?:"
     r"s|bos|eos|eot|eod|pad|unk|mask|sep|cls|sop|eop|image|img|video|audio|box|ref|quad|point|patch|object|img_?context"
     r"|(?:start|end|begin)_of_\w+|\w+_(?:token|start|end|pad|context)|(?:unused|reserved|extra|special|added|placeholder)\w*?_?\d+"
+    r"|(?:fim|repo|file|gh|doc|row|fake|global|empty|arg|ctrl|seed|minimax|pad)(?:[-_:]\w+)+|reponame|ctrl\d+|role|observation|human"
+    r"|r\d+|escape|global-img"
     r"|0x[0-9a-f]{2}|answer|think|tools?|tool_\w+|function\w*|interpreter|system|user|assistant|model|candidate[\w-]*"
     r")\s*/?\s*>"
     r"|(?-i:\[\s*/?\s*(?:IMG|IMAGE|VIDEO|AUDIO|TOOL_CALLS?|TOOL_RESULTS?|TOOL_CONTENT|AVAILABLE_TOOLS|SYSTEM_PROMPT|MODEL_SETTINGS"
@@ -34,7 +37,8 @@ _SPECIAL = re.compile(
     r"|unused\d+)\s*\])|\[\s*/?\s*INST\s*\]",
     re.IGNORECASE,
 )
-"""Chat templates' and vision tokens of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT and Command families."""
+"""Chat templates' and vision tokens of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, Idefics,
+MiniMax and Seed families."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """File suffix -> kind of the images that a model is shown."""
@@ -50,11 +54,11 @@ def sanitise(text: str, limit: int) -> str:
     for character in text:
         if character not in "\n\t" and unicodedata.category(character) in _INVISIBLE:
             continue
-        if character in "<[":
+        if character in "<[]":
             opened.append(len(kept))
         kept.append(character)
-        if character in ">]":
-            for start in opened[:-3:-1]:
+        if character in ">][":
+            for start in opened[:-5:-1]:
                 if len(kept) - start <= _LONGEST and _SPECIAL.fullmatch("".join(kept[start:])):
                     del kept[start:]
                     while opened and opened[-1] >= start:

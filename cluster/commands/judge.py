@@ -55,6 +55,11 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    if "=" in str(arguments.config) and not arguments.config.is_file():  # the default, with a value changed
+        arguments.overrides, arguments.config = (
+            [str(arguments.config), *arguments.overrides],
+            CONFIGS / "judge_cpu.yaml",
+        )
     file = load(arguments.config, arguments.overrides, ServeFile)
     (application,) = file.applications
     open_ = application.args.key_file is None and (arguments.insecure or application.args.insecure)

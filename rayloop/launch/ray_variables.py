@@ -64,9 +64,18 @@ def without_proxy(*hosts: str) -> dict[str, str]:
 def private_cluster(insecure: bool = False) -> Iterator[str]:
     """For a cluster of this process's own. Yields a temporary folder for the cluster's files; the token lies in it."""
     with temporary_folder() as folder:
+        if len(str(folder)) > LONGEST:
+            raise ConfigError(
+                f"{folder}: the sockets that Ray makes below it would have too long paths. Set TMPDIR to a folder of at most "
+                f"{LONGEST - len(folder.name) - 1} characters"
+            )
         token = None if insecure else new_secret(folder / "token", "the cluster's token")
         with _set(node_settings(token) | without_proxy() | UNREAD):
             yield str(folder)
+
+
+LONGEST = 43
+"""Characters of the folder of a private cluster's files: Ray's sockets are 64 longer, and a socket's path may have 107."""
 
 
 @contextmanager

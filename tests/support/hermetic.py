@@ -60,7 +60,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         and arguments
         and isinstance(arguments[0], str | bytes | os.PathLike)
     ):
-        path = os.path.abspath(os.fsdecode(arguments[0]))
+        given = os.fsdecode(arguments[0])
+        if event == "open" and arguments[1] is None and not os.path.isabs(given):
+            return  # of os.open, which may mean a file of an opened folder
+        path = os.path.abspath(given)
         if path == _RUNS or path.startswith(_RUNS + "/"):
             raise ReadsThisMachine(f"a test reads {path}: a fresh clone has no runs")
         if path.startswith(_HOME + "/") and not (path + "/").startswith(_OWN):

@@ -281,3 +281,25 @@ def test_a_brace_after_a_backslash_is_text() -> None:
     assert boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
     assert boxed(r"\boxed{a\\}") == r"a\\"
     assert boxed(r"\boxed{a\}") is None
+
+
+TOKENS = [
+    "<fim_prefix>", "<fim_suffix>", "<file_sep>", "<gh_stars>", "<reponame>", "<pad_0>", "<minimax:tool_call>",
+    "<arg_key>", "]~b]", "[e~[", "]~!b[", "<seed:think>", "<seed:bos>", "<[begin▁of▁sentence]>",
+    "<[end▁of▁sentence]>", "<ctrl99>", "<role>", "</role>", "<arg_value>", "<observation>", "<human>", "<R1>",
+    "<escape>", "<fake_token_around_image>", "<row_1_col_1>", "<global-img>", "<doc_sep>", "<empty_output>",
+    "<|im_start|>", "<s>", "[INST]", "<<SYS>>", "[IMG]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_special_tokens_do_not_reach_a_model(token: str) -> None:
+    assert sanitise(f"a{token}b", 100) == "ab"
+    assert token not in sanitise(f"{token[:2]}{token}{token[2:]}", 100), "nor come about by a removal"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "a[0][1]", "x ]~ y", "<b>bold</b>", "[[1,2],[3,4]]", "a < b > c", "<row>", "<file>"]
+)
+def test_what_only_looks_alike_stays(text: str) -> None:
+    assert sanitise(text, 100) == text

@@ -39,7 +39,7 @@ REPLIES = [
     json.dumps({"reason": "long " * 100, "verdict": "correct"}),
 ]  # fmt: skip
 
-KNOWN = {"rules": (2, "e8e3909319e65f09"), "prompt": (1, "59b4d3a783d1205d"), "reply": (1, "68c9afb3e9eecd63")}
+KNOWN = {"rules": (2, "e8e3909319e65f09"), "prompt": (2, "59b4d3a783d1205d"), "reply": (1, "68c9afb3e9eecd63")}
 """What is versioned -> its version, and the digest of what it does with the data of this test."""
 
 

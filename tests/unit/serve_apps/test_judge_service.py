@@ -560,6 +560,12 @@ def test_an_unguarded_judge_stays_on_loopback(tmp_path: Path) -> None:
         arguments.run(arguments)
 
 
+def test_a_value_is_changed_without_naming_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parsed(["judge", "serve", "http_options.port=8001", "http_options.host=0.0.0.0", "--insecure"])
+    with pytest.raises(ConfigError, match=r"http_options\.host 0\.0\.0\.0: without a key"):
+        arguments.run(arguments)
+
+
 def test_every_panel_draws_metrics_that_exist() -> None:
     known = {metric.name for metric in Metrics("r").registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
