@@ -23,21 +23,14 @@ from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.payloads import capture
 from rayloop.cluster.loop.publication import Publisher
-from rayloop.cluster.loop.saving import Saving, Step, vanished
+from rayloop.cluster.loop.saving import Saving, Step
 from rayloop.cluster.loop.watchdog import watch
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
 from rayloop.core.background import background, decisive
 from rayloop.core.deadlines import until_stopped
-from rayloop.core.failures import (
-    CheckpointError,
-    GenerationBudgetSpent,
-    GraderBroken,
-    PolicyLost,
-    Preempted,
-    RayloopError,
-)
+from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.timings import Timings, timed
@@ -184,8 +177,7 @@ class Driver:
             await self.saving.settle()
         checkpoint = await self.origin.restore(self.take, self.reporter.event)
         if checkpoint is None:
-            if self.saving.saved is not None:
-                raise CheckpointError(vanished(self.checkpoints.folder, self.saving.saved[1].folder.name))
+            self.saving.anew(self.origin.since)
             self.reinstate(self.initial)
         await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()

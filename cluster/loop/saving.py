@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from rayloop.core import events, incidents
@@ -52,6 +52,20 @@ class Saving:
         self.failed = 0
         self._store, self._tell, self._beside, self._timeout = store, tell, beside, timeout
         self._under_way: asyncio.Task[None] | None = None
+
+    def anew(self, since: int) -> None:
+        """Raises CheckpointError unless a run that finds no checkpoint may begin at step 0: this start has saved none. ``since``:
+        lineages that had begun before it. A driver that took another one's place reads in ``latest`` what that one saved."""
+        newest = self.saved[1].folder.name if self.saved else ""
+        if not newest and self._store.lineages() > since:
+            with suppress(OSError):
+                newest = (self._store.folder / "latest").read_text()
+        if newest:
+            raise CheckpointError(
+                f"{self._store.folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the "
+                "folder back and start again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another "
+                "name=..."
+            )
 
     def on_disk(self, version: Version) -> bool:
         """Whether there is a complete checkpoint of it."""
@@ -99,11 +113,3 @@ class Saving:
             return
         self.failed, self.saved = 0, (step.version, saved)
         self._tell(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), number)
-
-
-def vanished(folder: Path, newest: str) -> str:
-    """What to say when a run that has saved finds no checkpoint."""
-    return (
-        f"{folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the folder back and start "
-        "again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
-    )

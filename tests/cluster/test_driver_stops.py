@@ -24,6 +24,7 @@ from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.payloads import capture
 from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.saving import Saving
 from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import until_stopped
@@ -413,6 +414,18 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
     with pytest.raises(CheckpointError, match=r"step_000001.* was saved there, and no checkpoint is left"):
         asyncio.run(driver.main())
     assert begun == [0]
+
+
+def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    saving = Saving(store, lambda event, step: None, beside=False, timeout=1)
+    saving.anew(since=0)
+    store.next_lineage()
+    saving.anew(since=0)  # the driver before it had saved nothing
+    (store.folder / "latest").write_text("step_000020")
+    with pytest.raises(CheckpointError, match=r"step_000020 was saved there, and no checkpoint is left"):
+        saving.anew(since=0)
+    saving.anew(since=1)  # a start that a person makes after they were deleted
 
 
 @pytest.mark.parametrize(("where", "step"), [("beside", 2), ("update", 1)])
