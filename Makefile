@@ -74,17 +74,23 @@ docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.config.pages components > docs/components.md
 	$(BIN)/python -m rayloop.doctor.checks > docs/doctor.md
 
+# What pip says may be long: the last line says what to do. What is installed is kept.
+FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk. Mend that and run make again." >&2; exit 1; }
+
 $(VENV)/.torch:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rayloop: $$($(PYTHON) --version) is too old," \
+		"3.11 is the oldest that works: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
+		{ echo "rayloop: no virtual environment could be made. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install -q "$(TORCH)" || $(FAILED)
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch $(SPEC)
-	$(BIN)/python -m pip install -q -e . -c constraints.txt
+	@$(BIN)/python -m pip install -q -e . -c constraints.txt || $(FAILED)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(SPEC)
-	$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt
+	@$(BIN)/python -m pip install -q -e ".[dev]" -c constraints.txt || $(FAILED)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev

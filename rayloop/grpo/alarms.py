@@ -107,7 +107,7 @@ class Alarms:
         self._active: set[str] = set()
         self.collapse = Collapse(settings)
         self._kinds: set[UnscoredKind] = set()
-        self._trace = ""
+        self._trace = self._returned = ""
         self.graded = False
         """The first group has reached the grader. It is in the checkpoint: the first one after a resume proves nothing."""
         self._raised: list[bool] = []
@@ -185,7 +185,9 @@ class Alarms:
 
     def _first_of_its_kind(self, member: Member) -> None:
         outcome, trajectory, task = member.outcome, str(member.summary.id), member.summary.task_id
-        if outcome.trace and not self._trace:
+        if isinstance(outcome, Unscored) and outcome.kind is UnscoredKind.INVALID_REWARD:
+            self._returned = self._returned or outcome.trace
+        elif outcome.trace and not self._trace:
             self._trace = outcome.trace
             self._tell(grader_error(member))
         if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
@@ -203,8 +205,8 @@ class Alarms:
 
     def _stop_if_all(self, raised: Sequence[bool], which: str) -> None:
         if len(raised) >= 2 and all(raised):
-            why = _last_line(self._trace or "no traceback")
-            did = "returned no number" if self._trace.startswith("the reward ") else "raised"
+            why = _last_line(self._trace or self._returned or "no traceback")
+            did = "returned no number" if self._returned and not self._trace else "raised"
             raise GraderBroken(
                 f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
                 "events.jsonl). Repair it, and look at it with `python -m rayloop try CONFIG`: a dataset column that is missing, "

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
+from rayloop.grpo.collapse import Collapse, CollapseSettings
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
 from tests.support.drivers import made_driver
@@ -36,6 +37,7 @@ class EpisodeRunner:
 
 class Production:
     finished = SimpleNamespace(groups=[1, 2, 3, 4, 5, 6])
+    alarms = SimpleNamespace(collapse=Collapse(CollapseSettings()))
 
     async def collect(self, *_: Any) -> Any:
         raise GenerationBudgetSpent("0 of 8 trajectories survived.")
