@@ -286,7 +286,7 @@ def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
 
 
 def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
-    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 8, [], 0.3
+    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 16, [], 0.3
     settings = RewardSettings(source=Component(use=f"{__name__}:Grader"))
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     began, before = time.monotonic(), threading.active_count()
