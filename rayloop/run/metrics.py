@@ -81,7 +81,12 @@ METRICS = tuple(
         # The trainer
         ("actor/loss", "1", "The loss (policy gradient, KL, entropy) as aggregated, mean over the step's updates."),
         ("actor/kl", "nats/token", "Mean k3 estimate of KL(current, reference), without its coefficient."),
-        ("actor/entropy", "nats/token", "Mean entropy of the policy's distribution (masked, at its temperature)."),
+        (
+            "actor/entropy",
+            "nats/token",
+            "Mean entropy of the policy's distribution (masked, at its temperature), of what is computed: trajectories with "
+            "an advantage of 0 are left out without a KL or entropy term, as in clip_*, capped and old_behaviour_*.",
+        ),
         ("actor/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
         ("actor/lr", "1", "Learning rate of the last update."),
         ("actor/updates", "updates", "Optimizer updates done in the step."),
@@ -195,8 +200,16 @@ METRICS = tuple(
         ("timing_s/testing", "s", "Evaluation on held-out tasks."),
         ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
         ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),
-        ("perf/tokens_per_second", "tokens/s", "Sampled tokens of the finished trajectories, per second of the step."),
-        ("perf/trajectories_per_second", "trajectories/s", "Finished trajectories per second of the step."),
+        (
+            "perf/tokens_per_second",
+            "tokens/s",
+            "Sampled tokens of the finished trajectories, per second of the step without its evaluation.",
+        ),
+        (
+            "perf/trajectories_per_second",
+            "trajectories/s",
+            "Finished trajectories per second of the step without its evaluation.",
+        ),
     )
 )
 

@@ -186,6 +186,7 @@ class Reporter:
         """Write one record to metrics.jsonl, and hand it to the other loggers."""
         self._step = step
         seconds = sum(timings.values())
+        busy = max(seconds - timings.get("testing", 0.0), 1e-9)
         found = step_metrics(collected, self.config.algorithm.target)
         record = {
             "step": float(step),
@@ -195,8 +196,8 @@ class Reporter:
             **self._evaluation,
             **{f"timing_s/{name}": value for name, value in timings.items()},
             "timing_s/step": seconds,
-            "perf/trajectories_per_second": sum(len(g.members) for g in collected.finished) / max(seconds, 1e-9),
-            "perf/tokens_per_second": found.get("rollout/tokens", 0.0) / max(seconds, 1e-9),
+            "perf/trajectories_per_second": sum(len(g.members) for g in collected.finished) / busy,
+            "perf/tokens_per_second": found.get("rollout/tokens", 0.0) / busy,
             **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
