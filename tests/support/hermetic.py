@@ -30,6 +30,7 @@ _OWN = tuple(
     if path != _HOME
 )
 _which = shutil.which
+_stat = os.stat
 _RUNS = os.path.realpath(ROOT / "runs")
 
 
@@ -51,7 +52,18 @@ def hold() -> None:
         found = _which(cmd, *arguments, **options)
         return None if found and _foreign(str(found)) else found
 
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | bytes | os.PathLike) and options.get("dir_fd") is None:
+            _no_runs(os.path.abspath(os.fsdecode(path)))
+        return _stat(path, *arguments, **options)
+
     shutil.which = which
+    os.stat = stat  # no audit event: a test that only asks whether a run is there fails here before there is one
+
+
+def _no_runs(path: str) -> None:
+    if path.startswith(_RUNS + "/"):
+        raise ReadsThisMachine(f"a test reads {path}: a fresh clone has no runs")
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -64,8 +76,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and arguments[1] is None and not os.path.isabs(given):
             return  # of os.open, which may mean a file of an opened folder
         path = os.path.abspath(given)
-        if path == _RUNS or path.startswith(_RUNS + "/"):
-            raise ReadsThisMachine(f"a test reads {path}: a fresh clone has no runs")
+        _no_runs(path + "/" if path == _RUNS else path)
         if path.startswith(_HOME + "/") and not (path + "/").startswith(_OWN):
             raise ReadsThisMachine(f"a test reads {path}, below the home of this machine's user")
     elif event == "subprocess.Popen" and _foreign(str(arguments[0] or "")):

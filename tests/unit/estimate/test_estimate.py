@@ -157,15 +157,21 @@ def qwen7b() -> Shape:
     return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
 
 
+@pytest.fixture
+def fresh_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder has the recipes and no runs."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+
+
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a model of the size that the recipe names."""
-    monkeypatch.chdir(ROOT)
     try:
         config = read(ROOT / name, [])
     except ConfigError:
@@ -184,9 +190,8 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
 
 
 def test_four_ranks_are_too_few_for_arpos_episodes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rayloop.cluster.commands.estimate.read_shape", lambda *_: qwen7b())
     assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=4"]) == 0
     assert "fits a card of 141 GB" in capsys.readouterr().out
