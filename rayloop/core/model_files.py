@@ -20,7 +20,7 @@ BLOCKS, BLOCK = 16, 2**16
 HUB = 3.0
 """Seconds within which the Hub must say which commit a name stands for; it is asked once."""
 HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
-TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt"), "*.safetensors"
+TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
 
 
 def hashed(files: Iterable[Path]) -> str:
@@ -54,16 +54,25 @@ class Resolved:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights that are here, sorted."""
-        return sorted(self.folder.glob(WEIGHTS))
+        """The files of weights that are here, sorted: those that the index names, else model.safetensors, else any.
+
+        Repositories may hold the same weights a second time, in their authors' own layout (consolidated.safetensors).
+        """
+        whole = self.folder / "model.safetensors"
+        found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
+        return sorted(file for file in found if file.is_file())
 
     @property
     def whole(self) -> bool:
-        """Whether all weights are here: the files that an index names, else any."""
+        """Whether all weights are here."""
+        return bool(self.weights) and all(file.is_file() for file in self._named())
+
+    def _named(self) -> set[Path]:
+        """The files that the index names; empty: there is no index."""
         index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            return all((self.folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
-        return bool(self.weights)
+        if not index.is_file():
+            return set()
+        return {self.folder / file for file in json.loads(index.read_text())["weight_map"].values()}
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
@@ -146,7 +155,11 @@ def _downloaded(path: str, commit: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, revision=commit, allow_patterns=[*TEXTS, *([WEIGHTS] * weights)]))
+        folder = Path(snapshot_download(path, revision=commit, allow_patterns=[*TEXTS], ignore_patterns=["*/*"]))
+        if weights:
+            files = [file.name for file in Resolved(folder)._named()] or [WEIGHTS]
+            snapshot_download(path, revision=commit, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"])
+        return folder
     except Exception as error:  # as above; a disk may also be full
         raise ConfigError(
             f"model.path: {path} at {commit} could not be downloaded: {type(error).__name__}: {str(error)[:300]}"

@@ -91,6 +91,19 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     assert read_shape(NAME).parameters == 5
 
 
+def test_weights_that_are_there_a_second_time_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights(tmp_path, "consolidated.safetensors", b=(9,))
+    weights(tmp_path, a=(2,))
+    assert read_shape(str(tmp_path)).parameters == 2
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights(tmp_path, "model-1-of-2.safetensors", a=(2,))
+    assert not resolve(str(tmp_path)).whole
+    weights(tmp_path, "model-2-of-2.safetensors", b=(3,))
+    assert read_shape(str(tmp_path)).parameters == 5
+
+
 def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, COMMIT)
     before = resolve(NAME).identity()
@@ -98,23 +111,26 @@ def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: py
     assert resolve(NAME, weights=True).identity() == before
 
 
-def test_another_commit_than_the_cached_one_is_downloaded(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_commit_than_the_cached_one_is_downloaded(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights(hub, a=(1,))
     asked, real = answering(monkeypatch, OTHER), []
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def download(path: str, **options: object) -> str:
-        real.append(options)
         if options.get("local_files_only"):
             raise FileNotFoundError
-        return "/somewhere"
+        real.append((options["revision"], sorted(options["allow_patterns"])))  # type: ignore[call-overload]
+        return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve(NAME, "v2", weights=True).commit == OTHER
     assert resolve(NAME, "v2").commit == OTHER
     assert asked == ["v2"], "once per process"
-    assert [(o["revision"], "*.safetensors" in o.get("allow_patterns", ())) for o in real] == [
-        (OTHER, False), (OTHER, True), (OTHER, False), (OTHER, False),
-    ]  # fmt: skip
+    texts = (OTHER, sorted(model_files.TEXTS))
+    assert real == [texts, (OTHER, ["one.safetensors", "two.safetensors"]), texts], "only what the index names"
 
 
 def test_a_hub_that_does_not_answer_costs_three_seconds_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
