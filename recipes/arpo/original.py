@@ -18,7 +18,8 @@ WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""Words at which it stops reading a turn: it does nothing else then, and never makes the code of the calls behind them."""
+"""Words at which it stops reading a turn: it never makes the code of the calls behind them. Of these its code knows ``finished``
+alone; for the others it would write what it writes for any name that it does not know."""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -49,8 +50,8 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 
 def parsed(text: str) -> list[Parsed]:
-    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``, whose code is its word. Those
-    behind it must be calls in Python's syntax only. Raises Broken."""
+    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Those behind it must be calls
+    in Python's syntax only. Raises Broken."""
     text = text.strip()
     before, mark, written = text.rpartition("Action:")
     if not mark:
@@ -61,7 +62,7 @@ def parsed(text: str) -> list[Parsed]:
     start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{thought}\n'''\n"
     made = []
     for name, inputs in found:
-        made.append(Parsed(name, inputs, name if name in _ENDS else _code(start, name, inputs)))
+        made.append(Parsed(name, inputs, _code(start, name, inputs)))
         if name in _ENDS:
             break
     return made
@@ -134,6 +135,8 @@ def _point(box: str, short: str = "ValueError") -> tuple[float, float]:
 
 def _code(start: str, name: str | None, inputs: Mapping[str, str]) -> str:
     box, end = inputs.get("start_box"), inputs.get("end_box")
+    if name == "finished":
+        return "finished"
     if name == "press":
         raise Broken("UnboundLocalError")  # it looks at the key of another branch
     if name in _POINTED:
