@@ -17,6 +17,7 @@ from rayloop.core.groups import Outcome, Scored, Unscored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.envs.interpreter import text as interpreter
+from rayloop.envs.interpreter.environment import PythonInterpreter
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
 from rayloop.recipes.pyvision.reward import PyVisionReward
@@ -129,7 +130,10 @@ def execute(entry: Entry, file: Sequence[Entry]) -> Any:
     turn, sandbox = entry.need("action"), entry.inputs.get("sandbox")
     code = interpreter.code(turn)
     paid = original.step_reward(turn, code is not None, _reward()._settings.per_call)
-    got: dict[str, Any] = {"reward": paid, "done": interpreter.answer(turn) is not None}
+    if interpreter.answer(turn) is not None:
+        ended = object.__new__(PythonInterpreter).step(turn)  # it asks for no sandbox
+        return {"obs": ended.observation or "", "reward": paid, "done": ended.done, "info": ended.info}
+    got: dict[str, Any] = {"reward": paid, "done": False}
     if "code_run" in entry.expected:
         return {"code_run": (code or "").strip()}
     if sandbox is None and code is None:

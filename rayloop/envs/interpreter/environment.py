@@ -103,8 +103,8 @@ class PythonInterpreter:
     def step(self, turn: str) -> StepResult:
         """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
         code = text.code(turn)
-        if text.answer(turn) is not None:
-            return StepResult(done=True)
+        if (answer := text.answer(turn)) is not None:
+            return StepResult(done=True, info={"final_answer": answer})
         if code is None:
             return self._refused(
                 "there is neither code (a ```python block, closed by ```) nor an <answer> in this turn"

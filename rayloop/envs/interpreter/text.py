@@ -42,9 +42,9 @@ def forbidden(code: str, expressions: Sequence[str]) -> bool:
 
 
 def answer(turn: str) -> str | None:
-    """What the last ``<answer>`` holds, None when there is none or it is empty."""
+    """What the last ``<answer>`` holds, as it is written; None when there is none or it is blank."""
     found = _ANSWER.findall(turn)
-    return (found[-1].strip() or None) if found else None
+    return found[-1] if found and found[-1].strip() else None
 
 
 def opened(text: str) -> str:

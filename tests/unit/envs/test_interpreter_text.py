@@ -18,7 +18,7 @@ def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None
 
 
 def test_an_answer_is_the_last_one_and_not_empty() -> None:
-    assert text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>") == "\\boxed{B}"
+    assert text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>") == "\n\\boxed{B}\n"
     assert text.answer("<answer> \n</answer>") is None
     assert text.answer("\\boxed{A}") is None
 
@@ -34,7 +34,7 @@ def test_code_with_a_forbidden_call_is_found(code: str, refused: bool) -> None:
 
 def test_a_typed_line_is_code_or_an_answer() -> None:
     assert text.code(INTERPRETERS.turn("print(1)")) == "print(1)\n"
-    assert text.answer(INTERPRETERS.turn("answer 7")) == "\\boxed{7}"
+    assert text.answer(INTERPRETERS.turn("answer 7")) == "\n\\boxed{7}\n"
     written = "<code>\n```python\n1\n```\n</code>"
     assert INTERPRETERS.turn(written) == written
     assert dots(3) == dots(3) != dots(4)

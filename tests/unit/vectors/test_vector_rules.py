@@ -136,6 +136,19 @@ def test_the_first_block_is_read(text: str, expected: Any, outcome: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("turn", "held"),
+    [
+        ("<answer>blue</answer>", "blue"),
+        ("<answer>\n\\boxed{7}\n</answer>", "\n\\boxed{7}\n"),
+        ("<code>\n```python\nprint(1)\n```\n</code><answer>a</answer> no, <answer>b</answer>", "b"),
+    ],
+)
+def test_an_answer_ends_the_episode_unpaid_and_unanswered(turn: str, held: str) -> None:
+    ended = {"obs": "", "reward": 0.0, "done": True, "info": {"final_answer": held}}
+    assert verdict("env.execute", {"action": turn}, ended) == "agree"
+
+
+@pytest.mark.parametrize(
     ("response", "truth", "score", "outcome"),
     [
         ("8.5", "10", 0.7, "agree"), ("1,000", "1000", 0.0, "agree"), ("12,345.6", "10", 0.6, "agree"),
