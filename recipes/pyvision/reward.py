@@ -111,6 +111,8 @@ class PyVisionReward:
 
     def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
         said, true = original.first_number(response), original.first_number(task.ground_truth)
+        if said is None and true == 0:
+            return Scored(0.0, components)  # it does not calculate with a truth of 0
         if said is None or true is None:
             return Scored(0.0, components, ("raised", "TypeError"))
         return self._paid(Scored(mean_relative_accuracy(true, said)), {**components, "format": 1.0})

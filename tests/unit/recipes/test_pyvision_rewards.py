@@ -211,6 +211,9 @@ def test_where_the_original_raised_the_value_is_0_with_a_flag() -> None:
     for source, name in (("chart", "UnboundLocalError"), ("xince", "NameError")):
         assert outcome(original, [answered("blue")], episode(None), source=source).flags == ("raised", name)
     assert outcome(original, ["none"], episode(None), "3", "vsi_numerical").flags == ("raised", "TypeError")
+    assert outcome(original, ["none"], episode(None), "0", "vsi_numerical") == Scored(
+        0.0, {"accuracy": 0.0, "calls": 0.0, "right": 0.0, "format": 0.0}
+    ), "of a truth of 0 it only asks whether the answer is 0"
     vl = pyvision(variant="original", published="vl_agent", accuracy=use(Right))
     assert outcome(vl, [answered("blue")], episode(None), source="chart").value == 1.0
 
