@@ -9,6 +9,7 @@ How = Literal["tagged_box", "tag", "box", "last_line", "whole"]
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
+_GROUP = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or what a backslash makes text."""
 
@@ -36,15 +37,21 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` with balanced braces holds, or None; ``\{`` and ``\}`` do not count. One pass."""
+    r"""What the last ``\boxed{...}`` with balanced braces holds, or None; ``\{`` and ``\}`` do not count. Braces around all
+    of it only group, and are left out. Linear."""
     starts = {match.end() for match in _BOX.finditer(text)}
     if not starts:
         return None
     opened: list[int] = []
-    found = (-1, -1)
+    ends: dict[int, int] = {}
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":
             opened.append(brace.end())
-        elif brace.group() == "}" and opened and (start := opened.pop()) in starts:
-            found = max(found, (start, brace.start()))
-    return None if found[0] < 0 else text[slice(*found)].strip()
+        elif brace.group() == "}" and opened:
+            ends[opened.pop()] = brace.start()
+    if not (closed := starts & ends.keys()):
+        return None
+    start, end = (last := max(closed)), ends[last]
+    while (group := _GROUP.match(text, start, end)) and not text[ends[group.end()] + 1 : end].strip():
+        start, end = group.end(), ends[group.end()]
+    return text[start:end].strip()

@@ -274,6 +274,9 @@ def test_extract(text: str, how: str, answer: str | None) -> None:
 def test_boxes_nest() -> None:
     assert boxed("\\boxed{\\boxed{blue}}") == "blue"
     assert boxed("\\boxed{a{b}c}") == "a{b}c"
+    assert boxed("\\boxed{{7}}") == boxed("\\boxed{{{7} }}") == "7", "braces around all of it only group"
+    assert boxed("\\boxed{{1},{2}}") == "{1},{2}"
+    assert boxed("\\boxed{{}}") == ""
 
 
 def test_a_brace_after_a_backslash_is_text() -> None:

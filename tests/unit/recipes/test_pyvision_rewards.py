@@ -167,6 +167,8 @@ def test_a_judges_share_is_the_accuracy_and_its_failure_no_reward() -> None:
         ("option", "B", "C", 0.0, ()),
         ("option", "B", "Both", 0.0, ()),
         ("rules", "3", "3.0", 1.0, ()),
+        ("rules", "[2003,2009]", "[2003, 2009]", 1.0, ()),
+        ("rules", "7", "{7}", 1.0, ()),
         ("rules", "blue", "it is blue", 0.0, ("undecided",)),
         ("rules", "5", "7", 0.0, ()),
     ],
