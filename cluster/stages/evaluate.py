@@ -70,9 +70,9 @@ def evaluate(
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
     make_folder(out, "--out")
-    _claim(out / "identity.json", identity)
     items_file = out / "items.jsonl"
     done = read_items(items_file)
+    _claim(out / "identity.json", identity, empty=not done)
     missing = _missing(config, asked, {item.key for item in done})
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
     why = ""
@@ -88,7 +88,7 @@ def evaluate(
     if wanted and not items:
         raise NothingScored(
             f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Mend that, and run the "
-            f"same command again; {out}/events.jsonl has all reasons"
+            f"command again; {out}/events.jsonl has all reasons"
         )
     summary = {
         "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
@@ -252,8 +252,9 @@ def _read(path: str, config: RunConfig) -> Dataset:
     return Dataset(path, config.data.reader.build(), config.data.strict, report, config.environment.kinds)
 
 
-def _claim(file: Path, identity: dict[str, str]) -> None:
-    if file.exists() and (before := json.loads(file.read_text())) != identity:
+def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
+    """A folder without an answer belongs to nobody yet."""
+    if not empty and file.exists() and (before := json.loads(file.read_text())) != identity:
         changed = ", ".join(name for name in identity if before.get(name) != identity[name])
         raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
     file.write_text(json.dumps(identity) + "\n")

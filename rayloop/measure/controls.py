@@ -204,7 +204,9 @@ def table(summary: dict[str, Any]) -> list[str]:
     if differences := summary["differences"]:
         lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
     if summary["unscored"]:
-        lines.append(f"{summary['unscored']} answers have no score (events.jsonl says why); run again to play them")
+        lines.append(
+            f"{summary['unscored']} answers have no score; run again to play them once events.jsonl's reason is mended"
+        )
     return lines
 
 

@@ -131,10 +131,12 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
         "rayloop.cluster.stages.evaluate._play", lambda *_: "t1: over_long_prompt: the prompt has 9 tokens"
     )
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
-    with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
-        run_evaluation(
-            config, config.data.train, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
-        )
+    mended = config.model_copy(update={"seed": config.seed + 1})
+    for one in (config, mended):  # a folder without an answer belongs to nobody
+        with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
+            run_evaluation(
+                one, config.data.train, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
+            )
     assert not (tmp_path / "out/results.json").exists()
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayloop import recipes
+from rayloop.chat.rendering import Renderer
 from rayloop.cluster.cli import main
 from rayloop.cluster.commands.eval import evaluation_folder
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.data.dataset import Dataset
 from rayloop.recipes.pyvision.option import OptionReward
 from rayloop.run.config import read
+from tests.support.pictures import picture
 from tests.support.runs import ROOT
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
@@ -41,6 +45,21 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
         "how its rows are made"
     )
     assert evaluation_folder(config, None, name).name == f"quickstart-{name}"
+
+
+def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> None:
+    (tmp_path / "page.png").write_bytes(picture(896, 672))
+    choices = "(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather"
+    asked = f"What is the material of the glove?\n{choices}\nAnswer with the option's letter from the given choices directly."
+    row = {"id": "1", "image": "page.png", "question": asked, "answer": "B"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    over = recipes.benchmarks()["vstar"]
+    config = read(ROOT / "recipes/pyvision/quickstart.yaml", [f"model.path={ROOT}/recipes/pyvision/tiny"], [over])
+    (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
+    length = len(Renderer(config.model).prompt(task.messages).token_ids)
+    assert 96 < length < config.environment.episode.max_prompt_tokens - 32, (
+        "room for what the environment puts around an image"
+    )
 
 
 def test_a_mistake_in_a_benchmark_is_told_with_its_line(tmp_path: Path) -> None:
