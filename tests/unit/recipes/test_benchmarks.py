@@ -12,11 +12,13 @@ from rayloop import recipes
 from rayloop.chat.rendering import Renderer
 from rayloop.cluster.cli import main
 from rayloop.cluster.commands.eval import evaluation_folder
+from rayloop.cluster.stages.evaluate import _more
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
+from rayloop.measure.controls import RIGHT, Item
 from rayloop.recipes.pyvision.option import OptionReward
 from rayloop.run.config import read
 from tests.support.pictures import picture
@@ -45,6 +47,22 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
         "how its rows are made"
     )
     assert evaluation_folder(config, None, name).name == f"quickstart-{name}"
+
+
+def test_screenspot_reads_qwens_own_boxes_and_has_a_cell_of_each_platform_and_element() -> None:
+    config = read(ROOT / "recipes/arc_vision/arc_vision.yaml", [], [recipes.benchmarks()["screenspot"]])
+    kinds = {"platform": "web", "element": "icon", "image_size": [100, 100]}
+    tasks = [
+        Task("a", (), [0.2, 0.2, 0.4, 0.4], extra=kinds),
+        Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"}),
+    ]
+    outcome = config.reward.source.build().score(
+        PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}'])
+    )
+    assert isinstance(outcome, Scored)
+    assert (outcome.value, outcome.components["click"]) == (pytest.approx(1.0), 1.0)
+    cells = _more(config, tasks, [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks])["by"]
+    assert set(cells["platform+element"]) == {"web icon", "web text"}
 
 
 def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> None:
