@@ -9,7 +9,7 @@ from pathlib import Path
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
 from rayloop.cluster.commands.arguments import add_overrides
-from rayloop.cluster.commands.solvable import keep_solvable, solvable_options
+from rayloop.cluster.commands.solvable import OPTION, keep_solvable, solvable_options
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.data.published import prepare
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    if {"-h", "--help"} & set(arguments.options):
+        print(f"with any NAME: {OPTION}\n")
     solvable, options = solvable_options(arguments.options)
     code = _made(arguments.name, options)
     if solvable.by is not None and not code:

@@ -17,6 +17,8 @@ from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import SolvedSettings
 
 ITEMS = "items.jsonl"
+OPTION = """--solvable-by CHECKPOINT --config CONFIG [--attempts N] keeps the training rows that a policy solves at least once;
+--solvable-by FOLDER asks an evaluation that is there"""
 
 
 def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -378,6 +378,13 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
     assert main(command) == 2
 
 
+@pytest.mark.parametrize("name", ["osworld", "screenspot"])
+def test_help_names_the_option_of_all_data_sets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", name, "--help"])
+    assert "--solvable-by" in capsys.readouterr().out
+
+
 def test_rows_that_were_never_solved_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
