@@ -22,7 +22,8 @@ hermetic.hold()
 
 
 @pytest.fixture(autouse=True)
-def _marks(request: pytest.FixtureRequest) -> None:
+def _hermetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test may use of this machine."""
     hermetic.marks.clear()
     hermetic.marks.update(mark.name for mark in request.node.iter_markers())
+    monkeypatch.setattr(hermetic, "running", True)

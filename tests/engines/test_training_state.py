@@ -19,7 +19,8 @@ from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.engines.training import state
 
 OLD = Path(__file__).parents[1] / "data/checkpoints/schema_2/trainer"
-"""``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2`` as Python 3.11.2 pickles it."""
+"""``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2`` as Python 3.11.2 pickles
+it, and ``.metadata.3_13_5`` as 3.13.5 does."""
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
@@ -87,14 +88,24 @@ def test_values_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
         state.save(str(tmp_path / "new"), values, 0)
 
 
-@pytest.mark.parametrize("written_by", ["3.11.7", "3.11.2"])
+@pytest.mark.parametrize("written_by", ["3.11.7", "3.11.2", "3.13.5"])
 def test_checkpoints_of_schema_2_are_read_whichever_python_wrote_their_index(tmp_path: Path, written_by: str) -> None:
-    """Until 3.11.3 an enumeration was pickled as ``getattr(class, name)``, later as ``class(value)``."""
+    """Until 3.11.3 an enumeration was pickled as ``getattr(class, name)``, later as ``class(value)``; 3.13 moved pathlib."""
     folder = tmp_path / "trainer"
     shutil.copytree(OLD, folder)
-    if written_by == "3.11.2":
-        shutil.move(folder / ".metadata.3_11_2", folder / ".metadata")
-    assert (b"getattr" in (folder / ".metadata").read_bytes()) == (written_by == "3.11.2")
+    if written_by != "3.11.7":
+        shutil.move(folder / f".metadata.{written_by.replace('.', '_')}", folder / ".metadata")
+    pickled = (folder / ".metadata").read_bytes()
+    assert (b"getattr" in pickled, b"pathlib._local" in pickled) == (written_by == "3.11.2", written_by == "3.13.5")
+    assert_filled(folder)
+
+
+def test_a_checkpoint_of_another_minor_version_of_python_is_read() -> None:
+    """``tensors(1)`` with 7 updates, written by ``save`` of this project under Python 3.13.5 and torch 2.14.1."""
+    assert_filled(OLD.parents[1] / "schema_3/trainer")
+
+
+def assert_filled(folder: Path) -> None:
     loaded = tensors(0)
     state.load(str(folder), loaded, 0)
     assert int(loaded["updates"]) == 7

@@ -23,6 +23,8 @@ FOREIGN: Mapping[str, frozenset[str]] = {
 """Mark of tests that may use programs of this machine -> the programs."""
 marks: set[str] = set()
 """Of the test that runs now."""
+running = False
+"""A test runs; pytest itself looks at every folder of the checkout while it collects."""
 _HOME = os.path.realpath(os.path.expanduser("~"))
 _OWN = tuple(
     os.path.realpath(path) + "/"
@@ -53,7 +55,7 @@ def hold() -> None:
         return None if found and _foreign(str(found)) else found
 
     def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        if isinstance(path, str | bytes | os.PathLike) and options.get("dir_fd") is None:
+        if running and isinstance(path, str | bytes | os.PathLike) and options.get("dir_fd") is None:
             _no_runs(os.path.abspath(os.fsdecode(path)))
         return _stat(path, *arguments, **options)
 
