@@ -55,7 +55,14 @@ def run(play: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0, 12), Sampling(0.7, 12, min_tokens=4), Sampling(1.0, 12, stop=("e",)), Sampling(1.0, 3)]
+    "sampling",
+    [
+        Sampling(0.0, 12),
+        Sampling(0.7, 12, min_tokens=4),
+        Sampling(1.0, 12, stop=("e",)),
+        Sampling(1.0, 3),
+        Sampling(1.0, 3, min_tokens=8),
+    ],
 )
 def test_tokens_and_logprobs_are_those_of_the_engine_behind_it(
     sampling: Sampling, server: Server, tiny_text: Path, tmp_path: Path

@@ -38,6 +38,8 @@ def test_what_is_sent() -> None:
         "temperature": 0.8, "max_new_tokens": 12, "min_new_tokens": 2, "stop": ["</a>"], "stop_token_ids": [5],
         "logit_bias": {"7": -1e9, "9": -1e9}, "sampling_seed": 3, "skip_special_tokens": False,
     }  # fmt: skip
+    near_the_end = sglang.parameters(TokenPrompt((1,)), Sampling(max_tokens=3, min_tokens=8))
+    assert near_the_end["min_new_tokens"] == 3, "SGLang refuses a minimum above the maximum"
     small, large = image(28, 28), image(56, 56)
     asked = TokenPrompt((1, 2, 2, 2, 2, 2, 3, 3, 2, 4), (large, small, small))
     assert sglang.collapsed(asked, image_token=2) == [1, 2, 2, 3, 3, 2, 4]

@@ -43,6 +43,8 @@ class Server:
         body = await self._body(request)
         if self.faults:
             return JSONResponse({"error": "as the test wants it"}, self.faults.pop(0))
+        if body["min_tokens"] > body["max_tokens"]:
+            return JSONResponse({"error": "min_tokens must be less than or equal to max_tokens"}, 400)  # as vLLM's does
         if self._engine is None:
             self._engine = await engine(self.model)
         done = await self._engine.generate(

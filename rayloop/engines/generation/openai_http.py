@@ -136,8 +136,8 @@ class OpenAiHttpEngine:
             {
                 "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
                 "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
-                "max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens, "stop": list(sampling.stop),
-                "stop_token_ids": list(sampling.end_tokens), "include_stop_str_in_output": True,
+                "max_tokens": sampling.max_tokens, "min_tokens": min(sampling.min_tokens, sampling.max_tokens),
+                "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "include_stop_str_in_output": True,
                 "logit_bias": {str(token): -100 for token in sampling.banned_tokens},
                 "logprobs": 1, "return_token_ids": True, "skip_special_tokens": False,
             },

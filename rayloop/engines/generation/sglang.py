@@ -9,7 +9,7 @@ import asyncio
 import io
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class SglangEngine:
         SGLang says nothing of tensors that it misses.
         """
         self._version = None
-        verify(manifest, tensors)
+        await asyncio.to_thread(verify, manifest, tensors)
         if missing := sorted(self._names - tensors.keys()):
             few = ", ".join(missing[:3])
             raise PublicationError(
@@ -111,7 +111,7 @@ class SglangEngine:
 
         _check(manifest, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         for bucket in buckets(manifest, BUCKET_BYTES):
-            on_gpu = [(name, tensors[name].cuda()) for name in bucket.offsets]  # kept until the next bucket replaces it
+            on_gpu = await asyncio.to_thread(_on_gpu, tensors, bucket.offsets)  # kept until the next bucket replaces it
             parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
             request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
             _check(manifest, await self._manager.update_weights_from_tensor(request))
@@ -122,6 +122,10 @@ class SglangEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(self._version, self._running, 0)
+
+
+def _on_gpu(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[tuple[str, Tensor]]:
+    return [(name, tensors[name].cuda()) for name in names]
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
@@ -149,9 +153,13 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
 
 
 def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature."""
+    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature.
+
+    Not ``ignore_eos``, as for vLLM: SGLang then ignores ``stop_token_ids``, too.
+    """
     return {
-        "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": min(sampling.min_tokens, sampling.max_tokens),
         "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "sampling_seed": prompt.seed,
         "logit_bias": {str(token): -1e9 for token in sampling.banned_tokens}, "skip_special_tokens": False,
     }  # fmt: skip
