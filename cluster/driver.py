@@ -244,7 +244,7 @@ class Driver:
     async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
         records = await self.dump(self.production.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
-        cause = self.production.alarms.collapse.cause(self.config.policy.optimizer.lr)
+        cause = self.production.alarms.collapsed(self.config.policy.optimizer.lr)
         examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
         return type(error)(" ".join([str(error), *filter(None, [cause]), *examples]))
 

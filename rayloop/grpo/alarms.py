@@ -163,6 +163,14 @@ class Alarms:
         """All metrics of a step, once they are on record: has the policy collapsed?"""
         self._raise_or_tell("collapse", self.collapse.step(metrics))
 
+    def collapsed(self, learning_rate: float) -> str:
+        """For a run that ends for lack of groups with a gradient: the sentence on entropy and learning rate, also an alarm;
+        empty unless the policy has collapsed."""
+        why = self.collapse.cause(learning_rate)
+        if why and "collapse entropy" not in self._active:
+            self._tell(incidents.Alarm("entropy", why=why))
+        return why
+
     @property
     def unseen(self) -> bool:
         """Nobody has looked at drift for so long that fresh episodes must be ``compared``."""

@@ -18,6 +18,7 @@ EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all
 
 OPEN = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
 HALF = 0.5
+"""Share of its first entropy below which a policy that no longer finds groups to train on has collapsed."""
 STEPS = 5
 """Steps that a value is averaged over, and the first steps that lengths are compared with: one odd batch is no collapse."""
 
@@ -27,7 +28,7 @@ class CollapseSettings(SettingsModel):
 
     entropy: Floor = Floor(warn=0.05)
     """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples of a group are the same. Lower
-    ``warn`` where answers are to become certain."""
+    ``warn`` where answers are to become certain. Five steps without a gradient count as 0."""
     response_length: Floor = Floor(warn=0.6)
     """Sampled tokens per answer, as a share of what the run's first five steps had. Lower ``warn`` where answers are to become
     shorter."""
@@ -54,6 +55,8 @@ class Collapse:
         }
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Of the run's first steps, in tokens and nats. They are in the checkpoint: a collapse may come after a resume."""
+        self._unknown = 0
+        """Steps in a row that computed nothing, and so have no entropy."""
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
         """What a step does not have says nothing; the same of a value that fewer than ``STEPS`` steps have had."""
@@ -64,6 +67,14 @@ class Collapse:
             if name in metrics and len(first) < STEPS:
                 first.append(metrics[name])
         found = {name: mean(values) for name, values in self._last.items() if len(values) == STEPS}
+        self._unknown = 0 if ENTROPY in metrics else self._unknown + 1
+        if self._unknown >= STEPS:
+            text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
+            found.pop(ENTROPY, None)
+            return {"entropy": (0.0, self._settings.entropy, text)} | self._alarms(found)
+        return self._alarms(found)
+
+    def _alarms(self, found: Mapping[str, float]) -> dict[str, Alarm]:
         return {setting: alarm for name, value in found.items() for setting, alarm in self._alarm(name, value)}
 
     def cause(self, learning_rate: float) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rayloop.core.events import Event
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
-from rayloop.grpo.collapse import Collapse, CollapseSettings
+from rayloop.grpo.alarms import Alarms, AlarmSettings
+from rayloop.grpo.collapse import ENTROPY, STEPS
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
 from tests.support.drivers import made_driver
@@ -37,7 +39,10 @@ class EpisodeRunner:
 
 class Production:
     finished = SimpleNamespace(groups=[1, 2, 3, 4, 5, 6])
-    alarms = SimpleNamespace(collapse=Collapse(CollapseSettings()))
+
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+        self.alarms = Alarms(AlarmSettings(), 1e-3, "my:Reward", self.told.append)
 
     async def collect(self, *_: Any) -> Any:
         raise GenerationBudgetSpent("0 of 8 trajectories survived.")
@@ -95,3 +100,34 @@ def test_without_kept_rollouts_only_the_quote_is_left(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     assert "was answered" in failed(tmp_path, 0)
     assert not list((tmp_path / "rollouts").iterdir())
+
+
+@pytest.mark.parametrize(("step", "evaluations"), [(7, 1), (6, 0)])
+def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
+    step: int, evaluations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation is left out when the last finished step had one."""
+    played: list[int] = []
+
+    async def play(asked: Any, config: Any, player: Any, step: int, *_: Any) -> list[Any]:
+        played.append(step)
+        return []
+
+    monkeypatch.setattr("rayloop.cluster.driver.play", play)
+    values = settings(tmp_path, tmp_path, keep_rollouts=0, steps=20)
+    values["data"]["eval"] = values["data"]["train"]
+    values["evaluation"] = {"every": 3}
+    monkeypatch.setattr("rayloop.cluster.driver.held_out_rows", lambda *_: [SimpleNamespace(id="t", source="")])
+    monkeypatch.setattr("rayloop.cluster.driver.plays", lambda *_, **__: [])
+    (tmp_path / "evaluations").mkdir()
+    driver = made_driver(RunConfig.model_validate(values), tmp_path)
+    production = Production()
+    driver.production, driver.player, driver.step = production, EpisodeRunner(), step  # type: ignore[assignment]
+    driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
+    for entropy in [2.2] * STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
+        production.alarms.recorded({ENTROPY: entropy})
+    assert not production.told, "its mean of five steps is a third of the first"
+    with pytest.raises(GenerationBudgetSpent, match=r"entropy is 0\.65 nats .* was 2\.2 at first.* learning rate is"):
+        asyncio.run(driver.collect())
+    assert [type(event).__name__ for event in production.told] == ["Alarm"]
+    assert played == [step] * evaluations

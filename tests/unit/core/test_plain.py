@@ -149,7 +149,7 @@ OF_THE_PROCESS = {
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
     "Alarms": {"settings", "_reward", "_tell", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
                "_returned", "_raised", "_raised_held_out", "collapse"},
-    "Collapse": {"_settings", "_last"},
+    "Collapse": {"_settings", "_last", "_unknown"},
     "Blame": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},

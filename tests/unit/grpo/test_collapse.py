@@ -90,6 +90,18 @@ def test_entropy_is_compared_with_the_runs_own_start() -> None:
     assert "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first" in resumed.told[0]["why"]
 
 
+def test_steps_that_compute_nothing_are_an_alarm() -> None:
+    """As with ``filters: []`` when every group is equal: nothing has a gradient, and no entropy is known."""
+    watch = Watched()
+    watch.steps(STEPS)
+    empty = {name: value for name, value in WELL.items() if name != ENTROPY}
+    for _ in range(2 * STEPS):
+        watch.alarms.recorded(empty)
+    assert [event["alarm"] for event in watch.told] == ["entropy"]
+    assert "none of the last 5 steps had a trajectory with gradient" in watch.told[0]["why"]
+    assert watch.steps(STEPS) == []
+
+
 def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None:
     watch = Watched()
     assert watch.alarms.collapse.cause(1e-5) == ""
