@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rayloop.cluster.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
-from rayloop.estimate.memory import Lengths, Role, memory
+from rayloop.estimate.memory import Lengths, Role, memory, with_room
 from rayloop.estimate.run import as_json, has_steps, lines, measured, plan
 from rayloop.estimate.shape import read_shape
 from rayloop.run.config import RunConfig, read
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     made = plan(config, found, arguments.step_seconds)
     try:
         lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))
-        roles = memory(config, read_shape(config.model.path, config.model.revision), lengths)
+        shape = read_shape(config.model.path, config.model.revision)
+        roles = memory(with_room(config), shape, lengths)
         why = ""
     except ConfigError as error:
         roles, why = [], str(error)
@@ -81,7 +82,7 @@ def _verdict(role: Role) -> str:
 
 
 def _table(roles: list[Role]) -> list[str]:
-    told = ["memory of a process (GB; where it has GPUs, all but `process` is there):"]
+    told = ["memory of a process (GB; where it has GPUs, all but `process` and `published` is there):"]
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""

@@ -29,6 +29,8 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.training.heap import grow_segments
+from rayloop.estimate.memory import fitted
+from rayloop.estimate.shape import read_shape
 from rayloop.grpo.settings import LossSettings
 from rayloop.run.folder import make_folder
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
@@ -85,6 +87,8 @@ def _fit(config: SftConfig) -> None:
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
     make_tiny(config)
     placement, gpu = config.placement, config.placement.num_gpus > 0
+    shape = read_shape(config.model.path, config.model.revision)
+    config = config.model_copy(update={"engine": fitted(config.engine, shape, config.workers, gpu)})
     resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     trainer = TorchTrainer(
         run_rank,

@@ -298,6 +298,10 @@ class LoraSettings(SettingsModel):
     alone does so by accident (Chart-RVR)."""
 
 
+MICRO_BATCH = 16_384
+"""Tokens of a micro-batch where the settings name none."""
+
+
 class FsdpSettings(SettingsModel):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
@@ -309,9 +313,10 @@ class FsdpSettings(SettingsModel):
     dtype: Dtype = "float32"
     """Compute type: bfloat16 on GPUs, float32 on CPU. Master weights and optimizer states stay float32: a learning rate of 1e-6
     vanishes in bfloat16."""
-    micro_batch_tokens: int = Field(16_384, gt=0)
-    """Tokens per forward and backward, of trajectories packed into one row without padding. Lower it when memory runs out; a longer
-    trajectory is alone in one, so 1 packs nothing, to compare with."""
+    micro_batch_tokens: int | None = Field(None, gt=0)
+    """Tokens per forward and backward, of trajectories packed into one row without padding. None: 16,384; on a CPU a lower power of
+    two, down to 1,024, when their activations would take more than a quarter of the memory of the machine where the run is started.
+    Lower it when memory runs out; a longer trajectory is alone in one, so 1 packs nothing, to compare with."""
     logprob_chunk: int = Field(2048, gt=0)
     """Positions whose logits exist at the same time: [T, vocabulary] is never held. Lower it when memory runs out in the
     head."""
@@ -329,6 +334,11 @@ class FsdpSettings(SettingsModel):
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
     at loading)."""
+
+    @property
+    def row(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_tokens or MICRO_BATCH
 
     def recomputes(self, on_gpu: bool) -> bool:
         """Whether activations are computed again in the backward pass."""

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
-from rayloop.estimate.shape import Shape
+import psutil
+
+from rayloop.core.failures import ConfigError
+from rayloop.engines.settings import MICRO_BATCH, FsdpSettings, TransformersEngineSettings, VllmEngineSettings
+from rayloop.estimate.shape import Shape, read_shape
+from rayloop.launch.limits import memory_limit
 from rayloop.run.config import RunConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -19,9 +23,14 @@ LIGHT, HEAVY = 180 * 2**20, 700 * 2**20
 compute: measured on a CPU (docs/choosing_settings.md)."""
 PATCHES = 4
 """Patches of the vision tower for one image token, in Qwen-VL."""
-LOGITS = 3
-"""Copies of a chunk's logits that exist at once: themselves, their softmax, their gradient."""
-
+LOGITS = 5
+"""Copies of a chunk's logits in float32 that exist at once: themselves, masked, their log-softmax, its gradient and theirs."""
+ACTIVATIONS, LEAST = 4, 1024
+"""Activations of a micro-batch that nobody has sized get this part of a CPU's memory (1/n), and have so many tokens at least."""
+PUBLICATIONS = 3
+"""Of the weights that lie in the object store at once. Their pages count for each process that has them mapped, by its share."""
+HOST = ("process", "published")
+"""Parts of a role with GPUs that do not lie there."""
 
 GIB = 2**30
 CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
@@ -44,7 +53,8 @@ class Role:
     @property
     def card(self) -> int | None:
         """GB of the smallest card that holds what the role needs; None: no card does. Of a share of a card, the whole one."""
-        needed = (self.bytes - self.parts["process"] - self.spare) / GIB + CONTEXT
+        host = sum(self.parts.get(name, 0) for name in HOST)
+        needed = (self.bytes - host - self.spare) / GIB + CONTEXT
         return next((name for name, has in CARDS.items() if needed <= has * min(self.gpus, 1.0)), None)
 
     @property
@@ -68,7 +78,7 @@ class Lengths:
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
     """One entry for each role, for trajectories of these lengths.
 
-    On GPUs the parts but ``process`` lie there. Fragmentation, communication and compiled graphs are not in it: leave a fifth free.
+    On GPUs the parts but ``HOST`` lie there. Fragmentation, communication and compiled graphs are not in it: leave a fifth free.
     """
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     roles = [
@@ -95,7 +105,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     copies = algorithm.group_size if config.environment.episode.max_turns > 1 else 1
     group = lengths.prompt * copies + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
-    row = max(min(engine.micro_batch_tokens, update), lengths.whole)
+    row = max(min(engine.row, update), lengths.whole)
     moments = ADAM if config.policy.optimizer.kind == "adamw" else 0
     return {
         "process": HEAVY,
@@ -103,38 +113,76 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
         "gradients": MASTER * trained // ranks,
         "optimizer": moments * trained // ranks,
         "activations": activations(
-            config,
+            engine,
+            config.policy.placement.num_gpus > 0,
             shape,
             row,
             row * algorithm.group_size * lengths.whole // group,
             row * copies * lengths.images // group,
         ),
         "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
+        "published": _published(config, shape),
     }
 
 
-def activations(config: RunConfig, shape: Shape, tokens: int, keys: int, images: int) -> int:
+def _published(config: RunConfig, shape: Shape) -> int:
+    """Of the object store's pages the share of the rank that publishes, and of each engine."""
+    engine = config.engine
+    if not engine.holds_model:
+        return 0
+    return PUBLICATIONS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
+
+
+def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
+    """The settings with a micro-batch that ``machine`` has room for, if none is named and the ranks compute on CPUs.
+
+    ``machine``: bytes; None: what this one lets a process have. Half of the tokens may stand for images.
+    """
+    if engine.micro_batch_tokens is not None or on_gpu:
+        return engine
+    if machine is None:
+        limit = memory_limit()
+        machine = min([psutil.virtual_memory().total, *([limit.most] if limit else [])])
+    try:
+        two = activations(engine, on_gpu, shape, 2, 2, 1)
+    except KeyError:  # a model that calls its sizes otherwise
+        return engine
+    tokens = max(LEAST, 2 ** int(math.log2(max(1, machine // ACTIVATIONS // ranks * 2 // two))))
+    return engine if tokens >= MICRO_BATCH else engine.model_copy(update={"micro_batch_tokens": tokens})
+
+
+def with_room(config: RunConfig) -> RunConfig:
+    """The run with micro-batches that are ``fitted`` to this machine; unchanged where nobody knows how large its model is."""
+    policy = config.policy
+    try:
+        shape = read_shape(config.model.path, config.model.revision)
+    except ConfigError:
+        return config
+    engine = fitted(policy.engine, shape, policy.ranks, policy.placement.num_gpus > 0)
+    return config.model_copy(update={"policy": policy.model_copy(update={"engine": engine})})
+
+
+def activations(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, keys: int, images: int) -> int:
     """Bytes that a forward pass over ``tokens`` keeps for the backward pass, ``images`` of them for images, and its gradients.
 
     For each layer and token 8 hidden vectors (inputs and outputs of the norms, queries, attention and its projection, residuals),
     keys and values, and 4 vectors of the MLP's width (after Korthikanti et al., 2022, with a gated MLP, and attention that keeps no
     matrix). Besides, the key and value of each of ``keys``: every member of a group reads its own copy of the prompt's. One more
     layer for the gradients on their way. With checkpointing one hidden vector per layer, one whole layer and its gradients. A
-    frozen tower keeps nothing, another one its pixels, too.
+    frozen tower keeps nothing, another one its pixels, too; it is computed again when the language model's layers are done.
     """
-    engine, each = config.policy.engine, BYTES[config.policy.engine.dtype]
-    again = engine.recomputes(config.policy.placement.num_gpus > 0)
+    each, again = BYTES[engine.dtype], engine.recomputes(on_gpu)
     hidden, layers = int(shape.config["hidden_size"]), int(shape.config["num_hidden_layers"])
     cache = shape.cache // layers
     one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
-    kept = tokens * layers * hidden + 2 * one if again else (layers + 1) * one
+    kept, block = (tokens * layers * hidden, 2 * one) if again else (layers * one, one)
     adapts_vision = engine.lora is None or engine.lora.vision
     if shape.vision and adapts_vision and not engine.freeze_vision:
         hidden, layers = int(shape.vision.get("hidden_size", 0)), int(shape.vision.get("depth", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
-        kept += PATCHES * images * (layers * hidden + one if again else layers * one)
-        kept += PATCHES * images * _pixels(shape.vision)
-    return kept * each
+        kept += PATCHES * images * (layers * (hidden if again else one) + _pixels(shape.vision))
+        block = max(block, PATCHES * images * one if again else 0)
+    return (kept + block) * each
 
 
 def _pixels(vision: Mapping[str, Any]) -> int:
@@ -159,4 +207,5 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
     each = BYTES[engine.dtype]
     one = shape.cache * each * tokens // shards
     spare = one * (together - 1) if isinstance(engine, VllmEngineSettings) and not cache else 0
-    return {"process": HEAVY, "weights": shape.parameters * each // shards, "cache": cache or one * together}, spare
+    weights, published = shape.parameters * each // shards, _published(config, shape)
+    return {"process": HEAVY, "weights": weights, "cache": cache or one * together, "published": published}, spare

@@ -90,7 +90,15 @@ def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) ->
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> sizes. A safetensors file begins with the length of its header, 8 bytes little-endian, and the header as JSON."""
-    with open(file, "rb") as content:
-        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    """Name -> sizes. A safetensors file begins with the length of its header, 8 bytes little-endian, and the header as JSON.
+
+    Raises ConfigError."""
+    try:
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(min(length, file.stat().st_size)))
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?"
+        ) from error
     return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -11,7 +11,7 @@ import pytest
 from rayloop.cluster.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
-from rayloop.estimate.memory import Lengths, activations, memory
+from rayloop.estimate.memory import Lengths, activations, fitted, memory
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.run.config import RunConfig, read
@@ -125,8 +125,58 @@ def test_activations_are_those_that_were_measured() -> None:
     logits are 46 MB; autograd kept 468 MB, weights of 15 MB among them."""
     config, shape = run_of(), read_shape(str(ROOT / "recipes/arc_vision/tiny"))
     tokens, images = 4258, 16 * 48
-    found = activations(config, shape, tokens, 240 * 90, images)
+    found = activations(config.policy.engine, False, shape, tokens, 240 * 90, images)
     assert found == pytest.approx(571e6 - 46e6, rel=0.05)
+
+
+def smollm2() -> Shape:
+    """SmolLM2-135M, whose head is tied."""
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576)}
+    for layer in range(30):
+        at = f"model.layers.{layer}"
+        projections = (("q", 576), ("k", 192), ("v", 192), ("o", 576))
+        sizes |= {f"{at}.self_attn.{name}_proj.weight": (out, 576) for name, out in projections}
+        sizes |= {f"{at}.mlp.{name}_proj.weight": (1536, 576) for name in ("gate", "up")}
+        sizes[f"{at}.mlp.down_proj.weight"] = (576, 1536)
+    text = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
+            "intermediate_size": 1536, "vocab_size": 49152}  # fmt: skip
+    return Shape(sizes, text, {})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "policy", "rollout"),
+    [
+        (Lengths(53, 56, 0), 16384, 12.3, 2.57),
+        (Lengths(53, 56, 0), 1024, 6.83, 2.3),
+        (Lengths(46, 36, 0), 16384, 10.4, 2.2),
+        (Lengths(46, 36, 0), 1024, 6.6, 2.2),
+    ],
+)
+def test_a_cpu_run_takes_the_memory_that_was_measured(
+    lengths: Lengths, tokens: int, policy: float, rollout: float
+) -> None:
+    """GB of PSS, at most, of full training of a 135M model with 8 x 8 answers, whose random weights (53 tokens read and
+    56 written) or trained ones ran on two cores."""
+    found = memory(
+        run_of(algorithm__groups_per_step=8, algorithm__group_size=8, policy__engine__micro_batch_tokens=tokens),
+        smollm2(),
+        lengths,
+    )
+    assert {one.name: one.bytes / 1e9 for one in found if one.name in ("policy", "rollout")} == {
+        "policy": pytest.approx(policy, rel=0.1),
+        "rollout": pytest.approx(rollout, rel=0.1),
+    }
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(128, None), (64, 8192), (32, 4096), (16, 2048), (8, 1024), (2, 1024)])
+def test_a_micro_batch_that_nobody_sized_fits_the_machine(memory: int, tokens: int | None) -> None:
+    """With ``memory`` GiB."""
+    plain = FsdpSettings()
+    assert fitted(plain, smollm2(), 1, False, memory * 2**30).micro_batch_tokens == tokens
+    assert fitted(plain, smollm2(), 1, True, memory * 2**30) == plain, "a GPU has memory of its own"
+    named = FsdpSettings(micro_batch_tokens=9)
+    assert fitted(named, smollm2(), 1, False, memory * 2**30) == named
+    assert plain.row == 16384
 
 
 def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
@@ -197,6 +247,13 @@ def test_four_ranks_are_too_few_for_arpos_episodes(
     assert "fits a card of 141 GB" in capsys.readouterr().out
     assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=1"]) == 0
     assert "FITS NO CARD" in capsys.readouterr().out
+
+
+def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file; is it a pointer of git-lfs"):
+        read_shape(str(tmp_path))
 
 
 def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
