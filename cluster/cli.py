@@ -86,7 +86,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = known.parse_known_args(words)
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong or (rest and "overrides" not in arguments):
-        known.error(f"unrecognized arguments: {' '.join(wrong or rest)}")
+        hint = (
+            ". Values of the configuration are set as key.sub=value (docs/config.md)"
+            if "overrides" in arguments
+            else ""
+        )
+        known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments

@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
             from rayloop.run.export import model_of  # imports torch
 
             folder = model_of(arguments.checkpoint, out / "models")
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+            given = config.model.model_copy(update={"path": str(folder), "revision": None})
+            config = config.model_copy(update={"model": given})
         preflight(config.model_copy(update={"data": config.data.model_copy(update={"eval": data})}), trains=False)
         from rayloop.cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
 

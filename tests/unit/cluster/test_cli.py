@@ -50,6 +50,28 @@ def test_an_evaluation_is_kept_beside_the_run_whose_checkpoint_it_measures(
     assert evaluation_folder(RunConfig.model_validate(RUN), named) == Path(folder.format(tmp_path))
 
 
+def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder has no revisions."""
+    seen: list[RunConfig] = []
+    monkeypatch.setattr("rayloop.cluster.commands.eval.preflight", lambda config, trains: seen.append(config))
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}))
+    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", "rows.jsonl", "--checkpoint", str(tmp_path / "model")]
+    assert main(arguments) == 0, capsys.readouterr().err
+    assert (seen[0].model.path, seen[0].model.revision) == (str(tmp_path / "model"), None)
+
+
+def test_an_option_that_does_not_exist_points_to_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "run.yaml", "--limit", "40"])
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: --limit 40. Values of the configuration are set as key.sub=value" in said
+
+
 def command(folder: Path, *words: str, module: str = "rayloop") -> tuple[int, str]:
     """Exit code and output of ``python -m rayloop`` in a folder of a person's own."""
     done = subprocess.run(
