@@ -141,14 +141,16 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
 
 
 def _cached(path: str, revision: str | None) -> Resolved | None:
-    """The snapshot in the Hub's cache, when it has a configuration."""
+    """The snapshot in the Hub's cache, when it has a configuration and a tokenizer: a program that asked for the first alone may
+    have left it there."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
     except (OSError, ValueError):
         return None
-    return Resolved(folder, folder.name) if (folder / "config.json").is_file() else None
+    texts = (folder / "config.json").is_file() and any(folder.glob("tokenizer*"))
+    return Resolved(folder, folder.name) if texts else None
 
 
 def _downloaded(path: str, commit: str, weights: bool) -> Path:

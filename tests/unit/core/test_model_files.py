@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import resolve
 from rayloop.estimate.shape import read_shape
 
+ROOT = Path(__file__).parents[3]
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 NAME = "owner/name"
 
@@ -31,6 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     snapshot = cache / "models--owner--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps({"num_attention_heads": 1}))
+    (snapshot / "tokenizer.json").write_text("{}")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
     model_files._asked.cache_clear()
@@ -131,6 +134,36 @@ def test_another_commit_than_the_cached_one_is_downloaded(
     assert asked == ["v2"], "once per process"
     texts = (OTHER, sorted(model_files.TEXTS))
     assert real == [texts, (OTHER, ["one.safetensors", "two.safetensors"]), texts], "only what the index names"
+
+
+def test_a_snapshot_with_a_configuration_alone_is_completed(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hub / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="the cache does not have it"):
+        resolve(NAME, "main")
+    real = []
+
+    def download(path: str, **options: object) -> str:
+        real.append(options.get("allow_patterns"))
+        return str(hub)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve(NAME, COMMIT).folder == hub
+    assert "*.json" in str(real[-1])
+
+
+def test_nobody_else_asks_the_hub_for_a_model() -> None:
+    """Every place that needs a model's files has them from ``resolve``; ``read_shape`` asks for headers of a commit."""
+    asks = re.compile(r"\b(snapshot_download|hf_hub_download|HfApi|get_safetensors_metadata)\b")
+    packages = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for package in packages
+        for file in (ROOT / package).rglob("*.py")
+        if asks.search(file.read_text())
+    }
+    assert found == {
+        "rayloop/core/model_files.py", "rayloop/estimate/shape.py", "rayloop/data/published/source.py"
+    }  # fmt: skip
 
 
 def test_a_hub_that_does_not_answer_costs_three_seconds_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
