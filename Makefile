@@ -75,7 +75,8 @@ docs: $(VENV)/.run
 	$(BIN)/python -m rayloop.doctor.checks > docs/doctor.md
 
 # What pip says may be long: the last line says what to do. What is installed is kept.
-FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk. Mend that and run make again." >&2; exit 1; }
+FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk, or a package without a wheel for this Python and" \
+	"no compiler (Debian: apt-get install build-essential python3-dev). Mend that and run make again." >&2; exit 1; }
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rayloop: $$($(PYTHON) --version) is too old," \
