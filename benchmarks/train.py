@@ -4,13 +4,14 @@ One rank in this process, no Ray. ``--config``: the first rows of a configuratio
 included. Otherwise random tokens, of which ``--group`` sequences share a prompt; the ceiling is a product of square matrices in the
 same type with the same threads, measured between the updates. Model FLOPs are 6 per token and parameter that is multiplied with it
 (the head's: per sampled token), and 6 T^2 per layer and attention width for causal attention over T tokens (Kaplan et al. 2020;
-Chowdhery et al. 2022, appendix B); every sequence counts in full, also where a group's prompt is computed once.
+Chowdhery et al. 2022, appendix B); the prompt of a group counts once, as it is computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -98,7 +99,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str, float]:
-    operations = flops(_config(arguments), arguments.sequences, arguments.prompt, arguments.answer)
+    operations = flops(_config(arguments), arguments.sequences, arguments.prompt, arguments.answer, arguments.group)
     return {
         "gflops": round(operations / update / 1e9, 2),
         "ceiling_gflops": round(most / 1e9, 2),
@@ -174,17 +175,19 @@ def train_item(
     return TrainItem(trajectory, float(rng.choice([-1, 1])))
 
 
-def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int) -> float:
-    """Of one update of so many sequences with a text model's configuration: forward and backward."""
+def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int, group: int = 1) -> float:
+    """Of one update of so many sequences with a text model's configuration; ``group`` share a prompt. Forward and backward."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     width = heads * config.get("head_dim", hidden // heads)
     cache = config["num_key_value_heads"] * (width // heads)
     layer = hidden * (2 * width + 2 * cache) + 3 * hidden * config["intermediate_size"]
-    length = prompt + answer
-    per_sequence = (
-        6 * (layers * layer * length + hidden * config["vocab_size"] * answer) + 6 * length**2 * width * layers
-    )
-    return float(sequences * per_sequence)
+
+    def linear(tokens: int) -> float:
+        return 6.0 * layers * (layer * tokens + width * tokens**2)
+
+    head = 6 * hidden * config["vocab_size"] * answer
+    prompts = math.ceil(sequences / group)
+    return prompts * linear(prompt) + sequences * (linear(prompt + answer) - linear(prompt) + head)
 
 
 def ceiling(dtype: str) -> float:

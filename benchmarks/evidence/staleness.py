@@ -175,23 +175,34 @@ def _long(lengths: list[float]) -> float:
 
 
 def simulate(
-    max_staleness: int, when_late: str, shared: float, steps: int = 210, uniform: float = 0.0
+    max_staleness: int, when_late: str, shared: float, steps: int = 210, uniform: float = 0.0, **filtering: Any
 ) -> dict[str, Any]:
-    """One run of ``steps`` steps. Raises RuntimeError when it comes to a standstill."""
+    """One run of ``steps`` steps, with other keys of ``filtering``. Raises RuntimeError when it comes to a standstill."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         staleness = {"max_staleness": max_staleness, "when_late": when_late}
-        world = World(Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8})
+        world = World(
+            Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8, **filtering}
+        )
         found = runner.run(world.run(steps))
         world.production.close()
-    return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, "uniform": uniform, **found}
+    return {
+        "max_staleness": max_staleness,
+        "when_late": when_late,
+        "shared": shared,
+        "uniform": uniform,
+        **filtering,
+        **found,
+    }
 
 
 def main() -> None:
     runs = [simulate(0, "wait", shared) for shared in SHARED]
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
     filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered) + "\n]\n")
+    thrown = [simulate(2, "wait", 0.7, uniform=uniform, carry_over=False, min_fraction=0.1) for uniform in (0.0, 0.5)]
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n")
     print("\n".join([*markdown(runs), "", "half of the groups filtered", *markdown(filtered)]))
+    print("\n".join(["", "carry_over: false, without and with half of the groups filtered", *markdown(thrown)]))
     draw(runs)
 
 

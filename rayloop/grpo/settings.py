@@ -106,7 +106,7 @@ class FilteringSettings(SettingsModel):
     carry_over: bool | None = None
     """Whole groups left over compete again at the next step while fresh, which needs ``max_staleness`` > 0. None: on exactly
     then. Off throws them away (the originals' way): with ``max_staleness`` > 0 a trainer slower than generation then wastes most
-    of it, and ``when_late: wait`` the short half; a run says so."""
+    of it, and ``when_late: wait`` the short half (long episodes are trained up to 1.2 times as often as played); a run says so."""
 
 
 class ReplaySettings(SettingsModel):

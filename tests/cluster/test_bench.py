@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rayloop.benchmarks.train import flops
 from rayloop.cluster.cli import main
 from tests.support.runs import ROOT
 
@@ -138,3 +139,12 @@ def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) ->
     )
     forward = 2 * (layer * 64 + c["hidden_size"] * c["vocab_size"] * 32) + 2 * 16**2 * c["hidden_size"] * 4
     assert line["gflops"] * line["update_s"] == pytest.approx(3 * forward / 1e9, rel=0.05)
+
+
+def test_a_prompt_that_a_group_shares_counts_once() -> None:
+    """Else the share of the machine's speed exceeds 1."""
+    shape = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "intermediate_size": 16, "vocab_size": 0}  # fmt: skip
+    alone, shared = flops(shape, 8, 100, 10), flops(shape, 8, 100, 10, group=8)
+    assert shared == pytest.approx(flops(shape, 1, 100, 10) + 7 * (flops(shape, 1, 100, 10) - flops(shape, 1, 100, 0)))
+    assert alone == 8 * flops(shape, 1, 100, 10) > 4 * shared
