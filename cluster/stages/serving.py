@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any, Protocol
 
 import ray
@@ -96,7 +97,10 @@ def end(name: str, *, started: bool) -> None:
     """Take back the application and, when this process has ``started`` it and nobody else uses it, Ray Serve."""
     with suppress(RayError, RayServeException):  # gone already
         if started and not set(ray_serve.status().applications) - {name}:
-            ray_serve.shutdown()
+            # Its controller ends itself within the call. Ray prints in a thread that the call has failed and will be tried again.
+            with redirect_stdout(io.StringIO()):
+                ray_serve.shutdown()
+                time.sleep(POLL)
         elif name in ray_serve.status().applications:
             ray_serve.delete(name)
 

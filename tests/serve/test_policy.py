@@ -77,6 +77,15 @@ ASK: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_an_endpoint_that_is_told_to_end_does_so_without_a_word_of_failure(live: Run, tmp_path: Path) -> None:
+    """The first one of this module: the others share an endpoint."""
+    with endpoint(live, folder=tmp_path) as alone:
+        alone.ready()
+        alone.process.send_signal(signal.SIGTERM)
+        assert alone.process.wait(60) == 0, alone.text
+        assert alone.text.strip().endswith("policy: received a signal, ending"), alone.text
+
+
 def test_the_official_client_drives_the_policy_while_it_is_trained(client: OpenAI, live: Run) -> None:
     (model,) = client.models.list().data
     assert model.id == "run"
