@@ -131,6 +131,7 @@ def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
     assert skipped["actor/grad_norm"] == pytest.approx(forwarded["actor/grad_norm"], rel=1e-5)
     ratio = without["actor/tokens"] / skipped["actor/tokens"]
     assert skipped["actor/grad_norm"] == pytest.approx(without["actor/grad_norm"] * ratio, rel=1e-5)
+    assert skipped["actor/entropy"] == pytest.approx(without["actor/entropy"]) != forwarded["actor/entropy"]
 
 
 def test_the_gradient_is_clipped(tiny_text: Path) -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
+from rayloop.run.config import RunConfig
 from rayloop.run.metrics import METRICS, prometheus, reference, validate
+from rayloop.run.reporter import Reporter
 from rayloop.run.step_metrics import Collected, step_metrics
+from tests.support.runs import settings
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -85,6 +89,19 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     names = ("rollout/images_sent", "rollout/images_sent_again", "rollout/image_bytes_sent")
     assert [produced[name] for name in names] == [6, 3, 300]
     assert validate(produced) == ()
+
+
+def test_rates_are_those_of_a_step_without_its_evaluation(tmp_path: Path) -> None:
+    """With it the curve would show the evaluation in every so many steps."""
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path))
+    version = Version(0, 1)
+    ended = Summary(TrajectoryId(0, 0), 0, "t", "", EndReason.DONE, 900, 600, 1, 0, 0, True, version, version)
+    group = Group(0, Task("t", ()), (Member(ended, Scored(1.0)),))
+    seconds = {"gen": 2.0, "update_actor": 1.0, "testing": 12.0}
+    record = Reporter(config, tmp_path, open_logger).step(1, {}, Collected((group,), (group,)), {}, seconds, {})
+    assert record["perf/tokens_per_second"] == pytest.approx(200)
+    assert record["perf/trajectories_per_second"] == pytest.approx(1 / 3)
+    assert record["timing_s/step"] == pytest.approx(15)
 
 
 def test_what_the_loss_reports_is_in_the_table() -> None:
