@@ -17,6 +17,9 @@ from rayloop.core import model_files
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import resolve
 from rayloop.estimate.shape import read_shape
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import identity, pinned
+from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
@@ -112,6 +115,24 @@ def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: py
     before = resolve(NAME).identity()
     weights(hub, a=(1,))
     assert resolve(NAME, weights=True).identity() == before
+
+
+def test_a_run_goes_on_with_the_commit_that_it_began_with(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its identity is the same before and after the weights are there, and when main has moved since."""
+    (tmp_path / "rows.jsonl").write_text("")
+    values = settings(tmp_path, tmp_path)
+    values["model"] = {"path": NAME}
+    values["data"]["train"] = str(tmp_path / "rows.jsonl")
+    began = pinned(RunConfig.model_validate(values))
+    before = identity(began)
+    assert (began.model.revision, before["weights"]) == (COMMIT, f"commit {COMMIT}")
+    weights(hub, a=(1,))
+    asked = answering(monkeypatch, OTHER)
+    about = {"config": began.model_dump(mode="json", by_alias=True)}
+    again = pinned(RunConfig.model_validate(values), SimpleNamespace(about=about))  # type: ignore[arg-type]
+    assert (identity(again), asked) == (before, [])
 
 
 def test_another_commit_than_the_cached_one_is_downloaded(
