@@ -33,10 +33,10 @@ def evidence(folder: Path) -> dict[str, Any]:
     timed("rayloop.recipes.digits.prepare", "--out", str(rows))
     train = f"data.train={rows / 'train.jsonl'}"
     warm_seconds = timed(
-        "cluster", "sft", "recipes/digits/warm.yaml", f"output={model}", f"model.path={folder / 'tiny'}", train
+        "rayloop", "sft", "recipes/digits/warm.yaml", f"output={model}", f"model.path={folder / 'tiny'}", train
     )
     train_seconds = timed(
-        "cluster", "train", "recipes/digits/quickstart.yaml", f"output={folder}", f"model.path={model}", train,
+        "rayloop", "train", "recipes/digits/quickstart.yaml", f"output={folder}", f"model.path={model}", train,
         f"data.eval={rows / 'eval.jsonl'}",
     )  # fmt: skip
     events = list(JsonLines(folder / "digits" / "events.jsonl"))

@@ -214,12 +214,14 @@ class Alarms:
     def _stop_if_all(self, raised: Sequence[bool], which: str) -> None:
         if len(raised) >= 2 and all(raised):
             why = _last_line(self._trace or self._returned or "no traceback")
-            did = "returned no number" if self._returned and not self._trace else "raised"
+            did, where = "raised", " (the traceback: grader_error in events.jsonl)"
+            if self._returned and not self._trace:
+                did, where = "returned no number", ""
             raise GraderBroken(
-                f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why} (the traceback: grader_error in "
-                "events.jsonl). Repair it, and look at it with `python -m rayloop try CONFIG`: a dataset column that is missing, "
-                "or an answer of a form that it does not expect, are the usual reasons. When only what the policy writes can "
-                "break it, reward.on_error=fail gives such answers the failing value, and the run goes on."
+                f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why}{where}. Repair it, and look at it "
+                "with `python -m rayloop try CONFIG`: a dataset column that is missing, or an answer of a form that it does not "
+                "expect, are the usual reasons. When only what the policy writes can break it, reward.on_error=fail gives such "
+                "answers the failing value, and the run goes on."
             )
 
     def _shares(self) -> dict[str, Alarm]:
