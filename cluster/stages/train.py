@@ -205,6 +205,7 @@ def _run(
         finally:
             if not head.gone:  # it is who kills
                 ray.kill(driver)
+        folder.lock.renew()
         time.sleep(wait)
         budget.take(time.monotonic())
     raise AssertionError("the loop has no end")

@@ -6,7 +6,8 @@ file that only one can create. A holder on this host is looked up exactly (pid, 
 one on another host counts as gone when its heartbeat (the file's modification time) has stopped.
 
 A holder that was suspended (SIGSTOP, a paused machine, a partition) may wake up after it was taken for gone. ``run.fence``
-therefore counts the holders: whoever writes for one of them compares the number first (``Fence``), and ends when it is another's.
+therefore counts the holders, and the drivers that one of them makes: whoever writes compares the number first (``Fence``), and
+ends when it is another's.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class RunLock:
         """Of the holder, from ``acquire`` on; the driver, whose working directory is another, has it too."""
         self.taken = threading.Event()
         """Set when the heartbeat has found another holder; this one must end."""
+        self._renewing = threading.Lock()
         self._stopped = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -139,6 +141,15 @@ class RunLock:
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._heart.start()
         return former
+
+    def renew(self) -> None:
+        """Before another driver writes for this holder: the former one may only have been suspended, and is refused from now on. On
+        storage that takes nothing it is not, and the next one is refused nothing either."""
+        with suppress(OSError), _alone(self.path) as file, self._renewing:
+            if _read(file) == Holder.this_process():
+                fence = Fence(self.fence.path, _newest(self.fence.path) + 1)
+                write_whole(fence.path, str(fence.number).encode())
+                self.fence = fence
 
     def check(self) -> None:
         """Raises RunTaken when the heartbeat has found another holder."""
@@ -175,7 +186,8 @@ class RunLock:
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT):
             try:
-                self.fence.check()
+                with self._renewing:
+                    self.fence.check()
                 os.utime(self.path)
             except OSError:  # a file server that restarts: the next beat may come through
                 continue

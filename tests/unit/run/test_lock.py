@@ -73,6 +73,18 @@ def test_a_holder_that_was_suspended_notices_that_it_was_replaced(hosts: Hosts) 
     second.fence.check()
 
 
+def test_a_driver_that_was_suspended_is_refused_when_another_one_writes_for_the_same_holder(hosts: Hosts) -> None:
+    held = hosts.take("a")
+    former = held.fence
+    held.renew()
+    with pytest.raises(RunTaken, match=r"start 2, this one is 1"):
+        former.check()
+    held.fence.check()
+    time.sleep(0.3)
+    assert not held.taken.is_set(), "its heart goes on"
+    held.check()
+
+
 def test_a_replaced_holder_saves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     first = hosts.take("a")
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, fence=first.fence)
