@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
-from rayloop.core.failures import ResourcesUnavailable
+from rayloop.core.failures import ConfigError, ResourcesUnavailable
 from rayloop.launch.addresses import unreachable
 from rayloop.launch.kept_logs import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
@@ -64,6 +65,9 @@ def session(
             atexit.unregister(clean)
 
 
+FILES = 128
+"""Files that a process may have open at least: with four actors Ray's own have up to 71 open, and with 64 its daemon dies and the
+run hangs."""
 STARTS = 3
 """Attempts at starting a cluster: Ray gives each 30 seconds and cannot be told otherwise, and a busy machine may need more."""
 
@@ -71,8 +75,14 @@ STARTS = 3
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
     """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``.
 
-    Raises what Ray raises, when it did not start in time the last of ``STARTS`` times.
+    Raises ConfigError when too few files may be open, and what Ray raises, when it did not start in time the last of ``STARTS``
+    times.
     """
+    if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
+        raise ConfigError(
+            f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
+            "command, as root if the shell refuses it"
+        )
     others = psutil.Process().children(recursive=True)
     for left in reversed(range(STARTS)):
         try:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.files import trusted, write_whole
+from rayloop.core.files import needed, trusted, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ def run_of(namespace: str) -> str:
 
 @contextmanager
 def findable(file: Path, address: str, namespace: str) -> Iterator[None]:
-    """Write where this process's cluster is, readable by its owner only, and remove that with the block, if the storage lets it."""
+    """Write where this process's cluster is, readable by its owner only, and remove that with the block, if the storage lets it.
+    Raises StorageFailed when it cannot be written."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = Place(address, token, namespace)
-    write_whole(file, json.dumps(asdict(place)).encode(), mode=0o600, durable=False)
+    with needed(file):
+        write_whole(file, json.dumps(asdict(place)).encode(), mode=0o600, durable=False)
     try:
         yield
     finally:

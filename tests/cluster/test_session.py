@@ -3,6 +3,7 @@ storage refuses when it ends is not why the run did."""
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from rayloop.cluster.roles import session
-from rayloop.core.failures import Preempted
+from rayloop.core.failures import ConfigError, Preempted, StorageFailed
 from rayloop.launch.kept_logs import LOGS
+from rayloop.run import place
 from rayloop.run.place import findable
 
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
@@ -69,6 +71,15 @@ def test_another_failure_is_not_tried_again(
     assert len(daemons) == 1
 
 
+def test_too_few_open_files_are_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setattr(session.resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"64 files may be open at once here .* `ulimit -n 8192`"):
+        session.start("folder")
+    assert not daemons
+
+
 def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``logs`` is a file: whatever is written below it fails, as on a disk that the checkpoint has just filled."""
     (tmp_path / "logs").touch()
@@ -82,6 +93,20 @@ def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monk
     monkeypatch.setattr(session.ray, "shutdown", lambda: None)
     with pytest.raises(Preempted), session.session({}, None, str(tmp_path), tmp_path / "logs"):
         raise Preempted("saved")
+
+
+def test_a_full_disk_names_the_file_that_the_start_could_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(place, "write_whole", full)
+    with (
+        pytest.raises(StorageFailed, match=r"cluster\.json cannot be used: No space left on device"),
+        findable(tmp_path / "cluster.json", "1.2.3.4:5", "run"),
+    ):
+        pass
 
 
 def test_a_place_that_cannot_be_removed_does_not_replace_the_end(
