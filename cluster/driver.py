@@ -178,6 +178,9 @@ class Driver:
         checkpoint = await self.origin.restore(self.take, self.reporter.event)
         if checkpoint is None:
             self.saving.anew(self.origin.since)
+            if gone := self.saving.latest():
+                why = f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left there: the run begins at step 0"
+                self.reporter.event(incidents.Warning(why))
             self.reinstate(self.initial)
         await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()

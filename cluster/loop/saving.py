@@ -58,14 +58,19 @@ class Saving:
         lineages that had begun before it. A driver that took another one's place reads in ``latest`` what that one saved."""
         newest = self.saved[1].folder.name if self.saved else ""
         if not newest and self._store.lineages() > since:
-            with suppress(OSError):
-                newest = (self._store.folder / "latest").read_text()
+            newest = self.latest()
         if newest:
             raise CheckpointError(
                 f"{self._store.folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the "
                 "folder back and start again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another "
                 "name=..."
             )
+
+    def latest(self) -> str:
+        """The name of the checkpoint that was saved last, be it there or not; "" when none was, or that cannot be told."""
+        with suppress(OSError):
+            return (self._store.folder / "latest").read_text()
+        return ""
 
     def on_disk(self, version: Version) -> bool:
         """Whether there is a complete checkpoint of it."""

@@ -33,8 +33,8 @@ class AlreadyDone(Event, by="rayloop/run/reporter.py"):
 
 
 class Warning(Event, by="cluster/driver.py"):
-    """A configuration that works and is seldom meant, or an older checkpoint that could not be removed. To do: change the key
-    that `why` names, or leave it."""
+    """A configuration that works and is seldom meant, an older checkpoint that could not be removed, or a run that begins anew
+    since its checkpoints were removed. To do: change the key that `why` names, or bring back what it names, or leave it."""
 
     why: str
 

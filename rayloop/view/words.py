@@ -88,10 +88,9 @@ def _starting(record: Record) -> str:
 
 
 def _begin(record: Record) -> str:
-    if record["restored"] is None:
-        return "training begins with the start model"
     moved = record["superseded_records"]
-    parts = [f"training continues from {record['restored']}"]
+    restored = record["restored"]
+    parts = ["training begins with the start model" if restored is None else f"training continues from {restored}"]
     if best := record.get("best"):
         parts.append(f"the best held-out reward so far is {number(best['reward'])}, of step {best['step']}")
     if moved:

@@ -414,6 +414,12 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
     with pytest.raises(CheckpointError, match=r"step_000001.* was saved there, and no checkpoint is left"):
         asyncio.run(driver.main())
     assert begun == [0]
+    again = stage.driver(tmp_path / "run")  # a person starts it once more: it may begin anew, and says so
+    with pytest.raises(Begun):
+        asyncio.run(again.main())
+    assert begun == [0, 0]
+    warnings = [record["why"] for _, record in again.reporter.updates if record.get("event") == "warning"]
+    assert any(why.startswith("step_000001 was saved below") for why in warnings), warnings
 
 
 def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
         ({"event": "started", "step": 0, "seconds": 21.3}, "[0] all actors are ready after 21 s"),
         ({"event": "begin", "step": 0, "lineage": 1, "restored": None, "superseded_records": 0},
          "[0] training begins with the start model"),
+        ({"event": "begin", "step": 0, "lineage": 2, "restored": None, "superseded_records": 45},
+         "[0] training begins with the start model; records of 45 later steps are moved aside"),
         ({"event": "begin", "step": 5, "lineage": 2, "restored": "step_5", "superseded_records": 3},
          "[5] training continues from step_5; records of 3 later steps are moved aside"),
         ({"event": "parity", "step": 0, "tokens": 34, "mean": 2.22e-07, "max": 1.19e-06, "images": 0, "swapped": 0.0,
