@@ -1,10 +1,12 @@
-"""The stall watchdog: when nothing moves it says what is awaited, and since when, and ends the run at last."""
+"""The stall watchdog: when nothing moves it says what is awaited, and since when, and ends the run at last. Beside it: which actors
+do not answer at all, soon after they stopped to."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ ANSWER = 5.0
 """Seconds an actor has to show its stacks. One that is stopped, or holds the interpreter's lock, cannot."""
 SHOWN = 8
 """Waits that a report names, the oldest first."""
+LATE, ROUND = 4.0, 4.0
+"""Seconds that something is awaited from an actor before it is asked whether it is there, and between two rounds of questions."""
 
 
 async def watch(
@@ -50,6 +54,41 @@ async def watch(
         written = _written(file, await _stacks(waiting))
         tell(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=written))
         due = 2 * due
+
+
+async def listen(tell: Tell) -> None:
+    """Tell of each awaited actor that does not answer, whatever it is asked: once, until it does. One that works for long answers
+    (``GROUPS`` of actors/base.py); one that is only being made is not asked."""
+    told: set[Handle[Actor]] = set()
+    while True:
+        await asyncio.sleep(ROUND)
+        waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
+        late = [wait for wait in waits if time.monotonic() - wait.since > LATE and not wait.starts]
+        oldest = {wait.actor: wait for wait in late if wait.actor is not None}
+        there = await asyncio.gather(*(_there(actor) for actor in oldest))
+        silent = {actor: wait for (actor, wait), here in zip(oldest.items(), there, strict=True) if not here}
+        for actor, wait in silent.items():
+            if actor not in told:
+                tell(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
+        told = set(silent)
+
+
+async def _there(actor: Handle[Actor]) -> bool:
+    """False when it keeps silent; whatever else is wrong with it, who awaits it is told."""
+    try:
+        async with asyncio.timeout(ANSWER):
+            await submit(actor, Actor.host)
+    except TimeoutError:
+        return False
+    except Exception:
+        return True
+    return True
+
+
+def _name(awaited: str) -> str:
+    """The actor in what is awaited from it: ``rollout 0`` of ``health of rollout 0``."""
+    found = re.search(r"(policy rank|\w+) \d+$", awaited)
+    return found[0] if found else awaited
 
 
 def _written(file: Path, stacks: str) -> str:

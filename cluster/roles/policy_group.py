@@ -150,8 +150,8 @@ class PolicyGroup:
         return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
     async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
-        """One answer per rank, within ``policy.step_timeout``; the first failure counts, since the others then wait for a peer that
-        will not come. Raises PolicyLost, also when there are no ranks."""
+        """One answer per rank, within ``policy.step_timeout``, or ``deadline`` while they start; the first failure counts, since
+        the others then wait for a peer that will not come. Raises PolicyLost, also when there are no ranks."""
         if not refs:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
@@ -159,7 +159,8 @@ class PolicyGroup:
 
         async def one(rank: int, ref: Ref[R]) -> R:
             try:
-                return await with_deadline(within, ref, f"{method} of policy rank {rank}", ranks[rank])
+                what, starts = f"{method} of policy rank {rank}", deadline is not None
+                return await with_deadline(within, ref, what, ranks[rank], starts=starts)
             except Exception as error:
                 if self._nodes is not None and is_lost(error) and ranks == self.ranks and rank < len(self._places):
                     self._blamed.add(self._places[rank])

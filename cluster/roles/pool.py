@@ -110,7 +110,7 @@ class Pool(Generic[A]):
     async def _start(self, worker: Worker[A]) -> None:
         try:
             healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {worker.slot}"
-            await with_deadline(self.settings.start_timeout, healthy, what, worker.handle)
+            await with_deadline(self.settings.start_timeout, healthy, what, worker.handle, starts=True)
             if self._nodes is not None:
                 worker.node = await self._nodes.locate(worker.handle, self.role)
             if self._admit is not None:

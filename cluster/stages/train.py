@@ -7,6 +7,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from rayloop.cluster.stages.evaluate import config_hash
 from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
-from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen
+from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.estimate.memory import with_room
@@ -41,7 +42,6 @@ from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused, identity, pinned
 from rayloop.run.identity import check as check_fit
-from rayloop.run.lock import RunLock
 from rayloop.run.place import findable, namespace
 from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_tell
@@ -54,8 +54,8 @@ CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
 
-ANSWER = 30.0
-"""Seconds after which a driver that does not answer is reported."""
+ANSWER, SILENT = 30.0, 10.0
+"""Seconds in which a driver answers first, and last, and those after which one that does not answer in between is reported."""
 
 
 class DriverLost(RayloopError):
@@ -181,12 +181,12 @@ def _run(
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder.lock, head)
+                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder, head)
         except HeadGone as gone:
             raise _without_head(gone, until, origin) from None
         except RayTaskError as error:
             raise typed(error) from error
-        except RayError as error:
+        except (RayError, WorkerLost) as error:
             if not is_lost(error):
                 raise
             try:
@@ -225,27 +225,32 @@ def _never() -> float:
 
 def _follow(
     driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
-    lock: RunLock, head: HeadWatch,
+    folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
-    Raises RunTaken when another process has taken the run, HeadGone, GetTimeoutError when the driver does not answer for
-    ``silence`` seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
+    Raises RunTaken when another process has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence``
+    seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
     """
-    running, seen, heard = submit(driver, DriverActor.main), 0, time.monotonic()
+    running, seen, heard, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     while True:
-        lock.check()
+        folder.lock.check()
         head.check()
         ended, _ = ray.wait([running], timeout=POLL)
-        patience = ANSWER if ended else max(POLL, min(ANSWER, until() - time.monotonic()))
+        patience = ANSWER if ended else max(POLL, min(SILENT, until() - time.monotonic()))
         try:
             seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
-            heard = time.monotonic()
+            heard, due = time.monotonic(), SILENT
         except GetTimeoutError:
             updates, doing = [], "waiting for the driver"
             if (silent := time.monotonic() - heard) > silence:
-                raise
-            progress.note(f"the driver has not answered for {silent:.0f} s; it is given up after {silence:g} s")
+                raise WorkerLost(f"the driver has not answered for {silent:.0f} s") from None
+            if silent > due:
+                event = incidents.DriverSilent(round(silent, 1), left=round(silence - silent, 1))
+                progress.note(describe(event.record()))
+                write = threading.Thread(target=folder.events.beside, args=(event,), daemon=True)
+                write.start()  # storage that hangs may be why the driver is silent, and must not hold up this process too
+                due = 2 * silent
         except RayError as error:
             if not is_lost(error):
                 raise

@@ -15,12 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``what`` names the call and, if it is one's work, the task; ``actor`` is the handle of who should answer."""
+    """``what`` names the call and, if it is one's work, the task; ``actor`` is the handle of who should answer;
+    ``starts``: its process is only being made, and answers nothing yet."""
 
     what: str
     since: float
     actor: Any = None
     counts: bool = True
+    starts: bool = False
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 
 
 async def with_deadline(
-    deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True
+    deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
 ) -> T:
     """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
 
@@ -62,7 +64,7 @@ async def with_deadline(
     """
     WAITS.entered += 1
     key = WAITS.entered
-    WAITS.open[key] = Wait(what, time.monotonic(), actor, counts)
+    WAITS.open[key] = Wait(what, time.monotonic(), actor, counts, starts)
     try:
         return await bounded(deadline, awaitable, WorkerLost(f"{what} did not answer within {deadline:g} s"))
     finally:

@@ -309,6 +309,29 @@ class DriverLost(Event, by="cluster/stages/train.py"):
     """Host name of the node that it was on, which is that of `train`."""
 
 
+class Silent(Event, by="cluster/loop/watchdog.py"):
+    """An actor answers nothing, not even which machine it is on: its process is stopped, or hangs, or its machine does. It is
+    replaced when what is awaited from it has had its time. Told once, and again only after it answered. To do: look at its process
+    (`python -m rayloop stacks RUN`) and its machine."""
+
+    actor: str
+    """Its role and slot: `rollout 0`, `policy rank 1`."""
+    seconds: float
+    """How long an answer has been awaited."""
+    awaited: str
+    """What it should answer."""
+
+
+class DriverSilent(Event, by="cluster/stages/train.py"):
+    """The driver answers nothing: its process is stopped, or hangs, or its machine does. It is given up, and another takes its
+    place, after `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks RUN`) and its machine."""
+
+    seconds: float
+    """How long an answer has been awaited."""
+    left: float
+    """Seconds until it is given up."""
+
+
 class Stalled(Event, by="cluster/loop/watchdog.py"):
     """Nothing that the driver waits for has ended for a while. To do: read `stacks` of what is `awaited`; the run ends at
     `recovery.stall_timeout`."""

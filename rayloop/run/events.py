@@ -54,6 +54,10 @@ class EventLog:
         self._lines.append(record)
         return record
 
+    def beside(self, event: Event) -> None:
+        """Write an event while another process writes them, if the storage takes it."""
+        self._lines.beside(event.record())
+
     @property
     def trouble(self) -> OSError | None:
         """Why the last event is not on the disk; None when it is."""

@@ -37,9 +37,16 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, after those that are held. Raises TypeError for a value that JSON cannot hold, and never OSError."""
-        line = encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n"
-        self._held.append(line.encode())
+        self._held.append(_line(record))
         self._write_held()
+
+    def beside(self, record: Mapping[str, Any]) -> None:
+        """Write one line to a file that another process writes. It is left out where the storage refuses it, or that process stands
+        still within a line."""
+        with suppress(OSError), self.path.open("ab+", buffering=0) as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read(1) in (b"", b"\n"):
+                file.write(_line(record))
 
     def _write_held(self) -> None:
         try:
@@ -96,6 +103,10 @@ class JsonLines:
             _write(aside, dropped)
             _write(self.path, [record for record in records if keep(record)])
         return len(dropped)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n").encode()
 
 
 def encode(record: Mapping[str, Any]) -> str:

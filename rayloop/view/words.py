@@ -168,6 +168,12 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "evaluated": _evaluated,
     "gain": lambda record: "\n".join(gained(record)),
     "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
+    "silent": lambda record: (
+        f"{record['actor']} does not answer, for {span(record['seconds'])} now; awaited: {record['awaited']}"
+    ),
+    "driver_silent": lambda record: (
+        f"the driver has not answered for {span(record['seconds'])}; it is given up in {span(record['left'])}"
+    ),
     "stalled": lambda record: (
         f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} "
         f"(stacks in {record['stacks'] or 'the log of the driver'})"

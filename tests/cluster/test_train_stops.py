@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDied
 
 from rayloop.cluster.stages import train
 from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch
-from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed
+from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
+from rayloop.run.events import EventLog
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.lock import Fence
@@ -160,7 +162,30 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
     monkeypatch.setattr(train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, [])))
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
     driver: Any = Driver()
-    assert train._follow(driver, quiet, 9.0, train._never, quiet, quiet, quiet) == {"main": "ended"}
+    folder: Any = SimpleNamespace(lock=quiet)
+    assert train._follow(driver, quiet, 9.0, train._never, quiet, folder, quiet) == {"main": "ended"}
+
+
+def test_a_driver_that_answers_nothing_is_told_soon_and_given_up_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(call: str, timeout: float) -> Any:
+        time.sleep(0.1)
+        raise GetTimeoutError
+
+    for name in ("SILENT", "ANSWER"):
+        monkeypatch.setattr(train, name, 0.2)
+    monkeypatch.setattr(train, "submit", lambda *_: "call")
+    monkeypatch.setattr(train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: ([], calls)))
+    notes: list[str] = []
+    quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=notes.append)
+    folder: Any = SimpleNamespace(lock=quiet, events=EventLog(tmp_path / "events.jsonl"))
+    with pytest.raises(WorkerLost, match=r"the driver has not answered for \d s"):
+        train._follow(quiet, quiet, 1.0, train._never, quiet, folder, quiet)
+    first, *others = list(folder.events)
+    assert (first["event"], first["seconds"] < 0.6) == ("driver_silent", True)
+    assert len(others) < 3, "each is told when it has been silent for twice as long"
+    assert notes[0].startswith("the driver has not answered for 0 s; it is given up in 1 s")
 
 
 def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_the_step(

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayloop.actors.base import Actor
+from rayloop.cluster.loop import watchdog
 from rayloop.cluster.loop.watchdog import watch
 from rayloop.core.deadlines import WAITS, until_stopped, with_deadline
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
@@ -58,6 +60,36 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     assert "=== awaited: score of reward 0 ===\npid " in stacks
     assert "=== driver ===" in stacks
     assert not WAITS.open
+
+
+def test_an_awaited_actor_that_answers_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that works for long answers beside that; one that is only being made has nothing to answer with."""
+    for name in ("LATE", "ROUND", "ANSWER"):
+        monkeypatch.setattr(watchdog, name, 0.2)
+    told: list[dict[str, Any]] = []
+
+    class Stopped:
+        host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
+
+    async def run() -> None:
+        listening = asyncio.create_task(watchdog.listen(lambda event: told.append(event.record())))
+        awaited = (
+            ("episodes 1/0@0 of task a on environment 0", LocalActor(Silent()), False),
+            ("health of rollout 1", Stopped(), False),
+            ("train of policy rank 0", Stopped(), False),
+            ("start of reward 0", Stopped(), True),
+        )
+        await asyncio.gather(
+            *(with_deadline(9.0, asyncio.sleep(2.0), what, actor, starts=starts) for what, actor, starts in awaited)
+        )
+        listening.cancel()
+
+    asyncio.run(run())
+    assert {(e["event"], e["actor"], e["awaited"]) for e in told} == {
+        ("silent", "rollout 1", "health of rollout 1"),
+        ("silent", "policy rank 0", "train of policy rank 0"),
+    }
+    assert len(told) == 2
 
 
 def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from rayloop.cluster.cli import main
 from tests.support import fault_table
 from tests.support.marks import Marks, kill, marked, next_mark
-from tests.support.runs import Run, ledger_closes, pause, run, settings
+from tests.support.runs import Run, ledger_closes, pause, resume, run, settings
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -73,3 +74,30 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
     assert counts["issued"] == counts["trained"] == 9 * 8, counts
     assert all(0.2 < record["reward/min"] <= record["reward/max"] < 0.8 for record in made.metrics)
     assert made.metrics[-1]["rollout/reissued"] >= 1
+
+
+@pytest.mark.slow_faults
+def test_an_engine_that_stands_still_is_told_and_replaced_and_does_not_wake(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(
+        tmp_path, digits_model, steps=9, checkpoint__every=9, rollout__sampling={"max_tokens": 200, "min_tokens": 200},
+        recovery={"health_every": 1.0, "health_timeout": 20.0},
+    )  # fmt: skip
+    with run(config) as made:
+        made.until_event("trained", step=2)
+        victim, stopped = made.actor("RolloutActor"), time.time()
+        pause(victim)
+        silent = made.until_event("silent", actor="rollout 0")
+        assert silent["time"] - stopped < 20
+        assert main(["status", str(made.folder)]) == 0
+        assert "rollout 0 does not answer" in capsys.readouterr().out
+        why, _ = replaced(made, "rollout", stopped)
+        assert "did not answer within 20 s" in why
+        if victim.is_running():
+            resume(victim)
+        made.ends(0)
+    assert [record["step"] for record in made.metrics] == list(range(1, 10))
+    counts = made.named("finished")[0]["ledger"]
+    ledger_closes(counts)
+    assert counts["trained"] == 9 * 8, counts

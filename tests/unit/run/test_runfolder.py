@@ -145,6 +145,19 @@ def test_records_carry_the_schema_and_survive_a_torn_line(tmp_path: Path) -> Non
         records.append({"step": object()})
 
 
+def test_a_line_from_beside_spoils_none_of_the_process_that_writes_the_file(tmp_path: Path) -> None:
+    lines, other = JsonLines(tmp_path / "a.jsonl"), JsonLines(tmp_path / "a.jsonl")
+    other.beside({"n": 0})
+    lines.append({"n": 1})
+    other.beside({"n": 2})
+    lines.append({"n": 3})
+    assert [record["n"] for record in lines] == [0, 1, 2, 3]
+    with lines.path.open("a") as file:
+        file.write('{"n": 4')
+    other.beside({"n": 5})
+    assert lines.path.read_text().endswith('{"n": 4'), "it stands still within a line"
+
+
 def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "run")
     with folder.acquired():
