@@ -28,7 +28,7 @@ _SPECIAL = re.compile(
     r"|<\s*/?\s*(?:"
     r"s|bos|eos|eot|eod|pad|unk|mask|sep|cls|sop|eop|image|img|video|audio|box|ref|quad|point|patch|object|img_?context"
     r"|(?:start|end|begin)_of_\w+|\w+_(?:token|start|end|pad|context)|(?:unused|reserved|extra|special|added|placeholder)\w*?_?\d+"
-    r"|(?:fim|repo|file|gh|doc|row|fake|global|empty|arg|ctrl|seed|minimax|pad)(?:[-_:]\w+)+|reponame|ctrl\d+|role|observation|human"
+    r"|(?:fim|repo|file|gh|doc|row|fake|global|empty|arg|ctrl|seed|minimax|pad)[-_:]\w+(?:[-:]\w+)*|reponame|ctrl\d+|role|observation|human"
     r"|r\d+|escape|global-img"
     r"|0x[0-9a-f]{2}|answer|think|tools?|tool_\w+|function\w*|interpreter|system|user|assistant|model|candidate[\w-]*"
     r")\s*/?\s*>"

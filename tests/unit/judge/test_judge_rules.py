@@ -306,3 +306,13 @@ def test_special_tokens_do_not_reach_a_model(token: str) -> None:
 )
 def test_what_only_looks_alike_stays(text: str) -> None:
     assert sanitise(text, 100) == text
+
+
+@pytest.mark.parametrize("head", ["<fim", "<", "<|", "<unused", "<tool_", "[END_", "[IMG_", "<candidate", "]~", "<["])
+def test_no_answer_keeps_the_judge_busy(head: str) -> None:
+    """A regular expression that can split a text in many ways tries them all where the end is none of a token."""
+    began = time.process_time()
+    for part in ("_a", "a_", "1", "_1", "-a", "-", ":", " ", "/", "~"):
+        for end in ("!>", "!]", ">", "]"):
+            sanitise((head + part * ((78 - len(head)) // len(part)) + end) * 5, 32_768)
+    assert time.process_time() - began < 2
