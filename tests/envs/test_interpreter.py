@@ -220,3 +220,18 @@ def test_pictures_are_decoded_within_the_calls_time_only(make: Make, monkeypatch
     said = shown(run(environment, "for k in range(32): plt.figure(figsize=(1, 1))\nplt.show()"))
     assert time.monotonic() - began < 3
     assert "pictures are not shown" in said
+
+
+def test_a_forged_picture_is_not_decoded_for_longer_than_its_pixels_take(make: Make) -> None:
+    """Its profiles unpack to three gigabytes, before the decoder comes to the first of 64 pixels."""
+    build = """
+import zlib
+b = io.BytesIO(); Image.new('L', (8, 8)).save(b, 'PNG'); p = b.getvalue()
+d = b'iCCPx\\0\\0' + zlib.compress(bytes(1 << 20), 9)
+bomb = p[:33] + (struct.pack('>I', len(d) - 4) + d + struct.pack('>I', zlib.crc32(d))) * 3000 + p[33:]
+"""
+    environment = make(Task("t", (Message("user", ("How many?",)),)))
+    began = time.monotonic()
+    said = shown(run(environment, FORGED.replace("forged({arguments})", build).format() + "forged([bomb], id=1)"))
+    assert "[picture]" in said
+    assert time.monotonic() - began < 10

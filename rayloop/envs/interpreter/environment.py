@@ -14,7 +14,7 @@ from rayloop.core.failures import DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
-from rayloop.envs.interpreter import sandboxes, text
+from rayloop.envs.interpreter import figures, sandboxes, text
 from rayloop.sandbox.cells import MOST_PIXELS
 from rayloop.sandbox.host import Answer, Interpreter
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Options, SandboxFailed
@@ -207,7 +207,7 @@ def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
         if time.monotonic() > until:
             break
         try:
-            kept.append(probe(ImageSource(data=image), MOST_PIXELS)[0])
+            kept.append(probe(ImageSource(data=figures.bare(image)), MOST_PIXELS)[0])
         except Exception:  # noqa: S112 (whatever a forged one makes of its decoder)
             continue
     return kept, len(images) - len(kept)
