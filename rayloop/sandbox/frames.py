@@ -51,15 +51,14 @@ def receive(connection: socket.socket, until: float | None, most: tuple[int, int
 
 
 def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
-    parts = []
-    while size:
+    got = bytearray()  # not a list of parts, of which each would take fifty bytes more
+    while len(got) < size:
         _wait(connection, until)
-        part = connection.recv(min(size, _CHUNK))
+        part = connection.recv(min(size - len(got), _CHUNK))
         if not part:
             raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        got += part
+    return bytes(got)
 
 
 def _wait(connection: socket.socket, until: float | None) -> None:
