@@ -95,7 +95,7 @@ class Interpreter:
         if len(blobs) > number or given > size:
             return f"{len(blobs)} images of {given} bytes, which may be {number} of {size}"
         answer, _ = self._ask(header, blobs, seconds)
-        return None if answer.get("ok") is True else str(answer.get("error"))
+        return None if answer.get("ok") is True else _clean(str(answer.get("error"))[: cells.MOST_ERROR])
 
     def _ask(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> frames.Frame:
         if self.closed:
@@ -119,8 +119,9 @@ class Interpreter:
         return answer, images
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which its connection says
-            signal.pidfd_send_signal(self._pidfd, number)
+        with self._lock, contextlib.suppress(OSError):  # it has ended, which its connection says
+            if not self.closed:  # else the descriptor may be another one's
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def hello(self) -> None:
         """Wait until it is held in. Raises SandboxFailed."""

@@ -1,0 +1,60 @@
+"""The host's side of an interpreter, against a process and a socket of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from rayloop.sandbox import cells, frames
+from rayloop.sandbox.host import Interpreter
+
+
+@contextmanager
+def sleeping() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def interpreter(pid: int) -> tuple[Interpreter, socket.socket]:
+    """And the end of the connection at which its code would be."""
+    ours, theirs = socket.socketpair()
+    server: Any = None
+    return Interpreter(ours, os.pidfd_open(pid), None, server), theirs
+
+
+def test_why_an_image_cannot_be_read_is_a_short_text_whatever_code_says() -> None:
+    with sleeping() as pid:
+        python, theirs = interpreter(pid)
+        frames.send(theirs, {"id": 1, "ok": False, "error": "\ud83d" * 10_000})
+        assert python.images({}, 5) == "?" * cells.MOST_ERROR
+        python.close()
+        theirs.close()
+
+
+def test_a_call_that_ends_after_its_interpreter_was_closed_stops_no_other() -> None:
+    """Descriptors are numbered anew at once, so the number may be the next interpreter's."""
+    with sleeping() as pid, sleeping() as other:
+        python, theirs = interpreter(pid)
+        number = python._pidfd
+        python.close()
+        theirs.close()
+        handle = os.pidfd_open(other)
+        os.dup2(handle, number)
+        try:
+            python._signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            assert psutil.Process(other).status() != psutil.STATUS_STOPPED
+        finally:
+            for one in {handle, number}:
+                os.close(one)
