@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.engines.training import state
@@ -157,3 +159,32 @@ def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> 
     (tmp_path / "index.json").write_bytes(index)
     with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
         state.load(str(tmp_path), tensors(0), 0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        "a text", [1], {"cpu": "a text", "cuda": []}, {"cpu": None, "cuda": []}, {"cpu": torch.get_rng_state(), "cuda": 3},
+        {"cpu": torch.zeros(5056), "cuda": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_random_states_of_another_form_are_a_broken_checkpoint(tmp_path: Path, found: Any) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(OLD, old)
+    torch.save(found, old / "random_0.pt")
+    state.save(str(new), tensors(1), 0)
+    (new / "random_0.safetensors").write_bytes(save({"cpu": torch.zeros(5056)}))
+    for folder in (old, new):
+        with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
+            state.load(str(folder), tensors(0), 0)
+
+
+def test_an_archive_of_the_oldest_form_is_a_broken_checkpoint(tmp_path: Path) -> None:
+    """Before version 0.1 torch wrote tar files of pickles."""
+    shutil.copytree(OLD, tmp_path / "old")
+    with tarfile.open(tmp_path / "old/random_0.pt", "w") as archive:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(CheckpointError, match="the trainer's state cannot be read"):
+        state.load(str(tmp_path / "old"), tensors(0), 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
@@ -84,15 +82,7 @@ def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] 
         _load_random(Path(folder), rank, sums)
     except Damaged:
         raise
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        SafetensorError,
-        pickle.UnpicklingError,
-        CheckpointException,
-    ) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
         for found in _below(error):
             if isinstance(found, Damaged):
                 raise found from error
@@ -275,10 +265,15 @@ def _load_random(folder: Path, rank: int, sums: Mapping[str, Sum]) -> None:
     data = path.read_bytes()
     if path.name in sums:
         check_sum(path.name, io.BytesIO(data), sums[path.name])
-    found = load_safetensors(data) if path == new else _flat(torch.load(io.BytesIO(data), weights_only=True))
-    torch.set_rng_state(found["cpu"])
-    if torch.cuda.is_available() and (cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]):
-        torch.cuda.set_rng_state_all(cuda)
+    try:
+        found = load_safetensors(data) if path == new else _flat(torch.load(io.BytesIO(data), weights_only=True))
+        torch.set_rng_state(found["cpu"])
+        if torch.cuda.is_available() and (
+            cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]
+        ):
+            torch.cuda.set_rng_state_all(cuda)
+    except Exception as error:  # of what is no random state, almost any
+        raise ValueError(f"{path.name} holds no random state: {error!r}") from error
 
 
 def _number(name: str) -> int:
