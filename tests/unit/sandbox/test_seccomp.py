@@ -55,7 +55,9 @@ def test_arguments_decide_about_the_others(machine: str) -> None:
     assert call("clone", 0x3D0F00)  # a thread
     assert not call("clone", 0x3D0F00, threads=False)
     assert not call("clone", 0x01200011)  # a process
-    assert not call("clone", 0x10000000)  # a user namespace
+    for namespace in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert not call("clone", namespace)
+        assert not call("clone", 0x3D0F00 | namespace), "nor one for a thread"
     assert not call("clone3")
     assert call("kill", 7, 9)
     assert not call("kill", 0xFFFFFFFF, 9)
