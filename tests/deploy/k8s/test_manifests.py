@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.deploy.k8s.kuberay import refusals
-from tests.deploy.k8s.rules import all_groups, faults, of_kind, project_version
+from tests.deploy.k8s.rules import all_groups, clusters, faults, groups, of_kind, pods, project_version
 from tests.deploy.k8s.schemas import RAY_KINDS, ROOT, crd_folder, schema_faults
 
 pytestmark = pytest.mark.k8s
@@ -153,3 +153,15 @@ def test_a_server_accepts_the_manifests(which: str, tmp_path: Path) -> None:
             subprocess.run(
                 ["kubectl", "delete", "namespace", namespace["metadata"]["name"], "--wait=false"], check=True
             )
+
+
+@pytest.mark.parametrize("which", ["written", *RENDERED])
+def test_no_pod_has_a_token_of_kubernetes_but_one_that_scales_its_cluster(which: str) -> None:
+    documents = all_documents(which)
+    scaling = {
+        group.pod.title
+        for title, cluster in clusters(documents)
+        for group in groups(title, cluster)
+        if group.head and cluster.get("enableInTreeAutoscaling")
+    }
+    assert {pod.title for pod in pods(documents) if pod.spec.get("automountServiceAccountToken", True)} == scaling
