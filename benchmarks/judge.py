@@ -156,7 +156,7 @@ async def _hop(judge: str, calls: int) -> dict[str, float]:
 async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, number: int) -> dict[str, float]:
     """Items per second in requests of BATCH items, enough at once to fill the model: the backend itself, and through Serve."""
     flight: int = max(1, 2 * a.model_slots // BATCH)
-    headers = {"Authorization": f"Bearer {key.read_text().strip()}"}
+    headers = {"Authorization": f"Bearer {key.read_text(encoding='utf-8').strip()}"}
 
     async def measure(send: Callable[[Sequence[JudgeItem]], Awaitable[Any]], kind: str) -> float:
         batches = iter([[_item(BATCH * n + i, f"{kind} {number}") for i in range(BATCH)] for n in range(4 * flight)])
@@ -237,7 +237,7 @@ def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
         "canary": {"right": False},
     }
     config = {"http_options": {"port": 0}, "applications": [{"args": args}]}
-    (folder / "judge.yaml").write_text(yaml.safe_dump(config))
+    (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     announced = folder / "judge.json"
     command = [
         sys.executable,
@@ -257,7 +257,7 @@ def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
                 if process.poll() is not None or time.monotonic() > end:
                     raise BenchFailed(f"no judge within {START:g} s (exit code {process.poll()}); see above")
                 time.sleep(0.1)
-            yield json.loads(announced.read_text())["url"], folder / "judge.key"
+            yield json.loads(announced.read_text(encoding="utf-8"))["url"], folder / "judge.key"
         finally:
             process.terminate()
 

@@ -89,7 +89,7 @@ def _measured(arguments: argparse.Namespace, folder: Path, loop: str, number: in
 
 def _config(arguments: argparse.Namespace, folder: Path, name: str, barrier: int, steps: int) -> RunConfig:
     rows = [{"id": f"task-{n}", "prompt": f"{n}"} for n in range(4096)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target = barrier or STEP
     ahead = (
         0 if barrier else -(-3 * arguments.environments // (2 * STEP))
@@ -118,5 +118,5 @@ def _config(arguments: argparse.Namespace, folder: Path, name: str, barrier: int
         "keep_rollouts": 0, "publish": {"self_test": False},
     }  # fmt: skip
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return load(path, (), RunConfig)

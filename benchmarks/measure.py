@@ -52,7 +52,10 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
     """
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as blamed:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as blamed,
+    ):
         run = subprocess.Popen(command, stdout=said, stderr=blamed, env=environment)
         tree = Tree(run.pid)
         while run.poll() is None:
@@ -72,7 +75,7 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, and how busy it was (load average of the last minute)."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
@@ -112,7 +115,7 @@ class PeakMemory:
 
 def rollup(pid: int) -> dict[str, float]:
     """MiB by kind (``Rss``, ``Pss``, ...). Raises OSError when the process has ended."""
-    parts = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    parts = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:])
     return {name.rstrip(":"): int(kib) / 1024 for name, kib, _ in parts}
 
 

@@ -85,7 +85,7 @@ def _stored(temporary: Path) -> float | None:
     """MiB in the object store."""
     for file in temporary.rglob("metrics_export_port_*"):
         with suppress(httpx.TransportError, ValueError, OSError):
-            page = httpx.get(f"http://127.0.0.1:{int(file.read_text())}/metrics", trust_env=False).text
+            page = httpx.get(f"http://127.0.0.1:{int(file.read_text(encoding='utf-8'))}/metrics", trust_env=False).text
             lines = [line for line in page.splitlines() if line.startswith("ray_object_store_memory{")]
             return sum(float(line.rpartition(" ")[2]) for line in lines) / 2**20
     return None

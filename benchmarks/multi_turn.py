@@ -71,7 +71,7 @@ def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
     rows = [{"id": f"task-{n}", "prompt": f"{n}"} for n in range(4096)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = {
         "name": "multi_turn", "output": folder.as_posix(), "steps": WARM + arguments.steps,
         "model": {"path": str(MODEL)}, "data": {"train": str(folder / "rows.jsonl")},
@@ -93,5 +93,5 @@ def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
         "keep_rollouts": 0, "publish": {"self_test": False},
     }  # fmt: skip
     path = folder / "multi_turn.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return load(path, (), RunConfig)

@@ -91,7 +91,7 @@ def _processes() -> dict[int, tuple[int, str, float]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                fields = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 found[int(entry)] = (int(fields[1]), fields[19], (int(fields[11]) + int(fields[12])) * TICK)
     return found
 

@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
     measured = measure(chosen, arguments.checkpoint, arguments.out, arguments.overrides)
     found = {"recipe": arguments.recipe, "checkpoint": str(arguments.checkpoint), "sets": measured}
     file = arguments.out / "benchmark.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, summary in measured.items():
         mean, low, high = summary["arms"][RIGHT][chosen.score]
         bounds = "too few items" if low is None else f"{low:.3f}, {high:.3f}"
@@ -63,5 +63,5 @@ def _evaluate(config: str, rows: HeldOut, checkpoint: Path, out: Path, overrides
         code not in (0, 1) or not (out / "summary.json").exists()
     ):  # 1: some answers have no score, and the summary says so
         raise RayloopError(f"python -m rayloop {' '.join(map(str, command))} ended with {code}; what it said is above")
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary

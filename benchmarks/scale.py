@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    latencies = json.loads(arguments.latencies.read_text())
+    latencies = json.loads(arguments.latencies.read_text(encoding="utf-8"))
     measure = _cost if arguments.what == "cost" else _async
     with private_cluster() as temporary:
         from rayloop.cluster.roles.session import session  # imports ray, which reads the environment
@@ -114,7 +114,7 @@ def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
 
 def _config(load: Load, folder: Path) -> Path:
     rows = [{"id": f"task-{n}", "prompt": f"{n}"} for n in range(4096)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     batches = 8 if load.uniform else 2
     config = {
         "name": "scale", "output": folder.as_posix(), "steps": load.steps, "model": {"path": "simulated"},
@@ -128,5 +128,5 @@ def _config(load: Load, folder: Path) -> Path:
         "rollout": {"actors": load.engines}, "keep_rollouts": 0, "publish": {"self_test": False},
     }  # fmt: skip
     path = folder / "scale.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path

@@ -62,7 +62,7 @@ def measure(groups: Groups, ranks: int) -> dict[str, float]:
 
 
 def _long_tailed(arguments: argparse.Namespace) -> Iterator[list[Length]]:
-    generator, lengths = random.Random(0), json.loads(LATENCIES.read_text())
+    generator, lengths = random.Random(0), json.loads(LATENCIES.read_text(encoding="utf-8"))
     for _ in count():
         prompt = round(arguments.prompt * generator.uniform(0.5, 1.5))
         answers = generator.choices(lengths, k=arguments.group)

@@ -58,7 +58,7 @@ def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, A
     """Start the run with its folder below ``output`` and end it after its first step. Raises BenchFailed."""
     command = [sys.executable, "-m", "rayloop", "train", str(config), *overrides, f"output={output}", "name=start"]
     began, folder = time.time(), output / "start"
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         tree = Tree(run.pid)
         try:

@@ -126,7 +126,9 @@ def write_rows(path: Path, shape: Shape) -> None:
     """A prompt {id, prompt} for every group; equal shapes, equal files."""
     generator = random.Random(0)
     sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(shape.prompts * shape.steps))
-    path.write_text("".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)))
+    path.write_text(
+        "".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)), encoding="utf-8"
+    )
 
 
 def _plain_prompts(model: Path, target: Path) -> None:
@@ -137,7 +139,7 @@ def _plain_prompts(model: Path, target: Path) -> None:
     for file in model.iterdir():
         if not file.name.startswith("chat_template"):
             (target / file.name).symlink_to(file.resolve())
-    (target / "chat_template.jinja").write_text(TEMPLATE)
+    (target / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
 def prepare(shape: Shape, engine: str, folder: Path) -> Path:
@@ -165,7 +167,7 @@ def prepare(shape: Shape, engine: str, folder: Path) -> Path:
         "checkpoint": {"every": shape.steps},
     }
     path = folder / "bench.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 
 

@@ -172,7 +172,7 @@ def report(checkout: Checkout) -> Iterator[str]:
         parts = module.path.parent.parts
         for folder in {"/".join(parts[:depth]) for depth in (1, 2) if depth <= len(parts)}:
             folders[folder] += Counter(files=1, lines=module.lines)
-    tests = [len(path.read_text().splitlines()) for path in checkout.folder.glob("tests/**/*.py")]
+    tests = [len(path.read_text(encoding="utf-8").splitlines()) for path in checkout.folder.glob("tests/**/*.py")]
     for folder, counts in sorted(folders.items()):
         yield f"| {folder}/ | {counts['files']} | {counts['lines']:,} |"
     modules = checkout.modules.values()
@@ -188,7 +188,7 @@ def _counts(checkout: Checkout) -> Iterator[str]:
     found = siblings(checkout)
     yield f"| import cycles between the parts of a package, any import | {len(found)} | {_listed(found)} |"
     config = checkout.folder / "docs" / "config.md"
-    keys = re.search(r"(\d+) keys", config.read_text()) if config.exists() else None
+    keys = re.search(r"(\d+) keys", config.read_text(encoding="utf-8")) if config.exists() else None
     yield f"| keys of a run (docs/config.md) | {keys[1] if keys else '?'} | |"
     names = list(public(checkout))
     silent = sum(not told for _, told in names)

@@ -139,7 +139,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[Train
 
 
 def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    return json.loads((arguments.model / "config.json").read_text())
+    return json.loads((arguments.model / "config.json").read_text(encoding="utf-8"))
 
 
 def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainItem]]:

@@ -56,7 +56,7 @@ def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
 
 
 def _shipped(name: str) -> list[Labelled]:
-    return read_labelled(resources.files("rayloop.judge").joinpath("data", name).read_text(), name)
+    return read_labelled(resources.files("rayloop.judge").joinpath("data", name).read_text(encoding="utf-8"), name)
 
 
 def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:

@@ -103,7 +103,7 @@ def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
     rubrics = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
-            rubric = Rubric.model_validate(yaml.safe_load(path.read_text()))
+            rubric = Rubric.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (ValidationError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: no valid rubric: {error}") from error
         if rubric.name != path.stem:

@@ -47,7 +47,7 @@ class Verdict:
 
 def read(path: str) -> list[Entry]:
     """The entries of a file. Raises OSError, ValueError (not JSON, or not a list of entries)."""
-    rows = json.loads(Path(path).read_text())
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))
     if not isinstance(rows, list):
         raise ValueError("expected a JSON list of entries")
     for i, row in enumerate(rows):

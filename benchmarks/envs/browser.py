@@ -141,7 +141,7 @@ def _memory(root: int) -> dict[str, int]:
 def _pss(pid: int) -> int:
     """Bytes; 0 for a process that is gone."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file:
             [line] = [line for line in file if line.startswith("Pss:")]
             return int(line.split()[1]) * 1024
     except OSError:

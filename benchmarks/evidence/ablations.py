@@ -150,14 +150,14 @@ def main() -> None:
     chosen = parser.parse_args()
     question = QUESTIONS[chosen.question]
     out = chosen.out or Path(__file__).with_name(f"ablation_{chosen.question}.json")
-    runs = json.loads(out.read_text())["runs"] if out.exists() else {}
+    runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else {}
     for seed in SEEDS if chosen.only is None else [chosen.only]:
         for arm in question.arms if chosen.arm is None else [chosen.arm]:
             there = runs.setdefault(str(seed), {})
             if not usable(there.get(arm), digest(configured(question, arm))):
                 there[arm] = {"note": chosen.note, **measured(question, arm, seed, RUNS / chosen.question)}
             found = {"equal": question.equal, "runs": runs, "compared": compared(question, runs)}
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print("\n".join(markdown(question, runs)))
 
 

@@ -48,7 +48,7 @@ def main() -> None:
             for arm, seed in checkpoints
         ],
     }
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print("\n".join(markdown(found)))
 
 
@@ -82,7 +82,7 @@ def evaluated(name: str, checkpoint: Path) -> dict[str, Any]:
     cluster("eval", RECIPE / "learn.yaml", *options, "--data", TEST, "--controls", "--out", folder)
     cluster("eval", RECIPE / "learn.yaml", "--checkpoint", checkpoint, "--data", OOD, "--out", folder / "ood")
     return {
-        split: json.loads((path / "summary.json").read_text())
+        split: json.loads((path / "summary.json").read_text(encoding="utf-8"))
         for split, path in (("test", folder), ("ood", folder / "ood"))
     }
 

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the configuration")
     chosen = parser.parse_args()
     config = load(CONFIG, chosen.overrides, RunConfig)
-    found = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"seeds": {}}
+    found = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"seeds": {}}
     hashed = digest(config)
     if found.get("random", {}).get("tasks") != config.data.eval:
         found["random"] = {"tasks": config.data.eval, **chance(config)}
@@ -54,7 +54,7 @@ def main() -> None:
         about = {"config": hashed, "overrides": chosen.overrides, "note": chosen.note, "machine": machine()}
         spent = trained(CONFIG, RUNS / f"seed-{seed}", seed, chosen.overrides)
         found["seeds"][str(seed)] = about | spent | recorded(RunFolder.at(RUNS / f"seed-{seed}"))
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+        chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found)
     print("\n".join(markdown(found)))
 
@@ -62,7 +62,7 @@ def main() -> None:
 def chance(config: RunConfig) -> dict[str, Any]:
     """What random clicks earn on the held-out tasks."""
     assert config.data.eval is not None
-    rows = [json.loads(line) for line in Path(config.data.eval).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(config.data.eval).read_text(encoding="utf-8").splitlines()]
     return by_page(play(rows, config.environment.episode.max_turns, CHANCES))
 
 

@@ -47,13 +47,13 @@ def main() -> None:
     overrides = [*HELD_OUT, *chosen.overrides]
     config = load(CONFIG, overrides, RunConfig)
     weights = sha256((Path(config.model.path) / "model.safetensors").read_bytes()).hexdigest()[:16]
-    found = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"seeds": {}}
+    found = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"seeds": {}}
     for seed in SEEDS if chosen.only is None else [chosen.only]:
         about = {"config": digest(config), "weights": weights, "overrides": chosen.overrides, "note": chosen.note}
         spent = trained(CONFIG, RUNS / f"seed-{seed}", seed, overrides)
         recorded = measured(RunFolder.at(RUNS / f"seed-{seed}"))
         found["seeds"][str(seed)] = about | {"machine": machine()} | spent | recorded
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+        chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print("\n".join(markdown(found)))
 
 

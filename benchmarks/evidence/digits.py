@@ -60,7 +60,7 @@ def evidence(folder: Path) -> dict[str, Any]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         found = evidence(Path(temporary))
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     before, after = found["held_out_before"]["val/reward/mean"], found["held_out_after"]["val/reward/mean"]
     print(f"held-out reward {before:.3f} -> {after:.3f} in {found['steps']} steps, {found['train_seconds']} s")
 

@@ -134,7 +134,7 @@ def main() -> None:
         found += [
             {"rate": rate, "level": level, "arm": arm, **summary(curves[arm], curves["neither"], level)} for arm in ARMS
         ]
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n")
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n", encoding="utf-8")
     print("| learning rate | | generated / trained | held-out success | gained | steps | answers generated |")
     print("|---|---|---|---|---|---|---|")
     for r in found:

@@ -42,7 +42,7 @@ def main() -> None:
         known[seed] = measured(seed)
     runs = [known[seed] for seed in sorted(known)]
     found = {"config": config, "machine": machine(), "seeds": runs}
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(runs)
     print("\n".join(markdown(runs)))
 
@@ -51,7 +51,7 @@ def kept(config: Mapping[str, str]) -> dict[int, dict[str, Any]]:
     """The seeds of the file, when it was made with this configuration."""
     if not RESULT.exists():
         return {}
-    found = json.loads(RESULT.read_text())
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
     return {run["seed"]: run for run in found["seeds"]} if found["config"] == config else {}
 
 

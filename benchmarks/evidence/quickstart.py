@@ -36,7 +36,7 @@ def main() -> None:
     chosen = parser.parse_args()
     seeds = [measured(seed, chosen.overrides) for seed in range(chosen.seeds)]
     found = {"overrides": chosen.overrides, "machine": machine(), "learned": all(map(learned, seeds)), "seeds": seeds}
-    chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print("\n".join(markdown(found)))
 
 

@@ -76,7 +76,7 @@ class World:
         self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any
     ) -> None:
         rows = ({"id": f"{n}", "prompt": f"{n}"} for n in range(TASKS))
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.config = RunConfig.model_validate({
             "name": "simulated", "output": str(folder), "steps": 1, "seed": seed, "model": {"path": "simulated"},
             "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
@@ -200,7 +200,9 @@ def main() -> None:
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
     filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
     thrown = [simulate(2, "wait", 0.7, uniform=uniform, carry_over=False, min_fraction=0.1) for uniform in (0.0, 0.5)]
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n")
+    RESULT.write_text(
+        "[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n", encoding="utf-8"
+    )
     print("\n".join([*markdown(runs), "", "half of the groups filtered", *markdown(filtered)]))
     print("\n".join(["", "carry_over: false, without and with half of the groups filtered", *markdown(thrown)]))
     draw(runs)

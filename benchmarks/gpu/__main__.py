@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         place = Place(chosen.models / ("tiny" if chosen.tiny else "full"), chosen.tiny)
         worst = int(not record(chosen.out, chosen.probe, pkgutil.resolve_name(PROBES[chosen.probe].run), place))
-    found = json.loads(chosen.out.read_text())
+    found = json.loads(chosen.out.read_text(encoding="utf-8"))
     names = PROBES if chosen.probe == "all" else [chosen.probe]
     print(json.dumps(found | {"probes": {name: found["probes"][name] for name in names if name in found["probes"]}}))
     return worst

@@ -61,7 +61,7 @@ def batch(folder: Path, groups: int, size: int, prompt: int, answer: int, side: 
     """``groups`` prompts of two images of ``side`` tokens each way and ``prompt`` tokens of text, with ``size`` answers to each."""
     import numpy as np
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     made: list[TrainItem] = []
     for number in range(groups):
         rng = np.random.default_rng(number)

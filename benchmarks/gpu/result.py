@@ -113,7 +113,7 @@ def record(file: Path, name: str, probe: Callable[[Place], Found], place: Place)
 
 def _keep(file: Path, name: str, entry: dict[str, Any], began: float) -> None:
     """Add the entry of a probe to what the file has of it and of others."""
-    probes: dict[str, Any] = json.loads(file.read_text())["probes"] if file.exists() else {}
+    probes: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["probes"] if file.exists() else {}
     there = {"environment": probes[name]["environment"]} if name in probes else {}
     probes[name] = {**there, **entry, "seconds": round(time.monotonic() - began, 1)}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def _update(folder: Path, items: list[TrainItem], tokens: int, checkpointing: bo
 def _flops(folder: Path, items: list[TrainItem]) -> float:
     """Of the language model (``rayloop.benchmarks.train.flops``), and of the tower 6 per patch and parameter of its layers; not its
     attention."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tower, found = config["vision_config"], 0.0
     layer = 4 * tower["hidden_size"] ** 2 + 3 * tower["hidden_size"] * tower["intermediate_size"]
     for item in items:

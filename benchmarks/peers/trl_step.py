@@ -62,7 +62,7 @@ class Ends(TrainerCallback):
 
 def trainer(shape: argparse.Namespace, output: str) -> Timed:
     torch.set_num_threads(shape.threads)
-    prompts = [json.loads(line)["prompt"] for line in shape.rows.read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in shape.rows.read_text(encoding="utf-8").splitlines()]
     config = GRPOConfig(
         output_dir=output,
         max_steps=shape.steps,

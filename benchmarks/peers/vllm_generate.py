@@ -41,7 +41,7 @@ def main() -> None:
         n=shape.group, max_tokens=shape.completion, min_tokens=shape.completion, ignore_eos=True, logprobs=0,
         flat_logprobs=True, detokenize=False,
     )  # fmt: skip
-    prompts = [json.loads(line)["prompt"] for line in shape.rows.read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in shape.rows.read_text(encoding="utf-8").splitlines()]
     seconds, tokens = [], []
     remaining = iter(prompts)
     while asked := list(islice(remaining, shape.prompts)):

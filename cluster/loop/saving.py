@@ -69,7 +69,7 @@ class Saving:
     def latest(self) -> str:
         """The name of the checkpoint that was saved last, be it there or not; "" when none was, or that cannot be told."""
         with suppress(OSError):
-            return (self._store.folder / "latest").read_text()
+            return (self._store.folder / "latest").read_text(encoding="utf-8")
         return ""
 
     def on_disk(self, version: Version) -> bool:

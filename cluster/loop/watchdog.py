@@ -94,7 +94,7 @@ def _name(awaited: str) -> str:
 def _written(file: Path, stacks: str) -> str:
     """Where it is, below the run folder; "" when the storage refuses it, and then this process prints it."""
     try:
-        file.write_text(stacks)
+        file.write_text(stacks, encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written (%s):\n%s", file, error, stacks)
         return ""

@@ -94,10 +94,10 @@ def evaluate(
         "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
         **_more(config, tasks, items),
     }  # fmt: skip
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
     results = {"benchmark": benchmark, "model": config.model.path, **summary, "tasks": scored}
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
 
@@ -254,10 +254,10 @@ def _read(path: str, config: RunConfig) -> Dataset:
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
     """A folder without an answer belongs to nobody yet."""
-    if not empty and file.exists() and (before := json.loads(file.read_text())) != identity:
+    if not empty and file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != identity:
         changed = ", ".join(name for name in identity if before.get(name) != identity[name])
         raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
-    file.write_text(json.dumps(identity) + "\n")
+    file.write_text(json.dumps(identity) + "\n", encoding="utf-8")
 
 
 def _logs(out: Path) -> Path:

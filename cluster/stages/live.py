@@ -142,7 +142,7 @@ def _printed_here(actor: LiveActor, lines: int) -> str:
 
 
 def last_lines(file: Path, lines: int) -> str:
-    with file.open(errors="replace") as text:
+    with file.open(errors="replace", encoding="utf-8") as text:
         return "".join(deque(text, maxlen=lines))
 
 

@@ -63,7 +63,7 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
 def _follow(running: Any, path: Path, told: StopSignals) -> None:
     """Print what rank 0 writes to ``path`` until the stage ends. Raises what it raised, and Preempted."""
     path.touch()
-    with path.open() as progress:
+    with path.open(encoding="utf-8") as progress:
         progress.seek(0, os.SEEK_END)
         ended: list[Any] = []
         while not ended and told.first is None:
@@ -209,7 +209,7 @@ class Rank:
                     "step": self.step, "seconds": self.progress.seconds, "cursor": self.cursor.state(),
                     "config": _identity(self.config),
                 }  # fmt: skip
-                (Path(folder) / STATE).write_text(json.dumps(state))
+                (Path(folder) / STATE).write_text(json.dumps(state), encoding="utf-8")
             ray.train.report({"step": self.step, **report}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     def _restored(self) -> tuple[int, float]:
@@ -218,7 +218,7 @@ class Rank:
         if checkpoint is None:
             return 0, 0.0
         with checkpoint.as_directory() as folder:
-            state = json.loads((Path(folder) / STATE).read_text())
+            state = json.loads((Path(folder) / STATE).read_text(encoding="utf-8"))
             if state["config"] != _identity(self.config):
                 raise CheckpointError(
                     f"{folder} is of a stage with another configuration, which was interrupted. Run that one again, or "
@@ -234,7 +234,7 @@ class Rank:
 
     def _say(self, line: str) -> None:
         if self.rank == 0:
-            with (self.output / RUN / PROGRESS).open("a") as file:
+            with (self.output / RUN / PROGRESS).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
 

@@ -72,7 +72,7 @@ class Resolved:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             return set()
-        return {self.folder / file for file in json.loads(index.read_text())["weight_map"].values()}
+        return {self.folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:

@@ -120,7 +120,7 @@ def ray_address(address: str | None, current: Path = CURRENT_CLUSTER) -> list[Fi
                     "error", f"auto: {current} does not exist", "start a head, or name its address: --address HOST:6379"
                 )
             ]
-        return ray_address(current.read_text().strip())
+        return ray_address(current.read_text(encoding="utf-8").strip())
     assert address is not None
     host, port = place(address)
     if problem := unreachable(host, port):

@@ -27,7 +27,7 @@ def fitting_set(installed: Callable[[str], str | None] | None = None) -> Path:
 
 def pins(file: Path = TESTED) -> dict[str, SpecifierSet]:
     """Package -> the version that was tested."""
-    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
     return {pin.name: pin.specifier for pin in map(Requirement, filter(None, lines))}
 
 

@@ -11,7 +11,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def quota(group: Path = CGROUP) -> float | None:
     """The cores that the control group is limited to (``docker --cpus``); None without a limit, and without version 2 of them."""
     try:
-        share, period = (group / "cpu.max").read_text().split()
+        share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
     return None if share == "max" else int(share) / int(period)

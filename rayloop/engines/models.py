@@ -290,8 +290,8 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, target / file.name)
     (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n")
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n", encoding="utf-8")
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
     )

@@ -114,7 +114,7 @@ def write_tiny_vlm(
     tokenizer.save_pretrained(folder)
     if vision:
         (folder / "preprocessor_config.json").write_text(
-            json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n"
+            json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n", encoding="utf-8"
         )
     return folder
 

@@ -67,7 +67,7 @@ def read_shape(model: str, revision: str | None = None) -> Shape:
     found = resolve(model, revision)
     if not (found.folder / "config.json").is_file():
         raise ConfigError(f"model.path: {model} has no config.json")
-    config = json.loads((found.folder / "config.json").read_text())
+    config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
     if found.whole:
         return _shape({name: size for file in found.weights for name, size in _header(file).items()}, config)
     if found.commit is None:

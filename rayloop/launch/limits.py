@@ -56,7 +56,7 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
 def _path(own: Path, controller: str) -> str:
     """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is not told."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return "/"
     return next((path for _, names, path in lines if controller in names.split(",")), "/")
@@ -64,7 +64,7 @@ def _path(own: Path, controller: str) -> str:
 
 def _number(file: Path) -> int | None:
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # "max"
         return None
 

@@ -40,7 +40,7 @@ def port_range(text: str) -> tuple[int, int]:
 
 def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
     """The range of which the kernel gives a port to whoever names none, as LOW-HIGH: gloo, NCCL and the places where they meet."""
-    return "-".join(file.read_text().split())
+    return "-".join(file.read_text(encoding="utf-8").split())
 
 
 @contextmanager

@@ -119,4 +119,4 @@ def started(
 
 
 def tail(folder: Path) -> str:
-    return (folder / LOG).read_text(errors="replace")[-2000:]
+    return (folder / LOG).read_text(errors="replace", encoding="utf-8")[-2000:]

@@ -84,7 +84,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     sweep()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder,
-        open(Path(folder) / LOCK, "w") as lock,
+        open(Path(folder) / LOCK, "w", encoding="utf-8") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(folder)
@@ -132,7 +132,7 @@ def sweep() -> None:
     """Remove the temporary folders of private clusters whose process was killed: nothing could do it then."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
-            with open(lock, "r+") as file:
+            with open(lock, "r+", encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:

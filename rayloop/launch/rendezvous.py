@@ -96,12 +96,14 @@ class Rendezvous:
         """Note a Slurm job as the cluster's: whoever ends the cluster ends it too, those with a ``program`` first."""
         self._make()
         (self.folder / "jobs").mkdir(exist_ok=True)
-        with (self.folder / "jobs" / number).open("a") as file:  # a job may have several nodes
+        with (self.folder / "jobs" / number).open("a", encoding="utf-8") as file:  # a job may have several nodes
             file.write("program\n" if program else "")
 
     def jobs(self, *, programs: bool = False) -> list[str]:
         """The jobs that were noted; with ``programs`` those that have one."""
-        return sorted(file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text())
+        return sorted(
+            file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text(encoding="utf-8")
+        )
 
     def publish(self, head: Head) -> None:
         self._write("head.json", head)
@@ -170,7 +172,7 @@ class Rendezvous:
         file = self.folder / name
         try:
             trusted(self.folder, "the cluster's folder")  # what it says is where code is run, and with which token
-            return Head(**json.loads(file.read_text()))
+            return Head(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return f"nothing was published in {self.folder}"
         except (OSError, ValueError, TypeError) as error:  # ESTALE on NFS: replaced or removed while it was read

@@ -134,7 +134,7 @@ def nodes(head: Head) -> list[dict[str, Any]]:
     """The nodes that the head's dashboard lists. Raises OSError when it does not answer."""
     request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
     if head.token is not None:
-        request.add_header("Authorization", f"Bearer {Path(head.token).read_text()}")
+        request.add_header("Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=30) as answer:
         listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]

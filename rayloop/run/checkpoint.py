@@ -95,7 +95,7 @@ def complete(folder: Path) -> Checkpoint | None:
 def opened(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``. Raises Damaged, with the file, unless its marker is whole and all others have their sizes."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         if marker.pop("own_crc32", None) not in (None, _own(marker)):
             raise Damaged(MARKER, "its text is not the one that was written")
         found = Checkpoint(folder, marker["step"], marker["lineage"], marker)
@@ -232,7 +232,7 @@ class CheckpointStore:
     def lineages(self) -> int:
         """How many have begun so far."""
         path = self.folder / "lineage"
-        return int(path.read_text()) if path.exists() else 0
+        return int(path.read_text(encoding="utf-8")) if path.exists() else 0
 
     def next_lineage(self) -> int:
         """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""

@@ -169,7 +169,7 @@ class RunLock:
     def holder(self) -> Holder | None:
         """Who holds it and lives, as far as can be told here; None when nobody does. Takes nothing, and waits for nobody."""
         try:
-            with self.path.open() as file:
+            with self.path.open(encoding="utf-8") as file:
                 holder, beat = _read(file), os.fstat(file.fileno()).st_mtime
         except OSError:
             return None
@@ -200,7 +200,7 @@ class RunLock:
 def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
     """The file, while nobody else has it. Raises ConfigError after twice ``JUDGING`` seconds."""
     deadline = time.monotonic() + 2 * JUDGING
-    with path.open("a+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         instead: Path | None = None
         while True:
             try:
@@ -247,7 +247,7 @@ def _remove_left_over(instead: Path) -> None:
 def _newest(path: Path) -> int:
     """The number of holders so far; 0 without a file. Raises OSError."""
     try:
-        return int(path.read_text() or 0)
+        return int(path.read_text(encoding="utf-8") or 0)
     except FileNotFoundError:
         return 0
 
@@ -268,7 +268,7 @@ def _write(file: IO[str], text: str) -> None:
 
 
 def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _now(folder: Path) -> float:

@@ -74,7 +74,7 @@ def enter_user_namespace(inside: int) -> None:
     check(libc.unshare(NEW_USER), "userns")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         try:
-            with open(f"/proc/self/{name}", "w") as file:
+            with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise OSError(
@@ -125,7 +125,7 @@ def limit(limits: Mapping[int, int]) -> None:
 
 def first_to_go() -> None:
     """When the machine runs out of memory, this process is ended first."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")
 
 

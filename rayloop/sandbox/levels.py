@@ -72,7 +72,7 @@ def attack(level: Level) -> tuple[str, ...]:
     folder = tempfile.mkdtemp(prefix="sandbox-test-")
     os.chmod(folder, 0o755)
     bait = Path(folder) / "file"
-    bait.write_text("bait")
+    bait.write_text("bait", encoding="utf-8")
     bait.chmod(0o666)
     sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
     try:

@@ -193,7 +193,7 @@ def _remove(folder: str) -> None:
 def _children_of_this() -> set[int]:
     """Pids, also of adopted ones. (In a pid namespace of its own a child takes all that it started with it.)"""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
             return set(map(int, file.read().split()))
     except (OSError, ValueError):
         return set()

@@ -63,5 +63,5 @@ def _taken() -> frozenset[int]:
 
 def _mapped() -> int:
     """Numbers from 0 up to this one exist in this user namespace."""
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         return max(int(first) + int(count) for first, _, count in map(str.split, file))

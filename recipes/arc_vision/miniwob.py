@@ -97,7 +97,7 @@ def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs
         "splits": {split: _described(members) for split, members in splits.items()},
         "seeds": {page: dict(result.counts) for page, result in zip(ALL_PAGES, rendered, strict=True)},
     }
-    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 
 
@@ -135,7 +135,7 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> Rendered:
     try:
         with _page(browser) as tab:
             tab.goto(html.as_uri())
-            tab.evaluate((Path(__file__).parent / "miniwob_targets.js").read_text())
+            tab.evaluate((Path(__file__).parent / "miniwob_targets.js").read_text(encoding="utf-8"))
             for split, members in result.rows.items():
                 for attempt in range(4 * rows[split] + 50):
                     if len(members) == rows[split]:

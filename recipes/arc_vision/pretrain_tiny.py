@@ -58,14 +58,16 @@ def cluster(*arguments: str | Path) -> None:
 def write(folder: Path, snapshot: Path, summary: dict[str, Any]) -> None:
     """The snapshot's weights in bfloat16, and beside them what was measured."""
     cluster("export", snapshot, folder, "--dtype", "bfloat16")
-    folder.with_suffix(".json").write_text(json.dumps({"snapshot": snapshot.name, **summary}, indent=1) + "\n")
+    folder.with_suffix(".json").write_text(
+        json.dumps({"snapshot": snapshot.name, **summary}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def controls(snapshot: Path) -> dict[str, Any]:
     """The summary of the snapshot's evaluation with controls on the validation split."""
     folder = snapshot / "eval"
     cluster("eval", HERE / "learn.yaml", "--checkpoint", snapshot, "--controls", "--out", folder)
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 

@@ -33,7 +33,7 @@ Box = tuple[float, float, float, float]
 class Pointed(MiniWob):
     """A page that also tells the box, in pixels, of the element to click next: ``box``, None when there is none."""
 
-    STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {(Path(__file__).parent / 'targets.js').read_text()}]"
+    STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {(Path(__file__).parent / 'targets.js').read_text(encoding='utf-8')}]"
     box: Box | None = None
 
     def _seen(self, screen: Screen) -> bool:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split in ROWS:
         made = list(rows(split, getattr(chosen, split), PROMPTS[chosen.prompt], tuple(chosen.pages)))
         file = chosen.out / f"{split}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+        file.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
         print(f"{file}: {len(made)} rows")
     if chosen.demonstrations:
         pages = WARM_PAGES if chosen.pages == list(PAGES) else tuple(chosen.pages)

@@ -34,8 +34,8 @@ def main() -> int:
     cluster(
         "eval", HERE / "quickstart.yaml", "--checkpoint", out / "tiny", "--controls", "--samples", 2, "--out", measured
     )
-    summary = json.loads((measured / "summary.json").read_text())
-    (out / "tiny.json").write_text(json.dumps(summary, indent=1) + "\n")
+    summary = json.loads((measured / "summary.json").read_text(encoding="utf-8"))
+    (out / "tiny.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = made[HELD_OUT - 1 :: HELD_OUT]
     for split, part in (("train", [row for row in made if row not in held]), ("val", held)):
         file = chosen.out / f"{split}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in part))
+        file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{file}: {len(part)} rows")
     return 0
 

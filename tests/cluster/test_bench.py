@@ -131,7 +131,7 @@ def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) ->
     )
     assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["update_s"], rel=0.01)
     assert line["mfu"] == pytest.approx(line["gflops"] / line["ceiling_gflops"], abs=0.001)
-    c = json.loads((digits_model / "config.json").read_text())
+    c = json.loads((digits_model / "config.json").read_text(encoding="utf-8"))
     layer = sum(
         math.prod(weight.shape)
         for name, weight in load_file(digits_model / "model.safetensors").items()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
     assert main(["--small", "--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
-    config = yaml.safe_load((ROOT / "recipes/chart_rvr/quickstart.yaml").read_text())
+    config = yaml.safe_load((ROOT / "recipes/chart_rvr/quickstart.yaml").read_text(encoding="utf-8"))
     config |= {"output": str(tmp_path), "name": "run", "steps": 3, "checkpoint": {"every": 3}}
     config["data"] |= {
         name: str(tmp_path / f"rows/{split}.jsonl") for name, split in (("train", "train"), ("eval", "val"))
@@ -34,7 +34,10 @@ def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
     assert made.named("parity")[0]["mean"] < 1e-3
     ledger_closes(made.named("finished")[0]["ledger"])
     first, last = (
-        [json.loads(line) for line in (made.folder / f"evaluations/step_00000{step}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (made.folder / f"evaluations/step_00000{step}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for step in (0, 3)
     )
     for items in (first, last):

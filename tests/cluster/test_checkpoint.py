@@ -48,7 +48,7 @@ def test_the_newest_complete_checkpoint_is_found_and_older_ones_go(tmp_path: Pat
         save(store, step)
     assert steps(store) == [9999999, 10]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000010", "step_9999999"]
-    assert (tmp_path / "latest").read_text() == "step_9999999"
+    assert (tmp_path / "latest").read_text(encoding="utf-8") == "step_9999999"
     found = store.find("auto")
     assert found is not None
     assert found.state() == {"step": 9999999}
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         case "marker":
             (folder / MARKER).unlink()
         case "torn marker":
-            (folder / MARKER).write_text((folder / MARKER).read_text()[:-5])
+            (folder / MARKER).write_text((folder / MARKER).read_text(encoding="utf-8")[:-5], encoding="utf-8")
         case "missing":
             weights.unlink()
         case "truncated":
@@ -316,7 +316,9 @@ def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
     [why] = told
     assert "step_000002 is complete, but " in why
     assert ("Directory not empty" in why) == (broken == "removing an old one")
-    assert (tmp_path / "latest").read_text() == ("step_000002" if broken == "removing an old one" else "step_000001")
+    assert (tmp_path / "latest").read_text(encoding="utf-8") == (
+        "step_000002" if broken == "removing an old one" else "step_000001"
+    )
     monkeypatch.undo()
     save(store, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003"]

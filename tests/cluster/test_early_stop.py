@@ -17,7 +17,7 @@ def test_a_run_is_given_up_and_its_best_checkpoint_stays(tmp_path: Path, digits_
     config = settings(tmp_path, digits_model, steps=20, checkpoint={"every": 10, "keep": 1, "keep_best": True})
     config["reward"]["source"]["use"] = "tests.support.rewards:Peak"
     _, held_out = rows(24, 4, 3, 5, seed=0)
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out), encoding="utf-8")
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["evaluation"] = {"every": 1, "patience": 2}
     with run(config) as made:

@@ -23,7 +23,7 @@ PAGES = ("environment", "tool")
 
 
 def snippets() -> list[tuple[str, str, str]]:
-    pages = [(ROOT / f"docs/bring_your_own/{page}.md").read_text() for page in PAGES]
+    pages = [(ROOT / f"docs/bring_your_own/{page}.md").read_text(encoding="utf-8") for page in PAGES]
     return [found for page in pages for found in SNIPPET.findall(page)]
 
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the pages' files, whose modules can be imported."""
     for language, name, text in snippets():
         assert name, f"a snippet of {language} has no file, so nothing would run it"
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -73,7 +73,7 @@ def test_the_environment_does_what_its_page_says(folder: Path) -> None:
 )
 def test_the_rows_of_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str, row: str) -> None:
     rows = folder / f"{name}.jsonl"
-    assert not rows.exists() or len(rows.read_text().splitlines()) == 2
+    assert not rows.exists() or len(rows.read_text(encoding="utf-8").splitlines()) == 2
     told = command(folder, "try", f"{name}.yaml", "--row", row, f"model.path={digits_model}")
     assert "2 of 2 answers have a reward" in told
     silent = "the chat template shows none of the tools: convert (docs/bring_your_own/tool.md)"
@@ -83,7 +83,9 @@ def test_the_rows_of_each_configuration_can_be_tried(folder: Path, digits_model:
 def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Path) -> None:
     shutil.copytree(digits_model, folder / "model")
     template = folder / "model/chat_template.jinja"
-    template.write_text((folder / "tools.jinja").read_text() + template.read_text())
+    template.write_text(
+        (folder / "tools.jinja").read_text(encoding="utf-8") + template.read_text(encoding="utf-8"), encoding="utf-8"
+    )
     told = command(folder, "try", "rates.yaml", "model.path=model")
     assert '"function": {"name": "convert"' in told
     assert "the chat template shows none" not in told
@@ -102,7 +104,9 @@ def test_what_is_played_by_hand_says_what_its_page_says(folder: Path, name: str,
 
 
 def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model: Path) -> None:
-    (folder / "mixed.jsonl").write_text((folder / "mixed.jsonl").read_text().replace('"talk"', '"tlak"'))
+    (folder / "mixed.jsonl").write_text(
+        (folder / "mixed.jsonl").read_text(encoding="utf-8").replace('"talk"', '"tlak"'), encoding="utf-8"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "rayloop", "data", "validate", "mixed.yaml", f"model.path={digits_model}"], cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,

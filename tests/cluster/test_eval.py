@@ -52,7 +52,7 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
 
 def evaluate(config: dict[str, Any], out: Path, *options: str) -> int:
     file = out.parent / "eval.yaml"
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
     command = ("eval", str(file), "--out", str(out), "--controls", "--samples", "2", *options)
     return subprocess.run(
         [sys.executable, "-m", "rayloop", *command],
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     assert [event["step"] for event in controls] == [0, 2]
     assert set(controls[0]["differences"]) == {BLIND, OTHER}, "no page type has two rows here"
     assert "right image minus control, paired:" in made.text
-    kept = (made.folder / "evaluations/step_000002.jsonl").read_text().splitlines()
+    kept = (made.folder / "evaluations/step_000002.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(kept) == ROWS * (3 + 2)
     assert made.metrics[-1]["val/control/blind/reward/mean"] == controls[-1]["arms"][BLIND]["reward"][0]
 
@@ -82,22 +82,24 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
 
     out, checkpoint = tmp_path / "eval", ("--checkpoint", str(made.folder))
     assert evaluate(config, out, *checkpoint) == 0
-    lines = (out / "items.jsonl").read_text().splitlines(keepends=True)
+    lines = (out / "items.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     items = {item.key: item for item in read_items(out / "items.jsonl")}
     count = {arm: sum(item.arm == arm for item in items.values()) for arm in (RIGHT, SAME, OTHER, SAMPLED)}
     assert count == {RIGHT: ROWS, SAME: 0, OTHER: ROWS, SAMPLED: 2 * ROWS}
     assert len(lines) == len(items)
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["items"] == ROWS
     assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(
         sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS
     )
     assert set(summary["arms"][BLIND]) == {"reward", "iou", "click", "format"}
-    (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote the eleventh
+    (out / "items.jsonl").write_text(
+        "".join(lines[:10]) + lines[10][:20], encoding="utf-8"
+    )  # killed while it wrote the eleventh
     assert evaluate(config, out, *checkpoint) == 0
-    assert (out / "items.jsonl").read_text().splitlines(keepends=True)[:10] == lines[:10]
+    assert (out / "items.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:10] == lines[:10]
     assert {item.key: item for item in read_items(out / "items.jsonl")} == items
-    assert json.loads((out / "summary.json").read_text()) == summary
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == summary
     assert evaluate(config, out) == 2, "the start model's answers do not belong here"
 
     exported = tmp_path / "exported"
@@ -117,7 +119,7 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
         evaluator._hear(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
         evaluator._keep(Item(RIGHT, f"t{number}", "", 0, unscored=f"grader_error: KeyError: {number}"), {})
     assert evaluator.why == "t1: grader_error: KeyError: 1"
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [event["traceback"] for event in events if event["event"] == "grader_error"] == ["Traceback\nKeyError: 1"]
 
 
@@ -183,7 +185,7 @@ def test_plain_transformers_generates_what_our_engine_does(tmp_path: Path) -> No
 
 
 def tasks() -> list[str]:
-    return [json.loads(line)["id"] for line in (DATA / "test.jsonl").read_text().splitlines()]
+    return [json.loads(line)["id"] for line in (DATA / "test.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def same_weights(left: Path, right: Path) -> bool:

@@ -233,7 +233,9 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     marks.mkdir()
     source = {"use": "tests.support.rewards:TokenRanking", "with": {"marks": str(marks)}}
     config = settings(tmp_path, digits_model, steps=1, reward__source=source, **GROUP)
-    (tmp_path / "eval.jsonl").write_text("".join((tmp_path / "train.jsonl").read_text().splitlines(True)[:3]))
+    (tmp_path / "eval.jsonl").write_text(
+        "".join((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines(True)[:3]), encoding="utf-8"
+    )
     config |= {"evaluation": {"every": 1}}
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["algorithm"]["filtering"] = {"filters": [{"use": "tests.support.filters:first"}]}
@@ -253,7 +255,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     assert trained["4"] >= 2
 
     file = tmp_path / "again.yaml"
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
     out = tmp_path / "eval"
     done = subprocess.run(
         [sys.executable, "-m", "rayloop", "eval", str(file), "--out", str(out), "--samples", "2"], cwd=ROOT,
@@ -262,7 +264,7 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(
     assert done.returncode == 0, done.stdout + done.stderr
     assert Counter(item.arm for item in read_items(out / "items.jsonl")) == {RIGHT: 3, SAMPLED: 6}
     assert sizes() == {"2": 3}
-    assert json.loads((out / "summary.json").read_text())["unscored"] == 0
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["unscored"] == 0
 
     assert main(["try", str(file)]) == 0
     assert "2 of 2 answers have a reward" in capsys.readouterr().out

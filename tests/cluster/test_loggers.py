@@ -244,7 +244,7 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     ]  # fmt: skip
     first, second = (options for name, options in calls if name == "init")
     assert first == second
-    assert first["id"] == (tmp_path / "wandb" / "id").read_text()
+    assert first["id"] == (tmp_path / "wandb" / "id").read_text(encoding="utf-8")
     assert {k: first[k] for k in ("project", "name", "config", "resume", "dir")} == {
         "project": "p", "name": "run", "config": {"seed": 0},
         "resume": "allow", "dir": str(tmp_path),
@@ -259,7 +259,7 @@ def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path, monk
     logged(offline, folder, (1, 0.1))
     logged(offline, folder, (2, 0.2))
     (name,) = {path.name for path in folder.wandb.glob("offline-run-*/*.wandb")}
-    assert name == f"run-{(folder.wandb / 'id').read_text()}.wandb"
+    assert name == f"run-{(folder.wandb / 'id').read_text(encoding='utf-8')}.wandb"
 
 
 PROMETHEUS = """

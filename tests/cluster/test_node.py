@@ -71,7 +71,7 @@ def test_a_program_is_asked_to_save_and_the_cluster_is_done(cluster: Nodes) -> N
     worker = cluster.start("worker", "--num-cpus=1")
     head = cluster.head()
     cluster.until(lambda: cluster.alive(head) == 2, "the worker joins")
-    cluster.until(lambda: "ready" in (cluster.folder / "head-0.log").read_text(), "the program begins")
+    cluster.until(lambda: "ready" in (cluster.folder / "head-0.log").read_text(encoding="utf-8"), "the program begins")
     worker.send_signal(signal.SIGUSR1)  # the time limit is near: it is needed while the program saves
     with_program.send_signal(signal.SIGUSR1)
     assert with_program.wait(30) == 75

@@ -31,7 +31,7 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
             environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
         )  # fmt: skip
         file, out = tmp_path / "eval.yaml", tmp_path / "out"
-        file.write_text(yaml.safe_dump(config))
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
         benchmark = (
             "--benchmark",
             "screenspot",
@@ -49,16 +49,16 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
         )
         assert done.returncode == 0
     items = read_items(out / "items.jsonl")
-    rows = len((DATA / "test.jsonl").read_text().splitlines())
+    rows = len((DATA / "test.jsonl").read_text(encoding="utf-8").splitlines())
     assert len(items) == len(server.requests) == 3 * rows, "one greedy answer and two sampled ones"
-    results = json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert (results["benchmark"], len(results["tasks"]), results["cut"]) == ("screenspot", rows, 0)
     assert {k: found[0] for k, found in results["pass_at"].items()} == {"1": 1.0, "2": 1.0}, (
         "the whole page holds every middle"
     )
     assert len(results["by"]["page"]) == rows, "every page is of its own type"
     assert all(item.reward is not None and item.reward > 0 for item in items), "the answer is the whole page"
-    assert json.loads((out / "identity.json").read_text())["weights"] == f"theirs at {server.url}/v1"
+    assert json.loads((out / "identity.json").read_text(encoding="utf-8"))["weights"] == f"theirs at {server.url}/v1"
     for _, _, body in server.requests:
         [image] = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
         assert image["image_url"]["url"].startswith("data:image/")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/own_task.md").read_text()
+PAGE = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^```(\w*)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the page's files."""
     for language, name, text in SNIPPET.findall(PAGE):
         assert name, f"a snippet of {language} has no file, so nothing would run it"
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
 
 

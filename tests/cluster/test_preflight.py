@@ -92,7 +92,7 @@ def test_folders_of_killed_processes_are_removed_and_others_kept(
     for name in ("dead", "alive"):
         (tmp_path / (PREFIX + name)).mkdir()
         (tmp_path / (PREFIX + name) / LOCK).touch()
-    with open(tmp_path / f"{PREFIX}alive" / LOCK) as held:
+    with open(tmp_path / f"{PREFIX}alive" / LOCK, encoding="utf-8") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with private_cluster() as mine:
             sweep()

@@ -87,7 +87,7 @@ def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monk
     def start(folder: str, **_: Any) -> None:
         logs = Path(folder) / LOGS
         logs.mkdir(parents=True)
-        (logs / "worker-1.out").write_text("said")
+        (logs / "worker-1.out").write_text("said", encoding="utf-8")
 
     monkeypatch.setattr(session, "start", start)
     monkeypatch.setattr(session.ray, "shutdown", lambda: None)

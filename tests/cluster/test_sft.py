@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace", encoding="utf-8")
 
     @property
     def losses(self) -> list[float]:
@@ -87,7 +87,7 @@ class Stage:
 def started(settings: dict[str, Any]) -> Iterator[Stage]:
     tag, output = uuid.uuid4().hex, Path(settings["output"])
     path, log = output.with_suffix(".yaml"), output.with_suffix(".log")
-    path.write_text(yaml.safe_dump(settings))
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary, log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "rayloop", "sft", str(path)],
@@ -191,9 +191,9 @@ def test_a_stopped_stage_goes_on_with_the_same_configuration_only(
 
 @pytest.mark.slow_faults
 def test_a_bad_row_ends_a_strict_stage_at_once(folder: Path, digits_model: Path) -> None:
-    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    rows = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     bad = folder / "bad.jsonl"
-    bad.write_text("".join(rows[:4]) + "no JSON\n")
+    bad.write_text("".join(rows[:4]) + "no JSON\n", encoding="utf-8")
     settings = config(folder, digits_model, "bad", workers=2)
     settings["data"] |= {"train": str(bad), "strict": True}
     stage = ended(settings, code=1)
@@ -213,7 +213,8 @@ def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
     )
     make_tiny(stage)
     made = {
-        name: json.loads((tmp_path / "tiny" / name).read_text()) for name in ("preprocessor_config.json", "config.json")
+        name: json.loads((tmp_path / "tiny" / name).read_text(encoding="utf-8"))
+        for name in ("preprocessor_config.json", "config.json")
     }
     assert made["preprocessor_config.json"]["image_mean"] == [0.9, 0.8, 0.7]
     assert made["config.json"]["text_config"]["num_hidden_layers"] == 2

@@ -25,7 +25,7 @@ from tests.support.runs import eventually, settings, tagged
 def files(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+        (folder / name).write_text(name, encoding="utf-8")
 
 
 def packed(folder: Path) -> set[str]:
@@ -47,7 +47,7 @@ def test_a_package_holds_code_and_no_data(tmp_path: Path) -> None:
     assert packed(folder) == {"a/b.py", "c.yaml"}
 
     files(folder, "ignored.bin", "new.py")
-    (folder / ".gitignore").write_text("*.bin\n")
+    (folder / ".gitignore").write_text("*.bin\n", encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     subprocess.run(["git", "-C", str(folder), "add", "c.yaml"], check=True)
     assert packed(folder) == {"a/b.py", "c.yaml", "new.py"}, "what git does not ignore, whether it is tracked or not"
@@ -86,7 +86,7 @@ def run_config(folder: Path, shared: Path, model: Path, **changes: Any) -> Path:
     """A run whose configuration lies in the checkout, its data and output on storage that nodes see."""
     config = settings(shared, model, **changes)
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
 
 
@@ -122,7 +122,7 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
 
         following = cluster_command(*ask, "--token-file", started.token, "--follow", cwd=code, tag=started.tag)
         metrics = shared / "run" / "metrics.jsonl"
-        eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "two steps", 90)
+        eventually(lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 2, "two steps", 90)
         actors = json.loads(started.read("/api/v0/actors?detail=true"))["data"]["result"]["result"]
         alive = {actor["name"].rsplit("-", 1)[0] for actor in actors if actor["state"] == "ALIVE"}
         assert {"driver", "rollout-0", "environment-0", "reward-0", "policy-0"} <= alive
@@ -130,7 +130,7 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
         text = output_of(following, 75)
         assert "package: " in text
         assert "received SIGTERM: saving" in text
-        done = metrics.read_text().count("\n")
+        done = metrics.read_text(encoding="utf-8").count("\n")
 
         ray = [started.python, "-m", "ray.scripts.scripts", "job", "submit", "--address", started.dashboard]
         entrypoint = ["python", "-m", "rayloop", "train", config.name, f"steps={done + 1}"]
@@ -140,7 +140,7 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
         )  # fmt: skip
         assert again.returncode == 0, again.stdout + again.stderr
         assert f"continues from step_{done:06d}" in again.stdout
-    assert metrics.read_text().count("\n") == done + 1
+    assert metrics.read_text(encoding="utf-8").count("\n") == done + 1
 
 
 @pytest.mark.slow_faults

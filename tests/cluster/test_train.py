@@ -30,11 +30,13 @@ HEAVY = ("RolloutActor", "PolicyRank")
 
 
 def maps_torch(process: psutil.Process) -> bool:
-    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
 
 
 def with_evaluation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    (folder / "eval.jsonl").write_text("".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(5)))
+    (folder / "eval.jsonl").write_text(
+        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(5)), encoding="utf-8"
+    )
     config["data"]["eval"] = str(folder / "eval.jsonl")
     config["evaluation"] = {"every": 6, "limit": 4}
     return config
@@ -75,7 +77,7 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
     assert not made.named("logger_failed")
 
     (made.folder / "tensorboard").rename(tmp_path / "first")
-    (made.folder / "tensorboard").write_text("no folder")
+    (made.folder / "tensorboard").write_text("no folder", encoding="utf-8")
     resumed = finished(config)
     assert [record["step"] for record in resumed.metrics] == list(range(1, 7))
     begin = resumed.named("begin")[1]
@@ -136,7 +138,10 @@ def test_a_run_goes_on_with_other_values_but_not_as_another_run(
 def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_model: Path, delay: float) -> None:
     """Also while ray.init forks its daemons, where an exception raised by a signal handler may be lost."""
     with run(settings(tmp_path, digits_model)) as made:
-        made.until(lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(), "the lock")
+        made.until(
+            lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(encoding="utf-8"),
+            "the lock",
+        )
         time.sleep(delay)
         made.process.send_signal(signal.SIGTERM)
         assert made.wait(30) == 1, made.text
@@ -194,7 +199,7 @@ def test_a_full_disk_costs_checkpoints_until_it_is_too_much(tmp_path: Path, digi
 
 def written(folder: Path, model: Path, **changes: Any) -> str:
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(settings(folder, model, **changes)))
+    path.write_text(yaml.safe_dump(settings(folder, model, **changes)), encoding="utf-8")
     return str(path)
 
 
@@ -204,7 +209,7 @@ def test_print_config_shows_a_configuration_that_loads_to_the_same(
     path = written(tmp_path, digits_model)
     assert main(["train", path, "steps=7", "--print-config"]) == 0
     shown = tmp_path / "shown.yaml"
-    shown.write_text(capsys.readouterr().out)
+    shown.write_text(capsys.readouterr().out, encoding="utf-8")
     assert load(shown, [], RunConfig) == load(Path(path), ["steps=7"], RunConfig)
     assert not (tmp_path / "run").exists(), "nothing was started"
 
@@ -213,7 +218,7 @@ def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: py
     path = written(tmp_path, digits_model, policy__ranks=4, policy__placement={"num_gpus": 1})
     assert main(["train", path]) == 69  # another machine may have them
     assert "ResourcesUnavailable: the run needs 4 GPUs, this machine has 0" in capsys.readouterr().err
-    assert (tmp_path / "run" / "run.lock").read_text() == ""
+    assert (tmp_path / "run" / "run.lock").read_text(encoding="utf-8") == ""
 
 
 CROSS_FIELD = [

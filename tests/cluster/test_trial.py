@@ -80,7 +80,7 @@ def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str
         }
         changes = usual | changes
         path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(settings(tmp_path, digits_model, **changes)))
+        path.write_text(yaml.safe_dump(settings(tmp_path, digits_model, **changes)), encoding="utf-8")
         code = main(["try", str(path), *options])
         shown = capsys.readouterr()
         return code, shown.out + shown.err
@@ -90,7 +90,7 @@ def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str
 
 def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Path) -> None:
     code, text = try_it()
-    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    row = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert code == 0, text
     assert f"train.jsonl:1: task {row['id']}, one of 24 usable rows" in text
     assert (
@@ -166,7 +166,7 @@ def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loade
 
 
 def test_rows_of_which_none_can_be_used_are_told_with_the_first_reason(try_it: Try, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n', encoding="utf-8")
     code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")})
     assert code == 2, text
     assert "holds no usable row. The first: " in text
@@ -185,7 +185,7 @@ def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> 
 
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     mine = {
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "reward__source": {"use": "tests.support.rewards:TokenReward"},
@@ -206,7 +206,7 @@ def popping(task: Task) -> float:
 
 
 def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "level": 1}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "level": 1}) + "\n", encoding="utf-8")
     code, text = try_it(
         data={"train": str(tmp_path / "rows.jsonl")},
         reward__source={"use": f"{__name__}:popping"},
@@ -217,7 +217,7 @@ def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp
 
 def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(try_it: Try, tmp_path: Path) -> None:
     row = {"prompt": "a\x1b]0;title\x07", "answer": "\x1b[31m", "id": "\x9b2J"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     rows = {
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "reward__source": {"use": "tests.support.rewards:TokenReward"},
@@ -231,7 +231,7 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     (tmp_path / "bad.png").write_bytes(b"no image")
     good = next(PAGES.rglob("*.png"))
     rows = [{"prompt": "<image>a", "answer": "1", "images": [str(image)]} for image in (tmp_path / "bad.png", good)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     mine = {
         "model__path": str(grounding_model),
         "data": {"train": str(tmp_path / "rows.jsonl")},
@@ -243,7 +243,7 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     code, text = try_it(**mine)
     assert code == 0, text
     assert "rows.jsonl:1: " in text.partition("rows.jsonl:2: task")[0], "the row that was passed over is named"
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
     assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
 
 

@@ -82,7 +82,9 @@ def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) ->
 def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     why = failed(tmp_path, 4)
-    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["group"] for row in rows] == [1, 2, 3, 4]
     assert why.startswith("0 of 8 trajectories survived.")
     assert "task task-1, truth [1, 2], was answered '9': reward 0 (unparsable)" in why

@@ -85,8 +85,8 @@ def test_replay_and_partial_groups_when_deterministic(tmp_path: Path, digits_mod
         algorithm__replay={"enabled": True},
         algorithm__filtering={"filters": [{"kind": "equal_rewards"}, {"kind": "positive_negative_advantage"}]},
     )  # fmt: skip
-    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "train.jsonl").write_text("".join(lines[:2]))
+    lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:2]), encoding="utf-8")
     made = trained(config)
     sizes = [[len(samples) for samples in event["groups"].values()] for event in made.named("trained")]
     assert any(0 < size < 4 for size in sizes[0]), sizes

@@ -35,7 +35,7 @@ def text(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
 
 def pages(folder: Path, engine: dict[str, Any], steps: int) -> dict[str, Any]:
     """The quickstart with few, small groups; before the first step its greedy answers to 24 held-out pages are kept."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "recipes/arc_vision/quickstart.yaml").read_text())
+    config: dict[str, Any] = yaml.safe_load((ROOT / "recipes/arc_vision/quickstart.yaml").read_text(encoding="utf-8"))
     return {
         **config, "name": engine["kind"], "output": str(folder), "steps": steps,
         "rollout": {**config["rollout"], "engine": engine},
@@ -66,7 +66,7 @@ def healthy(made: Run, groups: set[str]) -> None:
 
 def answers(made: Run) -> list[tuple[Any, ...]]:
     """Before the first step: what was shown and answered, and what it earned."""
-    lines = (made.folder / "evaluations/step_000000.jsonl").read_text().splitlines()
+    lines = (made.folder / "evaluations/step_000000.jsonl").read_text(encoding="utf-8").splitlines()
     records = sorted((json.loads(line) for line in lines), key=lambda record: record["task"])
     return [(r["task"], [i["sha256"] for i in r["images"]], r["text"], r["reward"]) for r in records]
 
@@ -93,7 +93,7 @@ def vllm_metrics(made: Run) -> str:
     """One of vLLM's gauges at the metrics port of the run's node."""
     for file in made.temporary.rglob("metrics_export_port_*"):
         with suppress(httpx.TransportError, ValueError):
-            page = httpx.get(f"http://127.0.0.1:{int(file.read_text())}/metrics", trust_env=False).text
+            page = httpx.get(f"http://127.0.0.1:{int(file.read_text(encoding='utf-8'))}/metrics", trust_env=False).text
             return "".join(line for line in page.splitlines() if "num_requests_running" in line)
     return ""
 

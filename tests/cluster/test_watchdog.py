@@ -56,7 +56,7 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     (event,) = watched(hang(), tmp_path, stall_report=1.5)
     assert (event["event"], event["phase"]) == ("stalled", "gen")
     assert event["awaited"].startswith("score of reward 0 for ")
-    stacks = (tmp_path / Path(event["stacks"]).name).read_text()
+    stacks = (tmp_path / Path(event["stacks"]).name).read_text(encoding="utf-8")
     assert "=== awaited: score of reward 0 ===\npid " in stacks
     assert "=== driver ===" in stacks
     assert not WAITS.open

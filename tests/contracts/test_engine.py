@@ -436,7 +436,7 @@ def test_prompts_that_cannot_be_used_fail_alone(pictures: Served, text: Served) 
 
 def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(write_snippets("bring_your_own/engine.md", tmp_path)))
-    written = yaml.safe_load((tmp_path / "engine.yaml").read_text())
+    written = yaml.safe_load((tmp_path / "engine.yaml").read_text(encoding="utf-8"))
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
     check_components(config)
     assert config.engine.label == "plain_engine:PlainEngine"

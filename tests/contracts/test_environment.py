@@ -377,7 +377,7 @@ def test_every_call_has_a_deadline(isolation: str, at: str) -> None:
 
 def gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -391,7 +391,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def children(pid: int) -> list[int]:
     found = [Path(f"/proc/{pid}/task") / task / "children" for task in os.listdir(f"/proc/{pid}/task")]
-    return [int(child) for file in found for child in file.read_text().split()]
+    return [int(child) for file in found for child in file.read_text(encoding="utf-8").split()]
 
 
 @pytest.mark.parametrize(

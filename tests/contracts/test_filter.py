@@ -189,7 +189,7 @@ def test_a_filter_that_is_wrong_ends_the_run_with_its_name(name: str, message: s
 )  # fmt: skip
 def test_what_is_no_filter_is_refused_with_its_place(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "filtering.yaml"
-    path.write_text(f"ranking: std\nfilters: [{line}]\n")
+    path.write_text(f"ranking: std\nfilters: [{line}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s)filtering\.yaml:2: {message}"):
         check_components(load(path, [], FilteringSettings))
 

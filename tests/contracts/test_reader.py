@@ -113,7 +113,7 @@ def dataset(use: str, path: Path) -> tuple[dict[str, Task], list[DataFailure], D
 
 
 def jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -198,12 +198,12 @@ def test_the_reader_of_the_page(
     monkeypatch.chdir(folder)
     for name in ("r1", "r2"):
         Image.new("RGB", (56, 56)).save(folder / f"{name}.png")
-    data = DataSettings.model_validate(yaml.safe_load((folder / "data.yaml").read_text())["data"])
+    data = DataSettings.model_validate(yaml.safe_load((folder / "data.yaml").read_text(encoding="utf-8"))["data"])
     read = Dataset(data.train, data.reader.build(), True, lambda failure: None)
     assert [(task.id, task.ground_truth, task.source) for task in read] == [("r1", 5, "reviews"), ("r2", 1, "reviews")]
     assert read[0].messages[0].parts[1] == "Lovely.\nStars, from 1 to 5?"
     assert main(["data", "validate", "reviews.jsonl", "--reader", data.reader.use]) == 0
-    rows = [json.loads(line) for line in Path("reviews.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("reviews.jsonl").read_text(encoding="utf-8").splitlines()]
     jsonl(Path("reviews.jsonl"), [rows[0], {**rows[1], "stars": "many"}, {**rows[1], "key": None}])
     assert main(["data", "validate", "reviews.jsonl", "--reader", data.reader.use]) == 1
     out = capsys.readouterr().out

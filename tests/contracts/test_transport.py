@@ -137,7 +137,7 @@ def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:
 
 def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(write_snippets("bring_your_own/transport.md", tmp_path)))
-    written = yaml.safe_load((tmp_path / "transport.yaml").read_text())
+    written = yaml.safe_load((tmp_path / "transport.yaml").read_text(encoding="utf-8"))
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
     check_components(config)
     assert isinstance(transport(config.publish.transport, tmp_path), Transport)
@@ -155,6 +155,6 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
 )  # fmt: skip
 def test_a_wrong_choice_is_named(wrong: dict[str, Any], told: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, publish={"transport": wrong})))
+    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, publish={"transport": wrong})), encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
         read(path, [])

@@ -95,7 +95,7 @@ def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_pat
     assert [script.name for script in scripts] == ["ray_head.sbatch", "ray_worker.sbatch"]
     for script in scripts:
         assert script.is_relative_to(installed)
-        assert script.read_text() == (ROOT / "deploy/slurm" / script.name).read_text()
+        assert script.read_text(encoding="utf-8") == (ROOT / "deploy/slurm" / script.name).read_text(encoding="utf-8")
 
 
 def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:

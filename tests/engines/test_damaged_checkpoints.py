@@ -160,16 +160,16 @@ def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(tmp_path:
 
 def test_a_run_whose_only_checkpoint_is_cut_does_not_begin_anew(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    (tmp_path / "step_000001" / MARKER).write_text("")
+    (tmp_path / "step_000001" / MARKER).write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="step_000001 cannot be restored: COMPLETE"):
         Restored(tmp_path)
 
 
 def test_a_checkpoint_from_before_there_were_sums_loads(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    marker = json.loads((tmp_path / "step_000001" / MARKER).read_text())
+    marker = json.loads((tmp_path / "step_000001" / MARKER).read_text(encoding="utf-8"))
     del marker["crc32"], marker["own_crc32"]
-    (tmp_path / "step_000001" / MARKER).write_text(json.dumps(marker))
+    (tmp_path / "step_000001" / MARKER).write_text(json.dumps(marker), encoding="utf-8")
     found = complete(tmp_path / "step_000001")
     assert found is not None
     assert found.sums == {}

@@ -27,7 +27,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text())["probes"][name]
+    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))["probes"][name]
     return found
 
 
@@ -57,7 +57,9 @@ def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Pat
 
 def test_every_probe_is_in_the_readme_with_its_needs_and_limit() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$", (ROOT / "benchmarks/gpu/README.md").read_text(), re.MULTILINE
+        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$",
+        (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert rows == [(name, probe.needs, f"{probe.limit:g}") for name, probe in PROBES.items()]
     assert len(PROBES) == 11
@@ -76,7 +78,7 @@ def test_what_a_failed_probe_had_found_stays_beside_the_others(tmp_path: Path) -
 
     assert record(file, "lacks", lacks, place)
     assert not record(file, "fails", fails, place)
-    probes = json.loads(file.read_text())["probes"]
+    probes = json.loads(file.read_text(encoding="utf-8"))["probes"]
     assert (probes["lacks"]["status"], probes["lacks"]["why"]) == ("skipped", "no GPU")
     assert (probes["fails"]["status"], probes["fails"]["figures"]) == ("failed", {"first": 1})
     assert "no second" in probes["fails"]["why"]

@@ -21,9 +21,9 @@ reward: {source: {use: "rewards:length"}}
 
 def test_the_model_of_the_page_answers(tmp_path: Path) -> None:
     write_snippets("bring_your_own/model.md", tmp_path)
-    (tmp_path / "sums.yaml").write_text(RUN)
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "Add: 1 2", "answer": "3"}\n')
-    (tmp_path / "rewards.py").write_text("def length(context):\n    return len(context.texts[-1])\n")
+    (tmp_path / "sums.yaml").write_text(RUN, encoding="utf-8")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "Add: 1 2", "answer": "3"}\n', encoding="utf-8")
+    (tmp_path / "rewards.py").write_text("def length(context):\n    return len(context.texts[-1])\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for words in (["make_model.py"], ["-m", "rayloop", "try", "sums.yaml"]):
         done = subprocess.run(

@@ -49,7 +49,7 @@ def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tm
         load_model(settings(tmp_path / "no/such/folder"))
     other = shutil.copytree(tiny_vlm, tmp_path / "other")
     (other / "config.json").write_text(
-        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]})
+        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match="llava"):
         load_model(settings(other))
@@ -67,7 +67,7 @@ def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tm
 def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, name: str, tmp_path: Path) -> None:
     config = {name: 8}
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": kind, **({"text_config": config} if "vl" in kind else config)})
+        json.dumps({"model_type": kind, **({"text_config": config} if "vl" in kind else config)}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=f"{kind} is a mixture of 8 experts"):
         load_model(settings(tmp_path))

@@ -70,7 +70,7 @@ def _started(url: str, server: subprocess.Popen[bytes], log: Path) -> str:
                 return url
         except httpx.TransportError:
             time.sleep(0.5)
-    raise AssertionError(log.read_text()[-2000:])
+    raise AssertionError(log.read_text(encoding="utf-8")[-2000:])
 
 
 def test_tokens_logprobs_and_weights_are_ours(url: str, tiny_text: Path, tmp_path: Path) -> None:

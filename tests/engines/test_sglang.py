@@ -24,7 +24,7 @@ from rayloop.engines.settings import ModelSettings, SglangEngineSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import image
 
-ADAPTER = ast.parse(Path(sglang.__file__).read_text())
+ADAPTER = ast.parse(Path(sglang.__file__).read_text(encoding="utf-8"))
 MODEL, SETTINGS = ModelSettings(path="model"), SglangEngineSettings()
 SAMPLING = Sampling(0.8, 12, 2, ("</a>",), (5,), (7, 9))
 

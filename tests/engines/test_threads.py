@@ -53,9 +53,9 @@ def test_one_half_or_all_of_a_share_of_the_cores_are_tried(monkeypatch: pytest.M
 
 def test_a_control_group_takes_cores_away(tmp_path: Path) -> None:
     assert usable(tmp_path) == len(os.sched_getaffinity(0))
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n", encoding="utf-8")
     assert (quota(tmp_path), usable(tmp_path)) == (1.5, 1)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n", encoding="utf-8")
     assert quota(tmp_path) is None
 
 

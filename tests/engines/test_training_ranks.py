@@ -113,8 +113,8 @@ def test_the_whole_model_is_in_the_memory_of_one_rank(tmp_path: Path, head: str)
     small = SIZES | {"layers": 6}
     folder = write_tiny_vlm(tmp_path / "model", TEXTS, vision=False, tied=head == "tied", **small)
     if "ties" in head:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}), encoding="utf-8")
     (_, exported), (held, nothing) = run_ranks(_loaded, 2, folder, tmp_path / "meeting")
     saved = load_file(folder / "model.safetensors")
     assert exported.keys() == saved.keys()

@@ -117,7 +117,7 @@ def assert_filled(folder: Path) -> None:
 def test_an_index_says_the_same_on_every_python(tmp_path: Path) -> None:
     """It is plain JSON: an interpreter without torch reads what this one wrote."""
     state.save(str(tmp_path), tensors(1), 0)
-    found = json.loads((tmp_path / "index.json").read_text())["tensors"]["parameters.torch.bfloat16"]
+    found = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["tensors"]["parameters.torch.bfloat16"]
     piece = found["pieces"][0]
     content = (tmp_path / piece["file"]).read_bytes()[piece["offset"] : piece["offset"] + piece["bytes"]]
     assert (found["dtype"], found["shape"], piece["at"], piece["shape"]) == ("bfloat16", [3, 2], [0, 0], [3, 2])
@@ -146,9 +146,9 @@ def test_an_index_that_does_not_fit_its_tensors_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     state.save(str(tmp_path), tensors(1), 0)
-    index = json.loads((tmp_path / "index.json").read_text())
+    index = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
     change(index)
-    (tmp_path / "index.json").write_text(json.dumps(index))
+    (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"):
         state.load(str(tmp_path), tensors(0), 0)
 

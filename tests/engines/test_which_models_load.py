@@ -54,7 +54,7 @@ def table() -> str:
 
 
 def test_the_readme_says_which_models_load() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert table() in readme, f"put this into README.md:\n{table()}"
 
 

@@ -40,7 +40,7 @@ def trajectory(
     The behaviour log-probs are near an untrained model's.
     """
     rng = np.random.default_rng(number)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     made: list[Turn] = []
     images: dict[str, bytes] = {}
     for index, (context, size, sampled) in enumerate(turns):

@@ -64,7 +64,7 @@ def growing() -> Iterator[Callable[[], int]]:
 
 
 def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // MIB
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") // MIB
 
 
 def _canary(seen: Seen) -> bool:
@@ -110,7 +110,7 @@ def _ticks() -> dict[str, int]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            fields = (folder / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
             found[folder.name] = int(fields[11]) + int(fields[12])
     return found
 

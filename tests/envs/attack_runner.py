@@ -57,7 +57,7 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
         bait = Path(home) / "bait"  # data and keys where images and machines have them, over what is there
         for path in (bait / "src/app/data/truth.jsonl", bait / "etc/judge.key"):
             path.parent.mkdir(parents=True)
-            path.write_text("secret")
+            path.write_text("secret", encoding="utf-8")
         for path in (bait, *bait.rglob("*")):
             path.chmod(0o755)
         outer = [
@@ -120,7 +120,7 @@ class Column:
         (self.folder / ".ray").mkdir(mode=0o755)
         self.file = self.folder / "truth.jsonl"
         for path in (self.file, self.folder / ".ray" / "auth_token"):
-            path.write_text("secret")
+            path.write_text("secret", encoding="utf-8")
             path.chmod(0o666)
         self.servers = [
             socket.create_server(("127.0.0.1", 0)),

@@ -24,7 +24,9 @@ LISTENING = """<div style="width:400px;height:3000px;user-select:none">text to s
 def write(folder: Path, **pages: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name, body in pages.items():
-        (folder / f"{name}.html").write_text(f"<!doctype html><html><body style='margin:0'>{body}</body></html>")
+        (folder / f"{name}.html").write_text(
+            f"<!doctype html><html><body style='margin:0'>{body}</body></html>", encoding="utf-8"
+        )
     return folder
 
 

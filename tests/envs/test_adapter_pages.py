@@ -15,13 +15,13 @@ from rayloop.envs.settings import EnvironmentKind
 from rayloop.run.config import RunConfig
 
 pytestmark = pytest.mark.env
-PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/adapters.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/adapters.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```\w+ title=(\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 
 def test_the_lake_is_played_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "lake", raising=False)

@@ -53,7 +53,7 @@ def test_chance_wins_now_and_then() -> None:
 def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path) -> None:
     """As it is shipped, but on two tasks that come again each step."""
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",)))
+        "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",))), encoding="utf-8"
     )
     command = [
         sys.executable, "-m", "rayloop", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
@@ -63,9 +63,13 @@ def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path)
     assert subprocess.run(command, timeout=280).returncode == 0
     folder = RunFolder(tmp_path / "runs", "arpo-quickstart")
     assert [step["step"] for step in folder.metrics] == [1, 2, 3]
-    saved = json.loads((folder.path / "checkpoints/step_000003/driver.json").read_text())
+    saved = json.loads((folder.path / "checkpoints/step_000003/driver.json").read_text(encoding="utf-8"))
     assert any(saved["production"]["finished"]["replay"].values()), "most clicks on this page succeed"
     ledger_closes(next(event["ledger"] for event in folder.events if event["event"] == "finished"))
-    played = [json.loads(line) for file in folder.rollouts.files().values() for line in file.read_text().splitlines()]
+    played = [
+        json.loads(line)
+        for file in folder.rollouts.files().values()
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
     assert {record["components"]["success"] for record in played} <= {0.0, 1.0}
     assert all(record["turns"] for record in played)

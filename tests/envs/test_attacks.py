@@ -47,7 +47,7 @@ def test_there_are_the_attacks_of_the_notes_and_as_many_again() -> None:
 
 
 def test_the_page_says_what_each_level_holds() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     counts = [len(ATTACKS) - len(THROUGH[level]) for level in THROUGH for _ in ("user", "root")]
     (row,) = (line for line in page.splitlines() if line.startswith(f"| **held, of {len(ATTACKS)}** |"))
     assert [int(cell.strip(" *")) for cell in row.split("|")[4:-1]] == counts

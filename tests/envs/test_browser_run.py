@@ -57,7 +57,7 @@ def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_
     ]
     own = {"url": "good.html", "check": "window.done === true", "instruction": "Go."}
     rows += [{"prompt": "{instruction}", "environment": "pages", **own, "id": f"own-{n}"} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     here = "tests.envs.test_browser_run"
     config = settings(
         tmp_path,

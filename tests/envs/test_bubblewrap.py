@@ -42,8 +42,8 @@ def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(
         pytest.skip(f"bubblewrap does not work here: {refused}")
     monkeypatch.setenv("A_TOKEN", "secret")
     secret, given, kept = tmp_path / "secret", tmp_path / "given", tmp_path / "kept"
-    secret.write_text("secret")
-    given.write_text("given")
+    secret.write_text("secret", encoding="utf-8")
+    given.write_text("given", encoding="utf-8")
     given.chmod(0o644)
     kept.mkdir()
     kept.chmod(0o777)
@@ -67,7 +67,7 @@ def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(
     assert seen["interfaces"] == 1
     assert int(seen["capabilities"], 16) == 0
     assert seen["kept"] == 1
-    assert (kept / "x").read_text() == "0"
+    assert (kept / "x").read_text(encoding="utf-8") == "0"
     assert seen["usr"] == 30
     assert seen["full"] == 28
     assert seen["environment"]["KNOWN"] == "yes"

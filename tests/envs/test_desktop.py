@@ -359,7 +359,7 @@ def test_programs_cannot_reach_the_x_server() -> None:
 def pss(process: psutil.Process) -> float:
     """MiB of a process, shared pages counted in proportion."""
     try:
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0.0
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024

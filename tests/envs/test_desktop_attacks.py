@@ -101,7 +101,7 @@ def test_attacks_from_a_terminal_are_held(tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     truth, token = tmp_path / "truth.jsonl", tmp_path / ".ray" / "auth_token"
     for file in (truth, token):
-        file.write_text("secret")
+        file.write_text("secret", encoding="utf-8")
         file.chmod(0o644)
     abstract, named = f"attack-{os.getpid()}", f"{tmp_path}/socket"
     with (

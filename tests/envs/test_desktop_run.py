@@ -51,7 +51,7 @@ def servers(run: int) -> list[psutil.Process]:
 
 def test_a_run_on_desktops(grounding_model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "{instruction}", "desktop": "sort-lines", "id": f"sort-{n}"} for n in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     size = {"limits": {"width": 320, "height": 240}, "react": 2.0}
     environment: dict[str, Any] = {"use": "tests.envs.test_desktop_run:Types", "with": size}
     config = settings(
@@ -71,7 +71,7 @@ def test_a_run_on_desktops(grounding_model: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in folder.metrics] == [1, 2, 3]
     ends: Counter[tuple[str, float]] = Counter()
     for file in folder.rollouts.files().values():
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             ends[record["end_reason"], record["reward"]] += 1
     assert set(ends) == {("done", 1.0), ("action_error", 0.0)}, ends

@@ -60,7 +60,7 @@ def task(**stand_in: Any) -> Task:
 
 
 def notes(folder: Path, what: str = "") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if what in ("", line["what"])]
 
 
@@ -229,11 +229,11 @@ def test_nothing_stays_when_it_is_closed(make: Make, tmp_path: Path) -> None:
 
 def test_rows_and_tasks_of_osworlds_folder(make: Make, tmp_path: Path) -> None:
     listed = tmp_path / "list.json"
-    listed.write_text(json.dumps({"chrome": ["a"], "os": ["b", "c"]}))
+    listed.write_text(json.dumps({"chrome": ["a"], "os": ["b", "c"]}), encoding="utf-8")
     assert [row["osworld"] for row in rows(listed)] == ["chrome/a", "os/b", "os/c"]
     (tmp_path / "chrome").mkdir()
     config = task().extra["osworld"]
-    (tmp_path / "chrome" / "a.json").write_text(json.dumps(config))
+    (tmp_path / "chrome" / "a.json").write_text(json.dumps(config), encoding="utf-8")
     environment = make(tasks=str(tmp_path))
     environment.reset(Task("t", (Message("user", ("{instruction}",)),), extra={"osworld": "chrome/a"}))
     environment.close()

@@ -72,6 +72,6 @@ def test_a_run_outlives_its_interpreters(rows: Path, tmp_path: Path) -> None:
     assert all(any(why in event["why"] for why in told) for event in failures(folder))
     assert any(told[0] in event["why"] for event in failures(folder))
     for file in folder.rollouts.files().values():
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             assert record["end_reason"] != "environment_failure"

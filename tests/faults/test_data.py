@@ -32,12 +32,12 @@ def png_header(path: Path, width: int, height: int) -> str:
 def grounding(folder: Path, model: Path, lines: list[str], **changes: Any) -> dict[str, Any]:
     """A run on grounding rows, in their order; good rows and the given lines take turns."""
     good = []
-    for line in (GOOD / "train.jsonl").read_text().splitlines():
+    for line in (GOOD / "train.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         good.append(json.dumps({**row, "image": str(GOOD / row["image"])}))
     assert len(lines) < len(good)
     mixed = [line for pair in zip(good, lines, strict=False) for line in pair]
-    (folder / "train.jsonl").write_text("\n".join(mixed + good[len(lines) :]) + "\n")
+    (folder / "train.jsonl").write_text("\n".join(mixed + good[len(lines) :]) + "\n", encoding="utf-8")
     reader = {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": {"prompt": "{instruction}"}}
     return settings(
         folder, model, data__reader=reader, data__shuffle=False, model__max_pixels=37632, model__min_pixels=37632,
@@ -146,7 +146,9 @@ def test_groups_that_never_differ_stop_the_run_with_the_counts(tmp_path: Path, d
     [failed] = made.named("failed")
     assert failed["error"] == "GenerationBudgetSpent"
     assert "was answered '" in made.text
-    assert len((made.folder / "rollouts/step_000001.jsonl").read_text().splitlines()) == 4 * 4, "keep_rollouts groups"
+    assert len((made.folder / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()) == 4 * 4, (
+        "keep_rollouts groups"
+    )
     assert failed["ledger"]["filtered[all_equal]"] == 32
     ledger_closes(failed["ledger"])
     assert made.metrics == []

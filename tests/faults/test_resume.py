@@ -31,12 +31,16 @@ def deterministic(folder: Path, model: Path) -> dict[str, Any]:
 def checkpoints(config: dict[str, Any]) -> list[str]:
     """The checkpoints that the runs so far have reported."""
     path = Path(config["output"]) / config["name"] / "events.jsonl"
-    return [line for line in path.read_text().splitlines() if '"event":"checkpoint"' in line] if path.exists() else []
+    return (
+        [line for line in path.read_text(encoding="utf-8").splitlines() if '"event":"checkpoint"' in line]
+        if path.exists()
+        else []
+    )
 
 
 def trainer_state(made: Run) -> dict[str, torch.Tensor]:
     """Parameters, optimizer state and its position, flat, from the newest checkpoint of the run."""
-    folder = made.folder / "checkpoints" / (made.folder / "checkpoints" / "latest").read_text()
+    folder = made.folder / "checkpoints" / (made.folder / "checkpoints" / "latest").read_text(encoding="utf-8")
     return saved_tensors(folder / "trainer")
 
 

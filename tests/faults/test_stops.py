@@ -21,7 +21,7 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
     marks = Marks(tmp_path / "marks")
     config = marked(settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks)
     (tmp_path / "eval.jsonl").write_text(
-        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4))
+        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4)), encoding="utf-8"
     )
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["evaluation"] = {"every": 2}
@@ -138,7 +138,7 @@ def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path
         assert event["time"] - began < 60, "within a minute"
         made.ends(69, deadline=120)
     assert event["awaited"].startswith("score of reward 0 for ")
-    stacks = (made.folder / event["stacks"]).read_text()
+    stacks = (made.folder / event["stacks"]).read_text(encoding="utf-8")
     assert "in score\n    time.sleep(self._settings.seconds)" in stacks
     assert "Stalled: nothing moved for 4" in made.text
     assert "s in phase gen, awaited: score of reward 0" in made.text.splitlines()[-1]

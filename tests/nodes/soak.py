@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="print what such a file says, and end")
     chosen = parser.parse_args()
     if chosen.tables:
-        print(tables(json.loads(chosen.tables.read_text())["rounds"]))
+        print(tables(json.loads(chosen.tables.read_text(encoding="utf-8"))["rounds"]))
         return
     rounds = []
     for number in range(chosen.rounds):
@@ -187,7 +187,8 @@ def main() -> None:
         )
         if chosen.out:
             chosen.out.write_text(
-                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1) + "\n"
+                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1) + "\n",
+                encoding="utf-8",
             )
     print("shares of the undisturbed steps:", [found["share_of_steps"] for found in rounds])
 

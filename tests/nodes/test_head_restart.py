@@ -31,11 +31,11 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
     tmp_path: Path, digits_model: Path
 ) -> None:
     config = settings(tmp_path, digits_model, steps=40, checkpoint={"every": 2}, recovery={"start_timeout": 90.0})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     def events(name: str) -> list[dict[str, Any]]:
         file = tmp_path / "run" / "events.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     with here() as nodes:
@@ -54,7 +54,7 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
         )
         before = nodes.head()
         assert before.token is not None
-        token = Path(before.token).read_text()
+        token = Path(before.token).read_text(encoding="utf-8")
         nodes.until(lambda: len(events("checkpoint")) >= 2, "a checkpoint", 300)
         (nodes.place.folder / "head.json").unlink()  # on the way: nobody takes the head for gone
         nodes.until(lambda: nodes.place.head() == before, "the head publishes itself again", 60)
@@ -66,18 +66,18 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
         seconds = after[0]["time"] - at
         print(f"\n{seconds:.1f} s from the kill of the GCS to the first step after it")
         assert train.wait(300) == 0
-        head = (nodes.folder / "head-0.log").read_text()
+        head = (nodes.folder / "head-0.log").read_text(encoding="utf-8")
         assert head.count(f"node: head of here at {before.address}, dashboard {before.dashboard}") == 2, head
         assert "; it is started again, with the same ports and token" in head
-        assert Path(before.token).read_text() == token
+        assert Path(before.token).read_text(encoding="utf-8") == token
         if folder := os.environ.get("RAYLOOP_CONSOLE"):
             for log in nodes.folder.glob("*.log"):
-                (Path(folder) / log.name).write_text(log.read_text())
+                (Path(folder) / log.name).write_text(log.read_text(encoding="utf-8"), encoding="utf-8")
 
     [failed] = events("failed")
     assert failed["error"] == "HeadGone", failed
     (first, second) = events("begin")
     assert first["restored"] is None
     assert f"run again to continue from step {int(second['restored'][5:])} ({second['restored']})" in failed["saved"]
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in metrics] == list(range(1, 41)), "every step once"

@@ -46,7 +46,7 @@ EVERY = 6
 def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[str, Any]:
     """Roles that are ``carries`` want the resource of the node that is lost and of its spares."""
     _, held_out = rows(24, 6, 3, 5, seed=0)
-    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out), encoding="utf-8")
     config = settings(
         folder, model, steps=10_000, data__eval=str(folder / "eval.jsonl"), evaluation={"every": 1},
         rollout__sampling={"max_tokens": 100, "min_tokens": 100}, reward__source__with={"seconds": 0.05},

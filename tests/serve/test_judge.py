@@ -54,7 +54,7 @@ def test_it_says_how_it_is_and_what_it_is(judge: Served) -> None:
 
 def test_only_healthz_is_open(judge: Served) -> None:
     assert stat.S_IMODE(judge.key_file.stat().st_mode) == 0o600
-    assert judge.key_file.read_text().strip() not in judge.text
+    assert judge.key_file.read_text(encoding="utf-8").strip() not in judge.text
     with httpx.Client(base_url=judge.url, trust_env=False) as http:
         assert http.get("/healthz").status_code == 200
         for method, path in (("GET", "/readyz"), ("GET", "/version"), ("GET", "/metrics"), ("POST", "/v1/judge"),
@@ -111,7 +111,7 @@ def test_a_model_that_is_too_slow_is_unscored_and_never_wrong(judge: Served, mod
 def test_the_official_client_speaks_with_the_same_model(judge: Served) -> None:
     import openai
 
-    key = judge.key_file.read_text().strip()
+    key = judge.key_file.read_text(encoding="utf-8").strip()
     with judge.http() as http, openai.OpenAI(base_url=f"{judge.url}/v1", api_key=key, http_client=http) as client:
         asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
         said = client.chat.completions.create(model="judge", messages=asked, max_tokens=5)
@@ -209,7 +209,7 @@ def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(jud
         ("judge", "a judge named judge is served in this Ray cluster already"),
         ("other", "the application judge answers at / of this cluster's Ray Serve"),
     ):
-        (tmp_path / "judge.yaml").write_text(f"applications: [{{name: {name}}}]\n")
+        (tmp_path / "judge.yaml").write_text(f"applications: [{{name: {name}}}]\n", encoding="utf-8")
         made = command(
             "serve", tmp_path / "judge.yaml", "--announce", tmp_path / "judge.json",
             "--address", address, "--token-file", token,

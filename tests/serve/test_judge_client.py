@@ -296,7 +296,7 @@ def with_a_new_key(stub: JudgeStub, key: Path, change: Callable[[str], None]) ->
     async def use(client: JudgeClient) -> list[Result]:
         found = []
         for text in ("secret-1", "secret-2"):
-            key.write_text(text)
+            key.write_text(text, encoding="utf-8")
             key.chmod(0o600)
             change(text)
             found.append(await client.judge(item(f"with {text}"), 5))
@@ -326,7 +326,7 @@ def test_a_file_system_in_trouble_is_waited_for(
     stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, times, opened = tmp_path / "key", [], Path.open
-    key.write_text("secret")
+    key.write_text("secret", encoding="utf-8")
     key.chmod(0o600)
 
     def stale(path: Path, *arguments: Any, **named: Any) -> Any:
@@ -342,7 +342,7 @@ def test_a_file_system_in_trouble_is_waited_for(
 def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeStub, tmp_path: Path) -> None:
     """Else whoever writes judge.json is sent any file that looks like a key."""
     secret, entry = tmp_path / "token", tmp_path / "shared" / "judge.json"
-    secret.write_text("hf_SECRET")
+    secret.write_text("hf_SECRET", encoding="utf-8")
     secret.chmod(0o600)
     announce(entry, Address(url=stub.url, key_file=str(secret)))
     settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
@@ -513,7 +513,7 @@ def test_a_broken_cache_file_costs_only_speed(stub: JudgeStub, tmp_path: Path) -
 
 def test_the_key_is_sent_and_must_be_private(stub: JudgeStub, tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("secret-1\n")
+    key.write_text("secret-1\n", encoding="utf-8")
     key.chmod(0o600)
     assert isinstance(one(stub.url, key_file=str(key)), JudgeVerdict)
     assert stub.headers[-1]["authorization"] == "Bearer secret-1"
@@ -533,7 +533,7 @@ def test_a_new_key_is_read_after_a_refusal(stub: JudgeStub, tmp_path: Path) -> N
 
 def test_a_breaker_outlives_a_key_that_is_gone_for_a_while(stub: JudgeStub, tmp_path: Path) -> None:
     key, away = tmp_path / "key", tmp_path / "away"
-    key.write_text("secret")
+    key.write_text("secret", encoding="utf-8")
     key.chmod(0o600)
 
     async def use(client: JudgeClient) -> Result:

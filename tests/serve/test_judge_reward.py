@@ -122,8 +122,8 @@ def test_a_task_without_reference_is_bad_data(stub: JudgeStub) -> None:
 
 def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp_path: Path) -> None:
     for name, more in (("equivalence", ""), ("seeing", "sees_images: true")):
-        rubric = (FOLDER / "equivalence.yaml").read_text().replace("name: equivalence", f"name: {name}")
-        (tmp_path / f"{name}.yaml").write_text(f"{rubric}\n{more}\n")
+        rubric = (FOLDER / "equivalence.yaml").read_text(encoding="utf-8").replace("name: equivalence", f"name: {name}")
+        (tmp_path / f"{name}.yaml").write_text(f"{rubric}\n{more}\n", encoding="utf-8")
     stub.rubrics = load_rubrics(tmp_path)
     for name in ("equivalence", "seeing"):
         rewards(stub.url, "crimson", rubrics=str(tmp_path), rubric=name)
@@ -233,7 +233,9 @@ def test_answers_without_a_verdict_end_the_run_when_there_are_many(stub: JudgeSt
 
 def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(stub: JudgeStub, tmp_path: Path) -> None:
     """Its server refuses every image, so no answer with one gets a verdict; the canary without an image is right."""
-    (tmp_path / "equivalence.yaml").write_text((FOLDER / "equivalence.yaml").read_text() + "\nsees_images: true\n")
+    (tmp_path / "equivalence.yaml").write_text(
+        (FOLDER / "equivalence.yaml").read_text(encoding="utf-8") + "\nsees_images: true\n", encoding="utf-8"
+    )
     stub.rubrics = load_rubrics(tmp_path)
 
     async def blind(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
@@ -418,7 +420,7 @@ def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
     assert 0.3 < found.false_negatives < 0.6
     assert failures(found, Gate())
     assert not failures(found, Gate(min_accuracy=0.8, min_kappa=0.5))
-    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
     attacks = sum(one.attack for one in items)
     assert f"{len(items)} labelled answers, {attacks} of them attacks" in page
     assert f"accuracy {found.accuracy:.3f}, kappa {found.kappa:.3f}, no attack succeeds" in page
@@ -426,7 +428,7 @@ def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
 
 
 def test_the_page_shows_a_configuration_that_loads() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])
     settings = RewardSettings.model_validate(shown["reward"])
     assert isinstance(settings.source.build(), JudgeReward)

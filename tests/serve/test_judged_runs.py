@@ -49,7 +49,7 @@ def test_a_replica_killed_during_a_run_costs_no_trajectory(
         victim.kill()
         made.ends(0)
     every_trajectory_has_a_verdict(made)
-    assert judge.key_file.read_text().strip() not in made.text
+    assert judge.key_file.read_text(encoding="utf-8").strip() not in made.text
     judge.ready(2)
 
 

@@ -247,15 +247,15 @@ def test_a_run_that_is_not_live_is_refused_in_one_line(live: Run, tmp_path: Path
         return done.stderr
 
     assert "is no live run" in refused("--run", tmp_path)
-    stale = json.loads((live.folder / "cluster.json").read_text()) | {"address": "127.0.0.1:9"}
-    (tmp_path / "cluster.json").write_text(json.dumps(stale))
+    stale = json.loads((live.folder / "cluster.json").read_text(encoding="utf-8")) | {"address": "127.0.0.1:9"}
+    (tmp_path / "cluster.json").write_text(json.dumps(stale), encoding="utf-8")
     assert "no Ray cluster answers at 127.0.0.1:9" in refused("--run", tmp_path)
     assert "without a key only loopback" in refused("--run", live.folder, "--insecure", "http.host=0.0.0.0")
     assert "limits.hold" in refused("--run", live.folder, "limits.hold=3")
 
 
 def test_a_run_is_found_by_its_name_and_an_endpoint_is_not_served_twice(live: Run, served: Endpoint) -> None:
-    place = json.loads((live.folder / "cluster.json").read_text())
+    place = json.loads((live.folder / "cluster.json").read_text(encoding="utf-8"))
     where = [
         "--address",
         place["address"],

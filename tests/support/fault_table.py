@@ -56,4 +56,4 @@ def lines() -> list[str]:
 def write() -> None:
     """To the file named by RAYLOOP_FAULT_TABLE, when it is set."""
     if path := os.environ.get("RAYLOOP_FAULT_TABLE"):
-        Path(path).write_text(json.dumps([asdict(row) for row in ROWS], indent=1) + "\n")
+        Path(path).write_text(json.dumps([asdict(row) for row in ROWS], indent=1) + "\n", encoding="utf-8")

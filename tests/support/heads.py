@@ -49,7 +49,7 @@ class Head:
     def _open(self, path: str, with_token: bool) -> object:
         request = urllib.request.Request(self.dashboard + path)
         if with_token and self.token is not None:
-            request.add_header("Authorization", f"Bearer {self.token.read_text()}")
+            request.add_header("Authorization", f"Bearer {self.token.read_text(encoding='utf-8')}")
         return urllib.request.urlopen(request, timeout=10)
 
 
@@ -87,7 +87,7 @@ def without_checkout(folder: Path) -> Path:
     """A Python that finds what is installed beside us, but no editable installation of this checkout."""
     venv.create(folder, symlinks=True)
     site = sysconfig.get_path("purelib", vars={"base": str(folder)})
-    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     python = folder / "bin" / "python"
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(

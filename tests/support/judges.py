@@ -94,7 +94,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        url: str = json.loads(self.announced.read_text())["url"]
+        url: str = json.loads(self.announced.read_text(encoding="utf-8"))["url"]
         return url
 
     @property
@@ -103,11 +103,11 @@ class Served:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key_file.read_text().strip()}"}
+        return {"Authorization": f"Bearer {self.key_file.read_text(encoding='utf-8').strip()}"}
 
     @property
     def text(self) -> str:
-        return (self.folder / "judge.log").read_text(errors="replace")
+        return (self.folder / "judge.log").read_text(errors="replace", encoding="utf-8")
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, trust_env=False, timeout=60)
@@ -146,7 +146,7 @@ class Served:
 def served(folder: Path, args: Mapping[str, Any], *options: str) -> Iterator[Served]:
     """Serve on a free port; ended with SIGTERM by the block, after which no process of it is left."""
     config = {"http_options": {"host": "127.0.0.1", "port": 0}, "applications": [{"name": "judge", "args": dict(args)}]}
-    (folder / "judge.yaml").write_text(yaml.safe_dump(config))
+    (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     tag, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="rl"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {TAG: tag, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -47,7 +47,7 @@ def lines() -> list[str]:
 def write(page: Path = PAGE) -> None:
     """Between the markers of the page, when ``RAYLOOP_NODE_MATRIX`` is set."""
     if os.environ.get(WRITE):
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         _, _, after = rest.partition(END)
-        page.write_text("\n".join([before + BEGIN, "", *lines(), "", END + after]))
+        page.write_text("\n".join([before + BEGIN, "", *lines(), "", END + after]), encoding="utf-8")

@@ -61,7 +61,9 @@ class Nodes:
         try:
             return eventually(condition, what, seconds, 0.2)
         except AssertionError as error:
-            logs = "\n".join(f"== {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("*.log")))
+            logs = "\n".join(
+                f"== {log.name}\n{log.read_text(encoding='utf-8')}" for log in sorted(self.folder.glob("*.log"))
+            )
             raise AssertionError(f"{error}\n{logs}") from None
 
     def head(self, former: Head | None = None) -> Head:

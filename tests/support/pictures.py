@@ -39,5 +39,5 @@ def picture_rows(folder: Path, count: int) -> Path:
          "images": [f"{i}.png"]} for i in range(count)
     ]  # fmt: skip
     data = folder / "pictures.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return data

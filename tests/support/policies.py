@@ -28,16 +28,16 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        url: str = json.loads((self.folder / "policy.json").read_text())["url"]
+        url: str = json.loads((self.folder / "policy.json").read_text(encoding="utf-8"))["url"]
         return url
 
     @property
     def key(self) -> str:
-        return (self.folder / "policy.key").read_text().strip()
+        return (self.folder / "policy.key").read_text(encoding="utf-8").strip()
 
     @property
     def text(self) -> str:
-        return (self.folder / "policy.log").read_text(errors="replace")
+        return (self.folder / "policy.log").read_text(errors="replace", encoding="utf-8")
 
     def http(self, **options: Any) -> httpx.Client:
         """With the key; paths begin behind ``/v1``."""

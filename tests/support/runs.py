@@ -35,7 +35,7 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
     data = folder / "train.jsonl"
     if not data.exists():
         train, _ = rows(24, 0, 3, 5, seed=0)
-        data.write_text("".join(json.dumps(row) + "\n" for row in train))
+        data.write_text("".join(json.dumps(row) + "\n" for row in train), encoding="utf-8")
     config: dict[str, Any] = {
         "name": "run",
         "output": str(folder),
@@ -99,7 +99,11 @@ class Run:
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -118,7 +122,7 @@ class Run:
     @property
     def text(self) -> str:
         """What the process printed."""
-        return self.output.read_text(errors="replace")
+        return self.output.read_text(errors="replace", encoding="utf-8")
 
     def named(self, event: str, **fields: Any) -> list[dict[str, Any]]:
         """The events of this name whose fields have these values."""
@@ -186,7 +190,7 @@ class Run:
         eventually(lambda: not tagged(self.tag), f"processes of the run end: {tagged(self.tag)}", 10)
         assert [str(path) for path in self.temporary.rglob("*")][:20] == []
         eventually(lambda: not self._kept_memory(), f"shared memory is given back: {self._kept_memory()}", 10)
-        assert (self.folder / "run.lock").read_text() == ""
+        assert (self.folder / "run.lock").read_text(encoding="utf-8") == ""
 
 
 @contextmanager
@@ -195,7 +199,7 @@ def run(config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = 
     folder = Path(config["output"])
     number = len(list(folder.glob("run-*.yaml")))
     path = folder / f"run-{number}.yaml"
-    path.write_text(yaml.safe_dump(dict(config)))
+    path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
     temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), uuid.uuid4().hex
     environment = {**os.environ, TAG: tag, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     output = folder / f"run-{number}.log"

@@ -60,7 +60,7 @@ def test_imports_follow_the_order() -> None:
 def test_files_and_functions_stay_small() -> None:
     too_long = []
     for path in SOURCES:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if (lines := len(text.splitlines())) >= FILE_LINES:
             too_long.append(f"{path.relative_to(ROOT)}: {lines} lines, the limit is {FILE_LINES}")
         for function in functions(ast.parse(text)):
@@ -74,7 +74,8 @@ def test_every_module_says_what_it_is() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if path.name not in ("__init__.py", "__main__.py") and not ast.get_docstring(ast.parse(path.read_text()))
+        if path.name not in ("__init__.py", "__main__.py")
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not silent
 
@@ -105,7 +106,7 @@ def test_no_configuration_is_read_by_name_guessing() -> None:
     guesses = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))

@@ -24,7 +24,7 @@ def functions(file: str) -> set[str]:
     path = ROOT / file
     if not path.is_file():
         return set()
-    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
 
 
 def absent(text: str) -> list[str]:
@@ -34,7 +34,7 @@ def absent(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_test_that_a_row_names_exists(page: str) -> None:
-    text = (ROOT / page).read_text()
+    text = (ROOT / page).read_text(encoding="utf-8")
     assert len(NAMED.findall(text)) > 15, "the pattern finds nothing any more"
     assert not absent(text)
 
@@ -47,7 +47,7 @@ def test_one_that_does_not_exist_is_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_of_the_audit_is_there_and_names_a_test_or_what_is_open(page: str) -> None:
-    rows = ROW.findall((ROOT / page).read_text())
+    rows = ROW.findall((ROOT / page).read_text(encoding="utf-8"))
     assert {number for numbers, _ in rows for number in numbers.split(", ")} >= PAGES[page]
     silent = [numbers for numbers, row in rows if "tests/" not in row and "Open: " not in row and page != "docs/gpu.md"]
     assert not {number for numbers in silent for number in numbers.split(", ")} & PAGES[page]

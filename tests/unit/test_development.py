@@ -12,9 +12,9 @@ import yaml
 from rayloop.cluster.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-MAKEFILE = (ROOT / "Makefile").read_text()
-PAGE = (ROOT / "docs/development.md").read_text()
-CI = (ROOT / ".ci/run").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/development.md").read_text(encoding="utf-8")
+CI = (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
 def test_every_lane_is_on_the_page_and_in_ci() -> None:
@@ -34,19 +34,19 @@ def test_the_hooks_before_a_commit_check_what_lint_checks() -> None:
     checks = {
         line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check") for line in recipe.splitlines()
     }
-    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     hooks = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --fix") for hook in repo["hooks"]}
     assert hooks == checks
     assert all(hook["language"] == "system" for hook in repo["hooks"]), "a hook that is downloaded is another version"
 
 
 def test_hosted_ci_runs_the_script_on_the_python_that_is_checked() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if step.get("run", "").startswith(".ci")] == [".ci/run"]
     (budget,) = re.findall(r"^budget=(\d+)", CI, re.MULTILINE)
     assert job["timeout-minutes"] > int(budget)
-    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["python_version"]
     assert job["container"]["image"].startswith(f"python:{checked}-")
 
 
@@ -64,14 +64,14 @@ def test_every_generated_page_is_named() -> None:
     says_so = {
         path.name
         for path in (ROOT / "docs").glob("*.md")
-        if re.search("^Made by `python -m", path.read_text(), re.MULTILINE)
+        if re.search("^Made by `python -m", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert made == says_so
 
 
 def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> None:
     """`make test` reads every file of tests before it leaves out other lanes', and installs nothing but `dev`."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = {re.split(r"[<>=\[]", need)[0] for extra in extras.keys() - {"dev"} for need in extras[extra]}
     modules = named - {"jsonschema", "websockets", "tensorboard"} | {
         "Xlib",
@@ -79,7 +79,7 @@ def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> No
     }  # the three are in dev
     unguarded = set()
     for path in (ROOT / "tests").rglob("*.py"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 from_ = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]

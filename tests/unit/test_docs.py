@@ -40,7 +40,7 @@ TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])",
 def found(pattern: re.Pattern[str], pages: list[Path]) -> Iterator[tuple[Path, str, re.Match[str]]]:
     """Each place of the pages that matches, as (page, "page:line", match)."""
     for page in pages:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             yield page, f"{page.relative_to(ROOT)}:{line}", match
@@ -48,7 +48,7 @@ def found(pattern: re.Pattern[str], pages: list[Path]) -> Iterator[tuple[Path, s
 
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -79,7 +79,7 @@ def test_every_link_leads_somewhere() -> None:
 def test_every_command_that_is_quoted_exists() -> None:
     modules = list(found(MODULE, TEXTS))
     ours = [(place, match[1]) for _, place, match in modules if match[1].split(".")[0] in (*TOPS, "benchmarks")]
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     wrong = [f"{place}: no module {name}" for place, name in ours if find_spec(name) is None]
     wrong += [
         f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS
@@ -146,11 +146,16 @@ def defined(dotted: str, name: str | None) -> bool:
     if name is None and not (path.is_dir() or path.with_suffix(".py").exists()):
         path, name = path.parent, path.name
     sources = [path.with_suffix(".py"), path / "__init__.py"]
-    return any(file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text())) for file in sources)
+    return any(
+        file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")))
+        for file in sources
+    )
 
 
 def test_the_changelog_says_where_modules_are() -> None:
-    rows = re.findall(r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     moved = [
         f"{folder}.{module.rpartition('now ')[2].rstrip(')')}" for folder, all in rows for module in all.split(", ")
     ]
@@ -171,13 +176,16 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     words = [word for names, _ in rows for word in names.split(", ")]
     absent = [
         f"{word}: {file}"
         for names, file in rows
         for word in names.split(", ")
-        if not (ROOT / file).is_file() or not re.search(pattern(word), (ROOT / file).read_text(), re.IGNORECASE)
+        if not (ROOT / file).is_file()
+        or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
     ]
     assert len(words) > 50, "the rows are not found any more"
     assert len(set(words)) == len(words), "a word stands twice"
@@ -190,10 +198,10 @@ def pattern(word: str) -> str:
 
 
 def test_every_page_of_what_one_brings_is_short_and_run_by_a_test() -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for page in (DOCS / "bring_your_own").glob("[a-z]*.md"):
         assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), (
             f"no test runs what {page.name} shows"
         )
-        for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(), re.DOTALL):
+        for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             assert len(program.splitlines()) < 50, f"{page.name}: a program of a page is read in a minute"

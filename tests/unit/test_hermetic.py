@@ -21,7 +21,7 @@ def test_a_run_of_the_checkout_can_neither_be_read_nor_asked_for() -> None:
 def test_the_home_of_this_machines_user_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hermetic, "_HOME", "/somebody")
     with pytest.raises(hermetic.ReadsThisMachine, match="below the home"):
-        Path("/somebody/.netrc").read_text()
+        Path("/somebody/.netrc").read_text(encoding="utf-8")
     assert Path.home() != Path("/somebody")
 
 

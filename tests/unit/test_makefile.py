@@ -32,7 +32,7 @@ class Checkout:
 
     def script(self, file: Path, text: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         file.chmod(0o755)
         return file
 
@@ -85,4 +85,4 @@ def test_an_installation_that_breaks_off_is_continued(checkout: Checkout, instal
     code, ran, said = checkout.make()
     assert (code, said) == (0, "")
     assert "ran -m rayloop train recipes/arc_vision/quickstart.yaml" in ran
-    assert sum("torch==" in line for line in checkout.log.read_text().splitlines()) == 2 - installed
+    assert sum("torch==" in line for line in checkout.log.read_text(encoding="utf-8").splitlines()) == 2 - installed

@@ -87,7 +87,7 @@ def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
 
 def test_private_names_of_libraries_are_used_in_the_listed_files_only() -> None:
     trees = {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
         for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
     }

@@ -35,7 +35,7 @@ def here() -> Checkout:
 def example(tmp_path: Path) -> Checkout:
     for name, text in EXAMPLE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     return Checkout(tmp_path)
 
 
@@ -91,7 +91,7 @@ def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(
 
 
 def test_the_drawing_in_the_docs_is_that_of_the_code(here: Checkout) -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert drawing(here) in page, (
         "put the output of `python -m rayloop.benchmarks structure --graph` into docs/architecture.md"
     )

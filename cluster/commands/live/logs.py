@@ -46,5 +46,5 @@ def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str
         )
         raise ConfigError(f"{folder.path} is no live run, {told}")
     for path in files:
-        text = path.read_text(errors="replace").splitlines(keepends=True)[-lines:]
+        text = path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)[-lines:]
         yield str(path.relative_to(folder.path)), "".join(text)

@@ -38,7 +38,7 @@ class VllmWorker:
 
     def forget_names(self) -> None:
         """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
-        for path in SHARED.findall(Path("/proc/self/maps").read_text()):
+        for path in SHARED.findall(Path("/proc/self/maps").read_text(encoding="utf-8")):
             Path(path).unlink(missing_ok=True)
 
     def take_published(self, path: str, packed: bytes) -> str:

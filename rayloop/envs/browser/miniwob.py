@@ -18,7 +18,7 @@ FLIGHTS = ("AA", "Alaska", "Alaska-auto")
 """Pages of another shape, with a site in a frame."""
 SMALL, LARGE = Size(160, 210, 500, 320), Size(375, 667, 700, 760)
 HOST = "miniwob"
-START = (Path(__file__).parent / "miniwob.js").read_text()
+START = (Path(__file__).parent / "miniwob.js").read_text(encoding="utf-8")
 
 UNREPEATED = ("chase-circle", "click-dialog", "stock-market")
 """Pages whose first screen is not the same for a seed, even when loaded anew: the members of a group see different ones."""

@@ -39,7 +39,7 @@ def renders(pid: int) -> bool:
 def filled(pid: int) -> int:
     """Bytes of memory that the process alone has written to: resident ones without what it shares; 0 when it is gone."""
     with suppress(OSError):
-        with open(f"/proc/{pid}/statm") as file:
+        with open(f"/proc/{pid}/statm", encoding="utf-8") as file:
             _, resident, shared, *_ = map(int, file.read().split())
         return (resident - shared) * PAGE
     return 0
@@ -48,5 +48,5 @@ def filled(pid: int) -> int:
 def _children(pid: int) -> Iterator[int]:
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as file:
                 yield from map(int, file.read().split())

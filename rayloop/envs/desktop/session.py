@@ -176,7 +176,7 @@ class Desktop:
         uid = users[0] if users else os.geteuid()
         limits = self._limits
         reading, writing = os.pipe()
-        with open(writing, "w") as passwd:
+        with open(writing, "w", encoding="utf-8") as passwd:
             passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
         display, written = os.pipe()
         filtered = os.memfd_create("filter")

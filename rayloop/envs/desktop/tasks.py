@@ -52,7 +52,7 @@ class TaskFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            tasks = TypeAdapter(list[DesktopTask]).validate_python(yaml.safe_load(path.read_text()))
+            tasks = TypeAdapter(list[DesktopTask]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (ValidationError, yaml.YAMLError) as error:
             raise ValueError(f"{path} is no file of desktop tasks: {error}") from error
         self.tasks = {task.id: task for task in tasks}

@@ -122,7 +122,7 @@ class OSWorld:
             if not path.is_relative_to(folder.resolve()):
                 raise DataFailure(task.id, f"the row's `osworld` {found!r} leads out of {folder}")
             try:
-                found = json.loads(path.read_text())
+                found = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise DataFailure(task.id, f"the OSWorld task {path} cannot be read: {error}") from error
         if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
@@ -134,5 +134,5 @@ class OSWorld:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
-    names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text()).items() for name in ids]
+    names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text(encoding="utf-8")).items() for name in ids]
     return [{"id": name, "prompt": UI_TARS_OR_FAIL, "osworld": name} for name in names]

@@ -132,7 +132,7 @@ class Machines:
 
     def _claim(self, number: int) -> IO[str] | None:
         """The claim ends with this process, however that ends."""
-        lock = open(self._folder / f"machine-{number}.lock", "a+")  # noqa: SIM115
+        lock = open(self._folder / f"machine-{number}.lock", "a+", encoding="utf-8")  # noqa: SIM115
         with suppress(OSError, ValueError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.seek(0)

@@ -44,14 +44,14 @@ def quantity(text: str) -> float:
 
 @cache
 def pinned(package: str) -> str:
-    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert found, f"constraints.txt does not pin {package}"
     return found[1]
 
 
 @cache
 def project_version() -> str:
-    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     return version
 
 

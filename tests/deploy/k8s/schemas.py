@@ -59,7 +59,7 @@ def crd_folder() -> Path | None:
 @cache
 def ray_validator(kind: str, folder: Path) -> Draft202012Validator:
     """The schema of ``kind`` in API ray.io/v1."""
-    crd = yaml.load((folder / f"{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
+    crd = yaml.load((folder / f"{kind.lower()}s.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     (schema,) = (v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == "v1")
     _make_strict(schema)
     schema["properties"]["metadata"] = {"type": "object"}

@@ -19,12 +19,16 @@ UNREACHABLE = re.compile(
     "error sending request|dns error|connect error|tcp connect|timed out|Failed to fetch", re.IGNORECASE
 )
 CPU_TORCH = re.compile(r"no version of torch(\{[^}]*\})?==[\d.]+\+cpu|torch==[\d.]+\+cpu has no wheels")
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 
 
 def documented() -> dict[str, str]:
     """Extra (empty: none) -> its file, by README's table."""
-    rows = re.findall(r"^\| (.+) \| `(constraints\S*\.txt)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.+) \| `(constraints\S*\.txt)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     return {
         extra: file
         for names, file in rows
@@ -89,7 +93,9 @@ def test_a_set_that_cannot_be_installed_is_found(cache: Path) -> None:
 
 def test_the_sets_differ_only_where_vllm_demands_it() -> None:
     def pins(file: str) -> set[str]:
-        return {line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")}
+        return {
+            line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+        }
 
     held_back = {line.partition("==")[0] for line in pins("constraints-gpu.txt") ^ pins("constraints.txt")}
     assert held_back == {"fastapi", "numpy", "protobuf"}

@@ -30,7 +30,7 @@ def written() -> list[dict[str, Any]]:
     files = [
         path for name in WRITTEN for path in sorted((FOLDER / name).glob("*.yaml")) if path.stem != "kustomization"
     ]
-    return [document for path in files for document in yaml.safe_load_all(path.read_text())]
+    return [document for path in files for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
 
 
 def rendered(*names: str) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def test_a_job_with_a_cluster_of_its_own_may_be_retried() -> None:
 def test_kustomizations_name_every_file() -> None:
     """Without kustomize too: no manifest is forgotten, none is missing."""
     for path in FOLDER.rglob("kustomization.yaml"):
-        kustomization = yaml.safe_load(path.read_text())
+        kustomization = yaml.safe_load(path.read_text(encoding="utf-8"))
         patches = [patch["path"] for patch in kustomization.get("patches", []) if "path" in patch]
         named = [*kustomization["resources"], *kustomization.get("components", []), *patches]
         assert all((path.parent / name).exists() for name in named)
@@ -101,7 +101,7 @@ def test_the_quickstart_needs_no_gpu() -> None:
     [("Dockerfile.cpu", "constraints.txt", set()), ("Dockerfile.gpu", "constraints-gpu.txt", {"gpu"})],
 )
 def test_images_are_built_from_the_tested_versions(name: str, file: str, extras: set[str]) -> None:
-    lines = (FOLDER / name).read_text().splitlines()
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     bases = [line.split()[1] for line in lines if line.startswith("FROM")]
     assert all(base.partition(":")[2].count(".") == 2 for base in bases), "a base image without its patch version"
     installs = [line for line in lines if "pip install" in line and "--no-deps" not in line]
@@ -113,22 +113,24 @@ def test_images_are_built_from_the_tested_versions(name: str, file: str, extras:
     linked = {path.resolve().name for path in (ROOT / "rayloop").iterdir() if path.is_symlink()}
     assert linked <= copied, "a link of rayloop/ that leads nowhere in the image"
     (installed,) = re.findall(r"(?<=\s)\"?\.(?:\[([\w,-]+)\])?\"?$", "\n".join(installs), re.MULTILINE)
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert extras <= set(filter(None, installed.split(","))) <= set(known)
 
 
 def test_the_gpu_image_can_run_vllm() -> None:
     """Triton compiles with a C and a C++ compiler; FlashInfer's sampler would need CUDA's, which the image has not."""
-    text = (FOLDER / "Dockerfile.gpu").read_text()
+    text = (FOLDER / "Dockerfile.gpu").read_text(encoding="utf-8")
     (packages,) = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", text)
     assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
     assert "VLLM_USE_FLASHINFER_SAMPLER=0" in text
 
 
 def test_the_readme_builds_the_images_that_are_deployed() -> None:
-    readme = (FOLDER / "README.md").read_text()
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     for documents in (["overlays", "cpu"], ["overlays", "gpu"]):
-        (image,) = yaml.safe_load(FOLDER.joinpath(*documents, "kustomization.yaml").read_text())["images"]
+        (image,) = yaml.safe_load(FOLDER.joinpath(*documents, "kustomization.yaml").read_text(encoding="utf-8"))[
+            "images"
+        ]
         assert image["newTag"] == project_version()
         assert f"-t {image['newName']}:{image['newTag']}" in readme
 
@@ -140,11 +142,11 @@ def test_a_server_accepts_the_manifests(which: str, tmp_path: Path) -> None:
     documents = rendered(*RENDERED[which])
     (namespace,) = of_kind(documents, "Namespace")
     file = tmp_path / "manifests.yaml"
-    file.write_text(yaml.safe_dump(namespace))
+    file.write_text(yaml.safe_dump(namespace), encoding="utf-8")
     created = subprocess.run(["kubectl", "create", "-f", str(file)], capture_output=True, text=True)
     assert created.returncode == 0 or "AlreadyExists" in created.stderr, created.stderr
     try:
-        file.write_text(yaml.safe_dump_all(documents))
+        file.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
         command = ["kubectl", "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", str(file)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

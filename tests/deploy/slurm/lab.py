@@ -94,7 +94,7 @@ def install() -> None:
     policy = Path("/usr/sbin/policy-rc.d")
     ours = not policy.exists()
     if ours:
-        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
         policy.chmod(0o755)
     try:
         for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
@@ -190,18 +190,18 @@ def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
         gres = f"Gres=gpu:{gpus} " if gpus else ""
         lines.append(f"NodeName={name} NodeAddr={addresses[name]} CPUs=4 RealMemory=4000 {gres}State=UNKNOWN\n")
     lines += ["PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n", "PartitionName=gpu Nodes=gpu[1-3] State=UP\n"]
-    (folder / "slurm.conf").write_text("".join(lines))
+    (folder / "slurm.conf").write_text("".join(lines), encoding="utf-8")
     for number in range(max(NODES.values())):
         os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm wants a device file
     (folder / "gres.conf").write_text("".join(
         f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name, gpus in NODES.items() if gpus
-    ))  # fmt: skip
+    ), encoding="utf-8")  # fmt: skip
     constrain = "ConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
-    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}")
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}", encoding="utf-8")
     hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {
         a: name for name, a in addresses.items()
     }
-    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts.items()))
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts.items()), encoding="utf-8")
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def _until(condition: Callable[[], bool], what: str, folder: Path) -> None:
     end = time.monotonic() + 60
     while not condition():
         if time.monotonic() > end:
-            tails = "\n".join(f"{log.name}: {log.read_text()[-500:]}" for log in folder.glob("*.log"))
+            tails = "\n".join(f"{log.name}: {log.read_text(encoding='utf-8')[-500:]}" for log in folder.glob("*.log"))
             raise AssertionError(f"{what}: not within 60 s\n{tails}")
         time.sleep(0.1)
 

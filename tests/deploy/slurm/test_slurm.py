@@ -83,12 +83,12 @@ class Site:
         """A run that needs both workers: four CPUs, of which a worker has two."""
         config = settings(self.folder, self.model, name=name, rollout__actors=2, **changes)
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
         return path
 
     def records(self, name: str, kind: str) -> list[dict[str, Any]]:
         file = self.folder / name / f"{kind}.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def steps(self, name: str) -> list[int]:
@@ -112,7 +112,8 @@ class Site:
 
     def text(self) -> str:
         return "\n".join(
-            f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out"))
+            f"== {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}"
+            for log in sorted((self.folder / "logs").glob("*.out"))
         )
 
     def nothing_left_behind(self) -> None:
@@ -141,7 +142,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
         "head": {"partition": "cpu", "cpus": 1, "node": [*node, "--grace=30"], "sbatch": ["--signal=B:USR1@110"]},
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
     }  # fmt: skip
-    (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     with lab() as started, tempfile.TemporaryDirectory(prefix="rl") as temporary:
         started.environment["TMPDIR"] = temporary
         yield Site(started, tmp_path, digits_model)
@@ -200,7 +201,7 @@ def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
     assert len(alive(site.head(3))) == 3
     assert "JobState=RUNNING" in site.state(job)
     site.cluster("down")
-    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(), (
+    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(encoding="utf-8"), (
         "it was saved before it was cancelled"
     )
     site.nothing_left_behind()

@@ -42,7 +42,7 @@ def mypy(tmp_path: Path, *lines: str) -> str:
     files = []
     for number, line in enumerate(lines):
         files.append(tmp_path / f"calls_{number}.py")
-        files[-1].write_text(PROGRAM.replace("{line}", line))
+        files[-1].write_text(PROGRAM.replace("{line}", line), encoding="utf-8")
     config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *config, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -93,7 +93,7 @@ def test_no_call_goes_around_the_helper() -> None:
     around = []
     for package in ("actors", "cluster"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(path.read_text(encoding="utf-8"))
             found = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and unchecked(node)}
             around += [f"{path.relative_to(ROOT)}:{line}" for line in sorted(found)]
     inside = [place for place in around if place.startswith(f"{HELPER}:")]

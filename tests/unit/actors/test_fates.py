@@ -150,4 +150,4 @@ def test_a_run_ends_typed_with_a_code_that_says_whether_to_start_it_again(
 
 def test_the_page_shows_the_table() -> None:
     page = Path(__file__).parents[3] / "docs" / "reliability.md"
-    assert table() in page.read_text(), "python -m rayloop.actors.fates prints it"
+    assert table() in page.read_text(encoding="utf-8"), "python -m rayloop.actors.fates prints it"

@@ -44,7 +44,7 @@ def test_a_process_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: py
             eventually(told.exists, "all are there", 60)
         finally:
             children.end_all(process.pid)
-    pids = [int(pid) for pid in told.read_text().split()]
+    pids = [int(pid) for pid in told.read_text(encoding="utf-8").split()]
     assert len(pids) == 4
     assert living(pids) == []
 
@@ -90,7 +90,7 @@ def test_a_probe_alone_prints_what_it_found_as_one_json_object(
         assert main([name, "--tiny", "--out", str(tmp_path / "gpu.json"), "--models", str(tmp_path)]) == code
         (line,) = capsys.readouterr().out.splitlines()
         assert list(json.loads(line)["probes"]) == [name]
-    kept = json.loads((tmp_path / "gpu.json").read_text())["probes"]
+    kept = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["probes"]
     assert {name: probe["status"] for name, probe in kept.items()} == {"finds": "measured", "fails": "failed"}
 
 
@@ -106,7 +106,7 @@ def test_one_that_is_too_slow_does_not_hold_up_the_others(
         return subprocess.CompletedProcess(line, 0)
 
     monkeypatch.setattr(command, "completed", run)
-    (tmp_path / "gpu.json").write_text(json.dumps({"format": 1, "probes": {}}))
+    (tmp_path / "gpu.json").write_text(json.dumps({"format": 1, "probes": {}}), encoding="utf-8")
     assert main(["all", "--out", str(tmp_path / "gpu.json")]) == 1
     assert asked == list(PROBES)
     assert "start: ended after 1200 s" in capsys.readouterr().err

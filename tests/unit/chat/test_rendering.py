@@ -39,7 +39,7 @@ def folder(request: pytest.FixtureRequest, vision_folder: Path, tmp_path_factory
         return vision_folder
     copy = tmp_path_factory.mktemp("system")
     shutil.copytree(vision_folder, copy, dirs_exist_ok=True)
-    (copy / "chat_template.jinja").write_text(SYSTEM_TEMPLATE)
+    (copy / "chat_template.jinja").write_text(SYSTEM_TEMPLATE, encoding="utf-8")
     return copy
 
 
@@ -248,7 +248,7 @@ def test_a_template_that_cannot_work_is_a_config_error(
     shutil.copytree(vision_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     if template is not None:
-        (tmp_path / "chat_template.jinja").write_text(template)
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     with pytest.raises(ConfigError, match=complaint):
         Renderer(ModelSettings(path=str(tmp_path)), LIMIT)
 
@@ -256,10 +256,10 @@ def test_a_template_that_cannot_work_is_a_config_error(
 @pytest.mark.parametrize("place", ["chat_template.json", "tokenizer_config.json"])
 def test_templates_are_found_where_older_checkpoints_keep_them(place: str, vision_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(vision_folder, tmp_path, dirs_exist_ok=True)
-    template = (tmp_path / "chat_template.jinja").read_text()
+    template = (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
     (tmp_path / "chat_template.jinja").unlink()
-    config = json.loads((tmp_path / place).read_text()) if (tmp_path / place).exists() else {}
-    (tmp_path / place).write_text(json.dumps({**config, "chat_template": template}))
+    config = json.loads((tmp_path / place).read_text(encoding="utf-8")) if (tmp_path / place).exists() else {}
+    (tmp_path / place).write_text(json.dumps({**config, "chat_template": template}), encoding="utf-8")
     message = [Message("user", ("hi",))]
     moved, original = (Renderer(ModelSettings(path=str(f)), LIMIT).prompt(message) for f in (tmp_path, vision_folder))
     assert moved == original
@@ -268,13 +268,13 @@ def test_templates_are_found_where_older_checkpoints_keep_them(place: str, visio
 def test_messages_that_the_template_refuses_are_a_data_failure(vision_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(vision_folder, tmp_path, dirs_exist_ok=True)
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + SYSTEM_TEMPLATE
-    (tmp_path / "chat_template.jinja").write_text(strict)
+    (tmp_path / "chat_template.jinja").write_text(strict, encoding="utf-8")
     with pytest.raises(DataFailure, match="user first"):
         Renderer(ModelSettings(path=str(tmp_path)), LIMIT).prompt([Message("tool", ("x",))])
 
 
 def test_a_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(SYSTEM_TEMPLATE)
+    (tmp_path / "chat_template.jinja").write_text(SYSTEM_TEMPLATE, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Renderer(ModelSettings(path=str(tmp_path)), LIMIT)
 
@@ -313,7 +313,7 @@ def with_tools(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> t
 
     copy = tmp_path_factory.mktemp("tools")
     shutil.copytree(text_folder, copy, dirs_exist_ok=True)
-    (copy / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (copy / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
     return Renderer(ModelSettings(path=str(copy)), LIMIT), AutoTokenizer.from_pretrained(copy)
 
 

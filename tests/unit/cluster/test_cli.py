@@ -44,7 +44,7 @@ def test_an_evaluation_is_kept_beside_the_run_whose_checkpoint_it_measures(
     tmp_path: Path, checkpoint: str | None, folder: str
 ) -> None:
     (tmp_path / "runs/other/checkpoints/step_000003").mkdir(parents=True)
-    (tmp_path / "runs/other/config.yaml").write_text("name: other")
+    (tmp_path / "runs/other/config.yaml").write_text("name: other", encoding="utf-8")
     (tmp_path / "models/qwen").mkdir(parents=True)
     named = None if checkpoint is None else tmp_path / checkpoint
     assert evaluation_folder(RunConfig.model_validate(RUN), named) == Path(folder.format(tmp_path))
@@ -58,8 +58,10 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
     monkeypatch.setattr("rayloop.cluster.commands.eval.preflight", lambda config, trains: seen.append(config))
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}))
+    (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}), encoding="utf-8"
+    )
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", "rows.jsonl", "--checkpoint", str(tmp_path / "model")]
     assert main(arguments) == 0, capsys.readouterr().err
     assert (seen[0].model.path, seen[0].model.revision) == (str(tmp_path / "model"), None)
@@ -85,8 +87,10 @@ def command(folder: Path, *words: str, module: str = "rayloop") -> tuple[int, st
 def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(tmp_path: Path, module: str) -> None:
     for name in ("recipes", "benchmarks", "judge", "tests", "cluster", "serve_apps"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported in place of ours')")
-    (tmp_path / "actors.py").write_text("raise RuntimeError('imported in place of ours')")
+        (tmp_path / name / "__init__.py").write_text(
+            "raise RuntimeError('imported in place of ours')", encoding="utf-8"
+        )
+    (tmp_path / "actors.py").write_text("raise RuntimeError('imported in place of ours')", encoding="utf-8")
     code, text = command(tmp_path, "train", "absent.yaml", module=module)
     assert code == 2
     assert "absent.yaml" in text
@@ -143,7 +147,7 @@ def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts
     folder = tmp_path / "model"
     shutil.copytree(text_folder, folder)
     (folder / removed).unlink()
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     config = {**RUN, "model": {"path": str(folder)}, "data": {"train": str(tmp_path / "rows.jsonl")}}
     with pytest.raises(ConfigError, match=why):
         preflight(RunConfig.model_validate(config))
@@ -160,14 +164,15 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "imports_ray.py").write_text(
         "import os\nfrom pathlib import Path\n\nmode = os.environ.get('RAY_AUTH_MODE')\n"
-        "raise RuntimeError(f'RAY_AUTH_MODE is {mode}')\n"
+        "raise RuntimeError(f'RAY_AUTH_MODE is {mode}')\n",
+        encoding="utf-8",
     )
     if command == "sft":
         config: dict[str, Any] = {"model": {"path": "nowhere"}, "output": "out", "steps": 1, "optimizer": {"lr": 1e-3},
             "data": {"train": "nowhere.jsonl"}, "answers": {"use": "imports_ray:Answers"}}  # fmt: skip
     else:
         config = {**RUN, "reward": {"source": {"use": "imports_ray:Reward"}}}
-    (tmp_path / "mine.yaml").write_text(json.dumps(config))
+    (tmp_path / "mine.yaml").write_text(json.dumps(config), encoding="utf-8")
     assert main([command, str(tmp_path / "mine.yaml")]) == 2
     assert "RAY_AUTH_MODE is token" in capsys.readouterr().err
 

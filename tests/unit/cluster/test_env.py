@@ -50,12 +50,13 @@ def test_a_row_of_a_run_is_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n')
+    Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n', encoding="utf-8")
     Path("run.yaml").write_text(
         "{name: mine, steps: 1, model: {path: nowhere}, data: {train: rows.jsonl}, environment: {episode: {environment: "
         "{use: 'rayloop.envs.scripted:ScriptedTool', "
         "with: {steps: [{text: no, error: not so}, {text: last, done: true}], result: 0.5}}}}, "
-        "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}"
+        "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}",
+        encoding="utf-8",
     )
     assert played(monkeypatch, "", "run.yaml", "data.train=elsewhere.jsonl") == 2
     assert "elsewhere.jsonl" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that was saved at step 10 and lost an engine at step 12 of 60."""
     made = RunFolder(tmp_path, "run")
     made.path.mkdir()
-    made.config.write_text("steps: 60\nrecovery: {replacements: 4, policy_restarts: 3}\n")
+    made.config.write_text("steps: 60\nrecovery: {replacements: 4, policy_restarts: 3}\n", encoding="utf-8")
     for event, step in (
         (events.Start("c0ffee", {}), None),
         (events.Starting({"rollout": 2, "policy": 1}), 0),
@@ -86,7 +86,7 @@ def test_logs_of_a_run_that_ended_are_those_of_its_folder(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.logs.mkdir()
-    (folder.logs / "worker-1.err").write_text("".join(f"line {n}\n" for n in range(50)))
+    (folder.logs / "worker-1.err").write_text("".join(f"line {n}\n" for n in range(50)), encoding="utf-8")
     assert main(["logs", str(folder.path), "--lines", "2"]) == 0
     assert capsys.readouterr().out == "=== logs/worker-1.err ===\nline 48\nline 49\n\n"
     assert main(["logs", str(folder.path), "--role", "rollout"]) == 2

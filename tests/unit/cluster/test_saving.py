@@ -44,7 +44,7 @@ class Ranks:
             await self.may_write.wait()
             if self.trouble is not None:
                 raise self.trouble
-            Path(folder, "weights").write_text(str(held))
+            Path(folder, "weights").write_text(str(held), encoding="utf-8")
             return {}
         finally:
             self.writing -= 1
@@ -72,7 +72,7 @@ class Run:
     def on_disk(self) -> list[tuple[int, int, str]]:
         """Step, the driver's state and the weights of each checkpoint."""
         found = self.store.newest_first()
-        return [(c.step, c.state()["step"], Path(c.trainer, "weights").read_text()) for c in found]
+        return [(c.step, c.state()["step"], Path(c.trainer, "weights").read_text(encoding="utf-8")) for c in found]
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:

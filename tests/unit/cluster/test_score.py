@@ -37,7 +37,9 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Asked:
 def file(tmp_path: Path) -> Callable[..., Path]:
     def write(*rows: Any) -> Path:
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        path.write_text(
+            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8"
+        )
         return path
 
     return write
@@ -45,7 +47,7 @@ def file(tmp_path: Path) -> Callable[..., Path]:
 
 def test_the_answers_of_real_completions_are_those_that_were_extracted(asked: Asked) -> None:
     """Of the 100 rows, four have no answer tag: all else is read alike, and scored as the published evaluation did."""
-    given = [json.loads(line) for line in COMPLETIONS.read_text().splitlines()]
+    given = [json.loads(line) for line in COMPLETIONS.read_text(encoding="utf-8").splitlines()]
     lines, err = asked("chart_rvr", COMPLETIONS)
     untagged = [i for i, row in enumerate(given) if "<answer>" not in row["completion"]]
     assert [line["row"] for line in lines] == list(range(1, 101))

@@ -86,7 +86,7 @@ class Lamp:
 def write(tmp_path: Path) -> Write:
     def to_file(text: str, name: str = "house.yaml") -> Path:
         path = tmp_path / name
-        path.write_text(textwrap.dedent(text))
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
     return to_file
@@ -361,7 +361,7 @@ def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, mo
     path = write("name: a\npart: {use: 'far_grader:score'}")
     for beside in (False, True):
         if beside:
-            (tmp_path / "far_grader.py").write_text("def score(): ...")
+            (tmp_path / "far_grader.py").write_text("def score(): ...", encoding="utf-8")
         with pytest.raises(ConfigError) as caught:
             check_components(load(path, [], House))
         assert f"looked for in the current directory, {tmp_path / 'elsewhere'}, and" in str(caught.value)
@@ -373,8 +373,8 @@ def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, mo
 def test_the_folder_of_a_module_is_written_without_detours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("far", "here"):
         (tmp_path / name).mkdir()
-    (tmp_path / "far/house.yaml").write_text("name: a\npart: {use: 'grader_far_away:score'}")
-    (tmp_path / "far/grader_far_away.py").write_text("def score(): ...")
+    (tmp_path / "far/house.yaml").write_text("name: a\npart: {use: 'grader_far_away:score'}", encoding="utf-8")
+    (tmp_path / "far/grader_far_away.py").write_text("def score(): ...", encoding="utf-8")
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match=f"run the command in {tmp_path}/far$"):
         check_components(load(Path("../here/../far/house.yaml"), [], House))
@@ -384,7 +384,7 @@ def test_the_folder_of_a_module_is_written_without_detours(tmp_path: Path, monke
 def test_a_module_that_a_component_imports_and_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool
 ) -> None:
-    (tmp_path / "lacking_grader.py").write_text("import no_such_helper")
+    (tmp_path / "lacking_grader.py").write_text("import no_such_helper", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = str(tmp_path / "lacking_grader.py") if by_path else "lacking_grader"
     with pytest.raises(
@@ -396,7 +396,7 @@ def test_a_module_that_a_component_imports_and_lacks_is_named(
 
 def test_a_folder_that_another_package_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "yaml").mkdir()
-    (tmp_path / "yaml/mine.py").write_text("def score(): ...")
+    (tmp_path / "yaml/mine.py").write_text("def score(): ...", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path}/yaml is hidden by the package yaml in .*/yaml; rename yours"):
         Component(use="yaml.mine:score").resolve()
@@ -405,7 +405,7 @@ def test_a_folder_that_another_package_hides_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", ["recipes", "judge", "benchmarks", "tests"])
 def test_a_project_may_name_its_folders_like_ours(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    (tmp_path / name / "mine.py").write_text("def score(): return 7")
+    (tmp_path / name / "mine.py").write_text("def score(): return 7", encoding="utf-8")
     program = f"from rayloop.config.settings import Component; print(Component(use='{name}.mine:score').resolve()())"
     (tmp_path / "site").mkdir()
     (tmp_path / "site/rayloop").symlink_to(
@@ -436,7 +436,7 @@ PAGES = [("config.md", "rayloop.run.config:RunConfig"), ("sft.md", "rayloop.sft.
 @pytest.mark.parametrize(("name", "model"), PAGES)
 def test_the_pages_of_the_configurations_are_current(name: str, model: str) -> None:
     docs = Path(__file__).parents[3] / "docs" / name
-    assert docs.read_text() == page(model), "run: make docs"
+    assert docs.read_text(encoding="utf-8") == page(model), "run: make docs"
 
 
 SHIPPED = [Component(use=use).settings_class() or BaseModel for uses in COMPONENTS.values() for use in uses]
@@ -480,7 +480,7 @@ def test_a_meaning_that_is_only_the_name_again_is_found() -> None:
 
 
 def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/choosing_settings.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/choosing_settings.md").read_text(encoding="utf-8")
     found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert len(found) == 3
     for text in found:
@@ -489,13 +489,13 @@ def test_the_examples_of_the_page_on_settings_are_valid(tmp_path: Path) -> None:
 
 def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
     root = Path(__file__).parents[3]
-    text = (root / "docs/components.md").read_text()
+    text = (root / "docs/components.md").read_text(encoding="utf-8")
     assert text == components_page(), "run: make docs"
     shipped = [
         f"{'.'.join(('rayloop', *path.relative_to(root).with_suffix('').parts)).replace('rayloop.rayloop', 'rayloop')}:{node.name}"
         for package in ("rayloop", "recipes", "judge", "actors")
         for path in (root / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
         and any(isinstance(inner, ast.ClassDef) and inner.name == "Settings" for inner in node.body)
     ]

@@ -48,7 +48,7 @@ def run_with(folder: Path, key: str, value: Any) -> RunConfig:
     else:
         set_key(config, key, value)
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return load(path, [], RunConfig)
 
 
@@ -117,11 +117,11 @@ def texts() -> Iterator[tuple[str, str]]:
     """What a person reads: strings of the code (messages, docstrings) and the shipped files; test_docs.py has the pages."""
     for package in ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
         for path in sorted((ROOT / package).rglob("*.yaml")):
-            yield str(path.relative_to(ROOT)), path.read_text()
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
 def test_every_key_that_a_message_names_exists() -> None:

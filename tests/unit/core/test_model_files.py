@@ -35,10 +35,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     snapshot = cache / "models--owner--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps({"num_attention_heads": 1}))
-    (snapshot / "tokenizer.json").write_text("{}")
+    (snapshot / "config.json").write_text(json.dumps({"num_attention_heads": 1}), encoding="utf-8")
+    (snapshot / "tokenizer.json").write_text("{}", encoding="utf-8")
     (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT, encoding="utf-8")
     model_files._asked.cache_clear()
     return snapshot
 
@@ -69,7 +69,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_a_folders_identity_changes_with_any_file(tmp_path: Path) -> None:
     found = []
     for name, content in (("config.json", "{}"), ("config.json", "{ }"), ("a.jinja", "x"), ("model.safetensors", "w")):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
         found.append(resolve(str(tmp_path)).identity()["files"])
     assert len(set(found)) == 4
     assert resolve(str(tmp_path)).identity() == {"files": found[-1]}
@@ -85,7 +85,7 @@ def test_without_a_network_the_cached_commit_is_taken(hub: Path) -> None:
 
 def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     weights(hub, "one.safetensors", a=(2,))
     assert resolve(NAME).folder == hub, "its configuration is there"
     with pytest.raises(
@@ -98,12 +98,12 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
 
 
 def test_weights_that_are_there_a_second_time_are_not_counted(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     weights(tmp_path, "consolidated.safetensors", b=(9,))
     weights(tmp_path, a=(2,))
     assert read_shape(str(tmp_path)).parameters == 2
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     weights(tmp_path, "model-1-of-2.safetensors", a=(2,))
     assert not resolve(str(tmp_path)).whole
     weights(tmp_path, "model-2-of-2.safetensors", b=(3,))
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its identity is the same before and after the weights are there, and when main has moved since."""
-    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
     values = settings(tmp_path, tmp_path)
     values["model"] = {"path": NAME}
     values["data"]["train"] = str(tmp_path / "rows.jsonl")
@@ -141,7 +141,7 @@ def test_another_commit_than_the_cached_one_is_downloaded(
     weights(hub, a=(1,))
     asked, real = answering(monkeypatch, OTHER), []
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     def download(path: str, **options: object) -> str:
         if options.get("local_files_only"):
@@ -180,7 +180,7 @@ def test_nobody_else_asks_the_hub_for_a_model() -> None:
         file.relative_to(ROOT).as_posix()
         for package in packages
         for file in (ROOT / package).rglob("*.py")
-        if asks.search(file.read_text())
+        if asks.search(file.read_text(encoding="utf-8"))
     }
     assert found == {
         "rayloop/core/model_files.py", "rayloop/estimate/shape.py", "rayloop/data/published/source.py"

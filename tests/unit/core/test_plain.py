@@ -294,6 +294,6 @@ def test_an_array_that_no_file_can_hold_is_a_failed_save(tmp_path: Path) -> None
 
 def test_nesting_beyond_reason_is_a_broken_file(tmp_path: Path) -> None:
     plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", {})
-    (tmp_path / "a.json").write_text("[" * 100_000)
+    (tmp_path / "a.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read"):
         plain_files.read(tmp_path / "a.json", tmp_path / "a.safetensors")

@@ -14,7 +14,7 @@ from rayloop.launch.rendezvous import Rendezvous
 
 def test_a_secret_that_others_can_read_is_not_kept_in_use(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text("known-to-others")
+    path.write_text("known-to-others", encoding="utf-8")
     path.chmod(0o666)
     with pytest.raises(ConfigError, match=r"the token .* has mode 666; others must not read it: chmod go-rwx"):
         new_secret(path, "the token")
@@ -23,7 +23,7 @@ def test_a_secret_that_others_can_read_is_not_kept_in_use(tmp_path: Path) -> Non
 def test_what_a_crash_left_is_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
-    assert len(new_secret(path, "the token").read_text()) >= 32
+    assert len(new_secret(path, "the token").read_text(encoding="utf-8")) >= 32
     assert path.stat().st_mode & 0o777 == 0o600
 
 

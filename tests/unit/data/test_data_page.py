@@ -19,8 +19,8 @@ def test_the_rows_of_the_page_are_valid(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "train.jsonl"
     assert main(["data", "validate", str(file)]) == 0
     assert "2 rows read by rayloop.data.dataset:ChatRows, 0 problems" in capsys.readouterr().out
-    spoilt = [json.loads(line) for line in file.read_text().splitlines()]
+    spoilt = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     spoilt[1]["images"] = ["absent.png"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in spoilt))
+    file.write_text("".join(json.dumps(row) + "\n" for row in spoilt), encoding="utf-8")
     assert main(["data", "validate", str(file)]) == 1
     assert f"{file}:2: " in capsys.readouterr().out

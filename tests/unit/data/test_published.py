@@ -49,9 +49,9 @@ def written(path: Path, content: bytes | Rows | dict[str, Any]) -> None:
     elif path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
     else:
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def hub_image(shade: int = 0) -> dict[str, Any]:
@@ -148,7 +148,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Reader, list[tuple[str, Any]]]] = 
 def test_every_map_has_a_layout_here_and_can_be_read() -> None:
     assert set(recipes.datasets()) == {*LAYOUTS, "screenspot"}
     for path in recipes.datasets().values():
-        assert "No real file has\n# been read" in path.read_text() or "o real file has" in path.read_text(), path
+        assert "No real file has\n# been read" in path.read_text(
+            encoding="utf-8"
+        ) or "o real file has" in path.read_text(encoding="utf-8"), path
         load(path, (), ColumnMap)
 
 
@@ -193,7 +195,10 @@ def screenspot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(source: Path, out: Path, *options: str) -> dict[str, Rows]:
     assert main(["data", "prepare", "screenspot", "--out", str(out), "--from", str(source), *options]) == 0
-    return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in out.glob("*.jsonl")}
+    return {
+        file.stem: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in out.glob("*.jsonl")
+    }
 
 
 def test_splits_share_no_screenshot_and_have_each_platform_and_type(screenspot: Path, tmp_path: Path) -> None:
@@ -279,7 +284,7 @@ def test_the_map_of_the_page_and_a_mistake_in_one(tmp_path: Path, capsys: pytest
     assert main(["data", "prepare", "generic", *options]) == 0
     assert "no file absent.png; looked for" in capsys.readouterr().out
     assert main(["data", "validate", str(tmp_path / "out/test.jsonl")]) == 0
-    (tmp_path / "map.yaml").write_text("files: {test: [rows.csv]}\ncolums: {}\n")
+    (tmp_path / "map.yaml").write_text("files: {test: [rows.csv]}\ncolums: {}\n", encoding="utf-8")
     assert main(["data", "prepare", "generic", *options]) == 2
     assert "colums" in capsys.readouterr().err
 
@@ -365,7 +370,7 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
     written(tmp_path / "some.json", listed)
     command = osworld(tmp_path, "some.json")
     assert main(command) == 0
-    rows = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["osworld"], row["data_source"]) for row in rows] == [
         ("chrome/1", "chrome"),
         ("chrome/2", "chrome"),
@@ -373,7 +378,7 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
     ]
     assert "{instruction}" in rows[0]["prompt"]
     assert main([*command, "--max-samples", "2"]) == 0
-    assert len((tmp_path / "out/train.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()) == 2
     (tmp_path / "examples/os/3.json").unlink()
     assert main(command) == 2
 
@@ -401,7 +406,7 @@ def test_rows_that_were_never_solved_are_left_out(
     written(tmp_path / "played/items.jsonl", items)
     command = osworld(tmp_path, "list.json")
     assert main([*command, "--solvable-by", str(tmp_path / "played")]) == 0
-    rows = [json.loads(line)["id"] for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line)["id"] for line in (tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows == ["os/1", "os/3", "os/4"]
     assert "3 of 4 rows are solved at least once, 1 unknown" in capsys.readouterr().out
     asked: list[list[str]] = []

@@ -23,7 +23,7 @@ def rows(path: Path, *asked: tuple[str, int]) -> str:
         Image.new("RGB", (56, 56), (shade, 0, 0)).save(file, "PNG")
         (path.parent / f"{shade}.png").write_bytes(file.getvalue())
         lines.append({"id": f"{path.stem}{number}", "prompt": question, "image": f"{shade}.png", "answer": "1"})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
@@ -35,7 +35,7 @@ def validated(
         "data": {"train": train, "eval": held_out},
         "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}}, **changes,
     }  # fmt: skip
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     code = main(["data", "validate", str(folder / "run.yaml")])
     return code, capsys.readouterr().out
 
@@ -74,6 +74,6 @@ def test_repeated_rows_are_counted_and_tokens_told(tmp_path: Path, capsys: pytes
 def test_tasks_that_differ_by_their_seed_are_no_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pages.jsonl"
     made = [{"id": str(n), "prompt": "{instruction}", "page": "click", "seed": str(n)} for n in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    file.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
     assert main(["data", "validate", str(file)]) == 0
     assert "repeat" not in capsys.readouterr().out

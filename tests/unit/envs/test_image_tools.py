@@ -79,8 +79,8 @@ def test_every_tool_can_be_driven_from_the_rendered_prompt(
 ) -> None:
     folder = shutil.copytree(vision_folder, tmp_path / "model")
     if describe == "template":
-        own = (folder / "chat_template.jinja").read_text()
-        (folder / "chat_template.jinja").write_text(QWEN3 + own)
+        own = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(QWEN3 + own, encoding="utf-8")
     renderer = Renderer(ModelSettings(path=str(folder)))
     environment = made(describe=describe, coordinates=coordinates)
     first = environment.reset(task(page()))

@@ -250,8 +250,10 @@ def test_four_ranks_are_too_few_for_arpos_episodes(
 
 
 def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file; is it a pointer of git-lfs"):
         read_shape(str(tmp_path))
 
@@ -271,7 +273,7 @@ def steps_of(folder: Path, *seconds: float) -> Path:
         for n, s in enumerate(seconds, start=1)
     ]  # fmt: skip
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
 
 

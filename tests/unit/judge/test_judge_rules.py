@@ -24,7 +24,7 @@ from rayloop.judge.rules.quantities import first_number, quantity
 from rayloop.judge.rules.question import Question
 
 RUBRIC = load_rubrics()["equivalence"]
-PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text())
+PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text(encoding="utf-8"))
 LABELS = {"right": True, "wrong": False, "open": None}
 
 

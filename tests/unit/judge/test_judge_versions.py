@@ -21,7 +21,7 @@ from rayloop.judge.labelled import calibration
 from rayloop.judge.rubric import Example, Rubric, load_rubrics
 from rayloop.judge.rules import decision as rules
 
-PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text())
+PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text(encoding="utf-8"))
 EXAMPLE = Example(question="2+2?", reference="4", answer="four", reason="the same number", verdict=VerdictKind.CORRECT)
 RUBRIC = Rubric(
     name="sums", version=1, kind="binary", instructions="Judge sums.", max_answer=40, examples={"default": [EXAMPLE]}

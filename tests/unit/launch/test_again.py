@@ -41,9 +41,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_machines_failed_is_started_again_and_not_for_ever(
     tmp_path: Path, codes: str, ends: int, left: str
 ) -> None:
-    (tmp_path / "codes").write_text(codes)
+    (tmp_path / "codes").write_text(codes, encoding="utf-8")
     assert supervised([sys.executable, "-S", "-c", COUNTS, str(tmp_path / "codes")], 2) == ends
-    assert (tmp_path / "codes").read_text() == left
+    assert (tmp_path / "codes").read_text(encoding="utf-8") == left
 
 
 @pytest.mark.parametrize("code", [75, 69])

@@ -54,15 +54,15 @@ def unlinked(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def empty(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    stage.entry.write_text("")
+    stage.entry.write_text("", encoding="utf-8")
 
 
 def partial(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    stage.entry.write_text(stage.entry.read_text()[:20])
+    stage.entry.write_text(stage.entry.read_text(encoding="utf-8")[:20], encoding="utf-8")
 
 
 def of_another_time(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    stage.entry.write_text('{"address": "10.0.0.1:20001"}')
+    stage.entry.write_text('{"address": "10.0.0.1:20001"}', encoding="utf-8")
 
 
 def failing(number: int) -> Callable[[Stage, pytest.MonkeyPatch], None]:
@@ -99,10 +99,10 @@ def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_told_once(
 
 def test_a_moment_is_not_told(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     look = Gone(stage.place, stage.head, saves=False)
-    text = stage.entry.read_text()
+    text = stage.entry.read_text(encoding="utf-8")
     stage.entry.unlink()
     assert stage.after(look, 2) is None
-    stage.entry.write_text(text)
+    stage.entry.write_text(text, encoding="utf-8")
     assert not look()
     assert capsys.readouterr().out == ""
 

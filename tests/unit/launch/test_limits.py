@@ -14,12 +14,12 @@ GIB = 2**30
 def write(folder: Path, **files: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+        (folder / name.replace("__", ".")).write_text(f"{content}\n", encoding="utf-8")
     return folder
 
 
 def found(tmp_path: Path, own: str, **environment: str) -> MemoryLimit | None:
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(own, encoding="utf-8")
     return memory_limit(environment, tmp_path / "groups", tmp_path / "own")
 
 

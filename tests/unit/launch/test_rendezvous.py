@@ -63,7 +63,7 @@ def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, 
     assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
     assert place.open(insecure=False) == token, "the same cluster keeps its token"
     place.publish(Head(listening, "http://127.0.0.1:1", str(token), "node", None, 0, time.time()))
-    assert token.read_text() not in (place.folder / "head.json").read_text()
+    assert token.read_text(encoding="utf-8") not in (place.folder / "head.json").read_text(encoding="utf-8")
     assert Rendezvous(place.folder.parent, "open").open(insecure=True) is None
 
 
@@ -142,7 +142,7 @@ def test_a_cluster_s_name_is_that_of_a_folder(tmp_path: Path, name: str) -> None
 
 def test_an_entry_is_plain_json(place: Rendezvous, listening: str) -> None:
     published(place, listening, job="3")
-    assert json.loads((place.folder / "head.json").read_text())["address"] == listening
+    assert json.loads((place.folder / "head.json").read_text(encoding="utf-8"))["address"] == listening
 
 
 def test_nodes_on_one_machine_have_disjoint_ports() -> None:

@@ -31,7 +31,7 @@ FAKE = {
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the commands of a Slurm that accepts everything, and the site's file."""
     for name, body in FAKE.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\nHERE={tmp_path}\n{body}\n")
+        (tmp_path / name).write_text(f"#!/bin/bash\nHERE={tmp_path}\n{body}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     site = {
@@ -40,7 +40,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "logs": str(tmp_path / "logs"),
         "worker": {"count": 3},
     }
-    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
     return tmp_path
 
 
@@ -78,10 +78,10 @@ def test_jobs_of_a_cluster() -> None:
 def test_render_prints_a_script_that_submits_the_same(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(fake, "render") == 0
     subprocess.run(["bash", "-eu", "-c", capsys.readouterr().out], check=True)
-    rendered = (fake / "submitted").read_text()
+    rendered = (fake / "submitted").read_text(encoding="utf-8")
     (fake / "submitted").unlink()
     assert slurm(fake, "up") == 0
-    assert (fake / "submitted").read_text() == rendered.replace("after:1;cluster", "after:1")
+    assert (fake / "submitted").read_text(encoding="utf-8") == rendered.replace("after:1;cluster", "after:1")
 
 
 def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,10 +94,10 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(fake, "status") == 1
     assert "head: stale, 127.0.0.1:1 accepts no connection" in capsys.readouterr().out
     place.register("9", program=True)
-    with (fake / "active").open("a") as file:
+    with (fake / "active").open("a", encoding="utf-8") as file:
         file.write("9\n")
     assert slurm(fake, "down") == 0
-    assert (fake / "cancelled").read_text().splitlines() == ["--batch --signal=INT 9", "1 2"], (
+    assert (fake / "cancelled").read_text(encoding="utf-8").splitlines() == ["--batch --signal=INT 9", "1 2"], (
         "who may save comes first"
     )
     assert not place.folder.exists()
@@ -111,7 +111,7 @@ def test_what_cannot_work_is_refused_before_anything_is_submitted(
     assert slurm(fake, "up", "--set", "worker.count=0") == 2
     assert slurm(fake, "up", str(SCRIPTS / "site.yaml")) == 2, "not the configuration of a run"
     assert not (fake / "submitted").exists()
-    (fake / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1")
+    (fake / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1", encoding="utf-8")
     assert slurm(fake, "up") == 1
     assert "invalid partition" in capsys.readouterr().err
 
@@ -139,7 +139,9 @@ def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def knows(fake: Path, address: str) -> None:
     """Slurm's word for where this node is."""
-    (fake / "scontrol").write_text(f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1")
+    (fake / "scontrol").write_text(
+        f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1", encoding="utf-8"
+    )
     (fake / "scontrol").chmod(0o755)
 
 
@@ -221,7 +223,7 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     assert seen == [0]
     text = capsys.readouterr().out
     assert "there is no scontrol" in text
-    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
     assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, (
         "before anything hangs"
     )
@@ -241,9 +243,9 @@ def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
 def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tmp_path: Path) -> None:
-    (tmp_path / "setup.sh").write_text("loaded=yes; export loaded")
-    (tmp_path / "srun").write_text("#!/bin/bash\nexit 0")
-    (tmp_path / "contain").write_text('#!/bin/bash\necho "$loaded $@"')
+    (tmp_path / "setup.sh").write_text("loaded=yes; export loaded", encoding="utf-8")
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 0", encoding="utf-8")
+    (tmp_path / "contain").write_text('#!/bin/bash\necho "$loaded $@"', encoding="utf-8")
     for name in ("srun", "contain"):
         (tmp_path / name).chmod(0o755)
     variables = {
@@ -257,7 +259,7 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
 
 
 def test_one_allocation_outlives_a_node() -> None:
-    text = (SCRIPTS / "cluster.sbatch").read_text()
+    text = (SCRIPTS / "cluster.sbatch").read_text(encoding="utf-8")
     (options,) = (line for line in text.splitlines() if line.startswith("#SBATCH") and "--requeue" in line)
     (step,) = (line for line in text.splitlines() if line.startswith("srun "))
     assert "--no-kill" in options.split()
@@ -267,6 +269,6 @@ def test_one_allocation_outlives_a_node() -> None:
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
 def test_scripts_are_thin_and_hold_no_address(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
-    lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     assert len(lines) < 12
-    assert "-m rayloop node" in script.read_text()
+    assert "-m rayloop node" in script.read_text(encoding="utf-8")

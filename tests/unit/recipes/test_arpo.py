@@ -66,11 +66,15 @@ def test_the_weight_of_the_format_can_be_set() -> None:
 def test_the_shipped_tasks_are_those_that_prepare_writes(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     for split in ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_text() == (RECIPE / f"tasks/{split}.jsonl").read_text()
+        assert (tmp_path / f"{split}.jsonl").read_text(encoding="utf-8") == (RECIPE / f"tasks/{split}.jsonl").read_text(
+            encoding="utf-8"
+        )
 
 
 def test_splits_share_pages_and_no_seed() -> None:
-    made = {split: [json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open()] for split in ROWS}
+    made = {
+        split: [json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open(encoding="utf-8")] for split in ROWS
+    }
     assert {row["page"] for row in made["train"]} == {row["page"] for row in made["val"]} == set(PAGES)
     seeds = [row["seed"] for split in made.values() for row in split]
     assert len(set(seeds)) == len(seeds) == sum(ROWS.values())
@@ -108,7 +112,7 @@ def test_an_action_is_four_tokens_of_the_shipped_model() -> None:
 
 
 def test_every_page_of_the_demonstrations_has_a_rule() -> None:
-    rules = (RECIPE / "targets.js").read_text()
+    rules = (RECIPE / "targets.js").read_text(encoding="utf-8")
     assert all(f"'{page}'" in rules for page in WARM_PAGES)
     assert [row["seed"] for row in rows("warm", 2)] == ["warm-click-button-0", "warm-click-button-sequence-0"]
 

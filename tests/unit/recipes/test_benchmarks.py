@@ -41,7 +41,7 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
     assert config.evaluation.limit == 3
     assert config.data.eval is not None
     assert config.data.eval != read(QUICKSTART, []).data.eval
-    first = path.read_text().splitlines()[:3]
+    first = path.read_text(encoding="utf-8").splitlines()[:3]
     shipped = not config.data.eval.startswith("runs/")
     assert (ROOT / config.data.eval).is_file() if shipped else f"data prepare {name}" in " ".join(first), (
         "how its rows are made"
@@ -70,7 +70,7 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
     choices = "(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather"
     asked = f"What is the material of the glove?\n{choices}\nAnswer with the option's letter from the given choices directly."
     row = {"id": "1", "image": "page.png", "question": asked, "answer": "B"}
-    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     over = recipes.benchmarks()["vstar"]
     config = read(ROOT / "recipes/pyvision/quickstart.yaml", [f"model.path={ROOT}/recipes/pyvision/tiny"], [over])
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
@@ -82,7 +82,7 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
 
 def test_a_mistake_in_a_benchmark_is_told_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "over.yaml"
-    file.write_text("evaluation: {byy: [a]}\n")
+    file.write_text("evaluation: {byy: [a]}\n", encoding="utf-8")
     with pytest.raises(Exception, match=r"over\.yaml:1"):
         read(QUICKSTART, [], [file])
 

@@ -80,9 +80,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str, str]]]] = {
 
 def over(name: str, folder: Path) -> RunConfig:
     """The quickstart with the benchmark's file laid over it."""
-    benchmark = yaml.safe_load((RECIPE / f"benchmarks/{name}.yaml").read_text())
+    benchmark = yaml.safe_load((RECIPE / f"benchmarks/{name}.yaml").read_text(encoding="utf-8"))
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({"extends": str(RECIPE / "quickstart.yaml"), **benchmark}))
+    file.write_text(yaml.safe_dump({"extends": str(RECIPE / "quickstart.yaml"), **benchmark}), encoding="utf-8")
     config = read(file, [])
     check_components(config)
     return config
@@ -98,7 +98,7 @@ def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) 
     assert config.data.eval == f"runs/data/{name}/test.jsonl"
     Image.new("RGB", (84, 84)).save(tmp_path / "chart.png")
     row = {"id": "1", "image": "chart.png"} | ROWS[name]
-    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     (task,) = Dataset(tmp_path / "test.jsonl", config.data.reader.build(), True, lambda failure: None)
     source = {"chartqa": "human", "plotqa": "dot_line", "evochart": "pie", "chartqapro": "Conversational",
               "chartbench": "radar"}  # fmt: skip
@@ -130,9 +130,9 @@ def published(folder: Path, files: dict[str, Any]) -> None:
             rows = [{**row, "image": image.getvalue()} for row in content]
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         elif path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+            path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
         else:
-            path.write_text(json.dumps(content))
+            path.write_text(json.dumps(content), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -175,5 +175,5 @@ def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs:
 
 
 def test_rows_are_plain_json(folder: Path) -> None:
-    first = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
+    first = json.loads((folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}

@@ -24,7 +24,7 @@ from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.recipes.chart_rvr.rewards.similarity import Similarity, Unavailable, checked
 
 DATA = Path(__file__).parents[2] / "data" / "chart_rvr"
-VECTORS: list[dict[str, Any]] = json.loads((DATA / "vectors.json").read_text())
+VECTORS: list[dict[str, Any]] = json.loads((DATA / "vectors.json").read_text(encoding="utf-8"))
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 TABLE = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}

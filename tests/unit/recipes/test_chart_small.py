@@ -155,7 +155,7 @@ def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:
 
 def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
     assert main(["--small", "--out", str(tmp_path), "--train", "2", "--val", "0", "--test", "0", "--warm", "1"]) == 0
-    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    first = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}
     assert (tmp_path / "warm.jsonl").exists()
     with Image.open(tmp_path / first["image"]) as image:
@@ -164,7 +164,7 @@ def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
 
 def test_the_commands_for_gpus_are_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPE.parents[1])
-    page = (RECIPE / "README.md").read_text()
+    page = (RECIPE / "README.md").read_text(encoding="utf-8")
     commands = [shlex.split(found) for found in re.findall(r"\| `python -m rayloop ((?:train|submit) [^`]+)` \|", page)]
     assert len(commands) == 4
     for _, file, *words in commands:

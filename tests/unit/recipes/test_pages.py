@@ -18,7 +18,7 @@ from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
 from rayloop.recipes.arc_vision.prepare import compared
 
-MANIFEST = json.loads((SHIPPED / "manifest.json").read_text())
+MANIFEST = json.loads((SHIPPED / "manifest.json").read_text(encoding="utf-8"))
 READER = "rayloop.recipes.arc_vision.data:GroundingRows"
 
 
@@ -37,7 +37,7 @@ def test_the_shipped_rows_are_those_of_the_manifest(splits: dict[str, list[Row]]
 
 def test_the_shipped_set_is_small_and_has_a_licence() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 15_000_000
-    assert "MIT License" in (SHIPPED / "LICENSE").read_text()
+    assert "MIT License" in (SHIPPED / "LICENSE").read_text(encoding="utf-8")
 
 
 def test_no_row_occurs_twice(splits: dict[str, list[Row]]) -> None:
@@ -78,7 +78,7 @@ def test_validate_names_bad_rows_by_file_and_row(tmp_path: Path, capsys: pytest.
     good = {"id": "a", "image": "broken.png", "instruction": "Click.", "bbox": [0.1, 0.1, 0.2, 0.2]}
     rows = [good, {**good, "id": "b", "bbox": [10, 10, 20, 20]}, {**good, "id": "c", "image": "absent.png"}]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert main(["data", "validate", str(file), "--reader", READER]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(f"{file}:1: ") and "broken.png" in line]
@@ -134,9 +134,9 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(
         },
         "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
     }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n')
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8")
+    (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n', encoding="utf-8")
     assert main(["data", "validate", str(tmp_path / "run.yaml")]) == 1
     out = capsys.readouterr().out
     assert "train.jsonl: 1 rows read by rayloop.data.dataset:ChatRows, 0 problems" in out

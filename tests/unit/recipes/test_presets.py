@@ -39,7 +39,7 @@ def test_what_can_be_checked_before_a_start_is_fine(
     snapshot = tmp_path / f"models--{config.model.path.replace('/', '--')}" / "snapshots" / ("0" * 40)
     shutil.copytree(ROOT / "recipes/arc_vision/tiny", snapshot)
     (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40, encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     check_components(config)
     preflight(config)
@@ -88,7 +88,7 @@ def test_the_engine_fits(preset: tuple[str, RunConfig]) -> None:
 
 def test_every_preset_says_what_it_has_been_run_on() -> None:
     for name in PRESETS:
-        text = (ROOT / f"recipes/presets/{name}.yaml").read_text()
+        text = (ROOT / f"recipes/presets/{name}.yaml").read_text(encoding="utf-8")
         header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         assert "Not run on " in header, name
         assert "measured" not in header.replace("not measured", ""), name
@@ -107,5 +107,5 @@ def test_they_are_of_the_kind_that_their_names_say() -> None:
 
 
 def test_the_page_names_each() -> None:
-    page = (ROOT / "docs/choosing_settings.md").read_text()
+    page = (ROOT / "docs/choosing_settings.md").read_text(encoding="utf-8")
     assert [name for name in PRESETS if f"recipes/presets/{name}.yaml" not in page] == []

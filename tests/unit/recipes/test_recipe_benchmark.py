@@ -55,7 +55,7 @@ class Evaluations:
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
         if self.code in (0, 1):
-            (out / "summary.json").write_text(json.dumps(self.summary))
+            (out / "summary.json").write_text(json.dumps(self.summary), encoding="utf-8")
         return SimpleNamespace(returncode=self.code)
 
 
@@ -74,7 +74,7 @@ def test_each_set_is_evaluated_with_what_it_asks_for(
     assert test[:3] == ood[:3] == ["eval", "recipes/arc_vision/learn.yaml", "evaluation.limit=9"]
     assert (test[test.index("--samples") + 1], "--controls" in test) == ("4", True)
     assert (ood[ood.index("--samples") + 1], "--controls" in ood) == ("0", False)
-    found = json.loads((tmp_path / "benchmark.json").read_text())
+    found = json.loads((tmp_path / "benchmark.json").read_text(encoding="utf-8"))
     assert found == {"recipe": "arc_vision", "checkpoint": "tiny", "sets": {"test": SUMMARY, "ood": SUMMARY}}
     assert "test: iou 0.500 [0.250, 0.750] over 9 rows" in capsys.readouterr().out
 

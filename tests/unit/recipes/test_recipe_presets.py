@@ -24,8 +24,8 @@ def test_the_recipes_have_those_that_were_asked_for() -> None:
 def test_a_preset_is_a_valid_run(path: Path) -> None:
     config = read(path, [])
     check_components(config)
-    assert len(path.read_text().splitlines()) < 35, "a few changes over a base"
-    readme = (path.parents[1] / "README.md").read_text()
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 35, "a few changes over a base"
+    readme = (path.parents[1] / "README.md").read_text(encoding="utf-8")
     assert f"presets/{path.name}" in readme or f"presets/{path.stem}" in readme, "its README names it"
 
 

@@ -173,7 +173,7 @@ def test_prepare_writes_rows_that_the_reader_reads(tmp_path: Path) -> None:
     for split, count in (("train", 20), ("eval", 5)):
         path = tmp_path / "digits" / f"{split}.jsonl"
         dataset = Dataset(path, reader, True, lambda failure: None)
-        digits = json.loads(path.read_text().splitlines()[0])["digits"]
+        digits = json.loads(path.read_text(encoding="utf-8").splitlines()[0])["digits"]
         assert (len(dataset), dataset[0].ground_truth) == (count, sorted(digits))
         assert dataset[0].messages[0].parts == (" ".join(map(str, digits)) + " ->",)
 
@@ -186,7 +186,9 @@ def test_rows_without_digits_are_refused(digits: Any) -> None:
 
 @pytest.mark.parametrize("recipe", ["arc_vision", "pyvision", "arpo", "chart_rvr"])
 def test_what_shows_a_feature_is_there(recipe: str) -> None:
-    table = (ROOT / f"recipes/{recipe}/README.md").read_text().partition("## Features of the original")[2]
+    table = (
+        (ROOT / f"recipes/{recipe}/README.md").read_text(encoding="utf-8").partition("## Features of the original")[2]
+    )
     shown = [name for name in re.findall(r"`([\w/.]+)`", table) if "/" in name and not name.endswith("/")]
     places = [ROOT, ROOT / f"recipes/{recipe}"]
     assert len(shown) > 5

@@ -46,7 +46,10 @@ def written(folder: Path, *records: RolloutRecord) -> dict[str, list[dict[str, A
     RolloutDump(folder / "rollouts").write(7, records, {})
     telemetry(folder)
     return {
-        name: [json.loads(line) for line in (folder / "telemetry" / f"{name}.jsonl").read_text().splitlines()]
+        name: [
+            json.loads(line)
+            for line in (folder / "telemetry" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for name in FILES
     }
 

@@ -204,9 +204,9 @@ class Undeclared(Both):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path, use: str, per: str, message: str) -> None:
     path = tmp_path / "reward.yaml"
-    path.write_text(f"per: {per}\nsource: {{use: '{__name__}:{use}'}}\n")
+    path.write_text(f"per: {per}\nsource: {{use: '{__name__}:{use}'}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s)reward\.yaml:2: source: .*{message}"):
         check_components(load(path, [], RewardSettings))
     for other in ("Both", "share"):
-        path.write_text(f"per: {per}\nsource: {{use: '{__name__}:{other}'}}\n")
+        path.write_text(f"per: {per}\nsource: {{use: '{__name__}:{other}'}}\n", encoding="utf-8")
         check_components(load(path, [], RewardSettings))

@@ -312,7 +312,7 @@ def hidden(*args, **kwargs):  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def test_what_is_no_reward_is_refused_with_its_place_and_the_remedy(tmp_path: Path, use: str, message: str) -> None:
     path = tmp_path / "reward.yaml"
-    path.write_text(f"timeout: 5\nsource: {{use: '{use}'}}\n")
+    path.write_text(f"timeout: 5\nsource: {{use: '{use}'}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s)reward\.yaml:2: source: .*{message}") as refused:
         check_components(load(path, [], RewardSettings))
     assert refused.value.exit_code == 2
@@ -326,7 +326,7 @@ def test_an_instance_of_a_class_can_be_a_function() -> None:
 
 def test_a_list_of_rewards_is_refused_with_where_to_read_how_they_are_combined(tmp_path: Path) -> None:
     path = tmp_path / "reward.yaml"
-    path.write_text("timeout: 5\nsource: [{use: 'a:f'}, {use: 'a:g'}]\n")
+    path.write_text("timeout: 5\nsource: [{use: 'a:f'}, {use: 'a:g'}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"reward\.yaml:2: source: .*one reward, not a list.*docs/rewards\.md"):
         load(path, [], RewardSettings)
 
@@ -349,7 +349,8 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
             value: float
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return Part(1.0).value
-        """)
+        """),
+        encoding="utf-8",
     )
     component = Component(use=f"{file}:compute_score")
     REWARD.check(component)
@@ -359,7 +360,7 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
         Component(use=f"{file}:missing").resolve()
     with pytest.raises(ConfigError, match=r"cannot be loaded: FileNotFoundError"):
         Component(use=f"{tmp_path}/gone.py:f").resolve()
-    file.with_name("broken.py").write_text("import nothing_of_this_name\n")
+    file.with_name("broken.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
     with pytest.raises(
         ConfigError, match=r"cannot be loaded: ModuleNotFoundError: No module named 'nothing_of_this_name'"
     ):
@@ -369,5 +370,5 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
 def test_a_function_survives_the_dump(tmp_path: Path) -> None:
     settings = RewardSettings(source=Component(use=f"{__name__}:with_options", **{"with": {"bonus": 1.0}}))
     path = tmp_path / "reward.yaml"
-    path.write_text(dump(settings, expand_components=True))
+    path.write_text(dump(settings, expand_components=True), encoding="utf-8")
     assert load(path, [], RewardSettings) == settings

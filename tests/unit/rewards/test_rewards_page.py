@@ -17,7 +17,7 @@ from rayloop.rewards.functions import as_source
 from rayloop.rewards.outcomes import as_outcome
 from rayloop.rewards.settings import REWARD, ROLES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", PAGE, re.DOTALL))
 TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 TASK = Task("t", (Message("user", ("One and two?",)),), "3", "sums", {"answer": "3"})
@@ -53,7 +53,7 @@ def test_every_example_is_tried() -> None:
 @pytest.mark.parametrize("example", CASES)
 def test_an_example_earns_what_it_looks_like(tmp_path: Path, example: str) -> None:
     file = tmp_path / f"{example}.py"
-    file.write_text(EXAMPLES[example])
+    file.write_text(EXAMPLES[example], encoding="utf-8")
     for name, options, text, task, expected in CASES[example]:
         component = Component(use=f"{file}:{name}", **{"with": options})
         REWARD.check(component)
@@ -64,7 +64,7 @@ def test_an_example_earns_what_it_looks_like(tmp_path: Path, example: str) -> No
 
 def test_the_example_of_a_group_pays_what_others_did_not_say(tmp_path: Path) -> None:
     file = tmp_path / "own_group.py"
-    file.write_text(EXAMPLES["own_group"])
+    file.write_text(EXAMPLES["own_group"], encoding="utf-8")
     component = Component(use=f"{file}:score_group")
     ROLES["group"].check(component)
     source: Any = as_source(component.build(), component.use, "group")

@@ -39,7 +39,7 @@ def _of_ray() -> Iterator[str]:
     found = importlib.util.find_spec("ray.dashboard.modules.reporter.reporter_agent")
     assert found is not None
     assert found.origin is not None
-    for node in ast.walk(ast.parse(Path(found.origin).read_text())):
+    for node in ast.walk(ast.parse(Path(found.origin).read_text(encoding="utf-8"))):
         if (
             isinstance(node, ast.Call)
             and getattr(node.func, "id", "") == "Gauge"
@@ -56,13 +56,13 @@ def asked(query: str) -> set[str]:
 
 
 def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     found: list[dict[str, Any]] = group["rules"]
     return found
 
 
 def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DEPLOY / "grafana/run.json").read_text())
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana/run.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -104,7 +104,7 @@ def test_promtool_accepts_the_rules_and_each_fires_when_it_should(arguments: lis
 
 def test_the_made_up_series_try_every_alert() -> None:
     """Quiet in the first test, firing in the second."""
-    quiet, firing = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text())["tests"]
+    quiet, firing = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
     names = {rule["alert"] for rule in rules()}
     assert {entry["alertname"] for entry in quiet["alert_rule_test"]} == names
     samples = firing["promql_expr_test"][0]["exp_samples"]
@@ -117,7 +117,9 @@ def test_the_made_up_series_try_every_alert() -> None:
 def test_promtool_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
     queries = [t["expr"].replace("$run", ".*") for panel in dashboard()["panels"] for t in panel.get("targets", ())]
     recorded = [{"record": f"panel:q{n}", "expr": query} for n, query in enumerate(queries)]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    (tmp_path / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}), encoding="utf-8"
+    )
     done = subprocess.run(
         ["promtool", "check", "rules", str(tmp_path / "rules.yaml")], capture_output=True, text=True, timeout=60
     )

@@ -49,7 +49,7 @@ def test_a_wait_that_would_give_up_first_is_refused(tmp_path: Path, changes: dic
 
 def test_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path)))
+    file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path)), encoding="utf-8")
     read(file, [])
     with pytest.raises(ConfigError, match=r"recovery\.stall_timeout \(60 s\) must be longer than"):
         read(file, ["recovery.stall_timeout=60"])
@@ -77,5 +77,5 @@ def test_the_table_names_keys_that_exist(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_table(tmp_path: Path) -> None:
-    page = (ROOT / "docs/choosing_settings.md").read_text()
+    page = (ROOT / "docs/choosing_settings.md").read_text(encoding="utf-8")
     assert table(RunConfig.model_validate(settings(tmp_path, tmp_path) | {"recovery": {}})) in page

@@ -29,7 +29,7 @@ def constructed() -> dict[str, set[str]]:
     """Class -> the files in which ``events.Class(...)`` or ``incidents.Class(...)`` is called."""
     found = defaultdict(set)
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if module in MODULES:
                     found[name].add(str(path.relative_to(ROOT)))
@@ -37,7 +37,9 @@ def constructed() -> dict[str, set[str]]:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert (ROOT / "docs/events.md").read_text() == reference(), "run: python -m rayloop.run.events > docs/events.md"
+    assert (ROOT / "docs/events.md").read_text(encoding="utf-8") == reference(), (
+        "run: python -m rayloop.run.events > docs/events.md"
+    )
 
 
 def test_every_kind_is_told_by_the_file_that_it_names_and_by_no_other() -> None:

@@ -37,8 +37,8 @@ class Run:
         self.store = CheckpointStore(self._made("checkpoints"), keep=2)
         self.store.next_lineage()
         asyncio.run(self.store.save(13, {"step": 13}, self._trainer, about(self.config, self.hashes, 24)))
-        (self.folder / "config.yaml").write_text("steps: 20\n")
-        (self.folder / "events.jsonl").write_text("{}\n")
+        (self.folder / "config.yaml").write_text("steps: 20\n", encoding="utf-8")
+        (self.folder / "events.jsonl").write_text("{}\n", encoding="utf-8")
 
     def _made(self, name: str) -> Path:
         (self.folder / name).mkdir(parents=True)
@@ -63,7 +63,7 @@ class Run:
 
     def start(self) -> int:
         path = self.folder.parent / "next.yaml"
-        path.write_text(yaml.safe_dump(self.values))
+        path.write_text(yaml.safe_dump(self.values), encoding="utf-8")
         return main(["train", str(path)])
 
     def contents(self) -> dict[str, bytes]:
@@ -79,7 +79,7 @@ def longer(name: str, text: str = "\n") -> Callable[[Run], None]:
     """The file with more at its end, which keeps its form."""
 
     def change(run: Run) -> None:
-        with open(run.model / name, "a") as file:
+        with open(run.model / name, "a", encoding="utf-8") as file:
             file.write(text)
 
     return change
@@ -99,7 +99,7 @@ def weights(run: Run) -> None:
 
 def rows(run: Run) -> None:
     path = Path(run.values["data"]["train"])
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
 
 
 class Fewer(DigitRows):
@@ -114,14 +114,17 @@ class Fewer(DigitRows):
 def older(run: Run) -> None:
     """As checkpoints were before they had a schema."""
     marker = run.checkpoint.folder / MARKER
-    old = json.loads(marker.read_text())
-    marker.write_text(json.dumps({name: old[name] for name in ("step", "lineage", "files")}))
+    old = json.loads(marker.read_text(encoding="utf-8"))
+    marker.write_text(json.dumps({name: old[name] for name in ("step", "lineage", "files")}), encoding="utf-8")
 
 
 def schema(number: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         marker = run.checkpoint.folder / MARKER
-        marker.write_text(json.dumps({**json.loads(marker.read_text()), "schema": number, "own_crc32": None}))
+        marker.write_text(
+            json.dumps({**json.loads(marker.read_text(encoding="utf-8")), "schema": number, "own_crc32": None}),
+            encoding="utf-8",
+        )
 
     return change
 
@@ -206,18 +209,18 @@ def test_what_may_change_is_told_with_old_and_new(
 
 def test_keys_that_were_removed_since_are_told_only_when_they_had_another_value(made: Run) -> None:
     marker = made.checkpoint.folder / MARKER
-    written = json.loads(marker.read_text()) | {"own_crc32": None}
+    written = json.loads(marker.read_text(encoding="utf-8")) | {"own_crc32": None}
     set_key(written["config"], "policy.engine.kind", "fsdp")
     set_key(written["config"], "alarms.window", 512)
     set_key(written["config"], "alarms.least", 20)
-    marker.write_text(json.dumps(written))
+    marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
     assert changes(made.checkpoint, made.config, made.hashes) == {"alarms.least": (20, 8)}
 
 
 def test_edited_rows_of_the_same_number_are_told(made: Run) -> None:
     path = Path(made.values["data"]["train"])
-    path.write_text(path.read_text().replace("[", "[0, "))
+    path.write_text(path.read_text(encoding="utf-8").replace("[", "[0, "), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
     assert list(changes(made.checkpoint, made.config, made.hashes)) == ["content of data.train"]
 

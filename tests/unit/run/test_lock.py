@@ -138,7 +138,7 @@ def test_without_flock_only_one_wins(hosts: Hosts, monkeypatch: pytest.MonkeyPat
         hosts.take("b")
     monkeypatch.setattr(lock.socket, "gethostname", lambda: "a")
     first.release()
-    assert hosts.path.read_text() == ""
+    assert hosts.path.read_text(encoding="utf-8") == ""
     assert hosts.take("b").fence.number == 2
 
 
@@ -185,7 +185,7 @@ def test_a_number_that_is_not_there_for_a_while_is_no_loss(hosts: Hosts) -> None
 def test_what_cannot_be_told_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that does not answer: the next look may."""
 
-    def read_text(*_: object) -> str:
+    def read_text(*_: object, **__: object) -> str:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(Path, "read_text", read_text)

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert DOCS.read_text() == reference(), "run: python -m rayloop.run.metrics > docs/metrics.md"
+    assert DOCS.read_text(encoding="utf-8") == reference(), "run: python -m rayloop.run.metrics > docs/metrics.md"
 
 
 def test_names_are_unique_and_explained() -> None:

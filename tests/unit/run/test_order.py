@@ -66,7 +66,7 @@ def rates(folder: Path, **answers: list[float | None]) -> Path:
         for task, rewards in answers.items()
         for n, reward in enumerate(rewards)
     ]
-    file.write_text("".join(f"{line}\n" for line in lines))
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return file
 
 
@@ -74,7 +74,7 @@ def test_rows_that_are_sometimes_solved_come_first(tmp_path: Path) -> None:
     file = rates(tmp_path, never=[0.0, 0.5], always=[1.0, 1.0], sometimes=[0.0, 1.0], lost=[None])
     order = BySolveRate(BySolveRate.Settings(rates=str(file)))
     assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "new", "never", "always")] == [0, 1, 1, 2, 2]
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no scored answer"):
         BySolveRate(BySolveRate.Settings(rates=str(file)))
 
@@ -82,7 +82,7 @@ def test_rows_that_are_sometimes_solved_come_first(tmp_path: Path) -> None:
 def test_an_image_that_is_not_the_row_s_says_nothing_about_it(tmp_path: Path) -> None:
     file = rates(tmp_path, row=[0.0, 1.0])
     other = {"arm": "other source", "task": "swapped", "source": "", "sample": 0, "reward": 0.0}
-    file.write_text(file.read_text() + json.dumps(other) + "\n")
+    file.write_text(file.read_text(encoding="utf-8") + json.dumps(other) + "\n", encoding="utf-8")
     order = BySolveRate(BySolveRate.Settings(rates=str(file)))
     assert [order.tier(Task(id, ())) for id in ("row", "swapped")] == [0, 1]
 

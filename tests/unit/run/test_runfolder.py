@@ -60,9 +60,9 @@ def test_a_live_process_keeps_its_run_name(tmp_path: Path, other_process: subpro
 def test_the_lock_of_a_killed_process_is_recovered(tmp_path: Path, other_process: subprocess.Popen) -> None:
     other_process.kill()
     other_process.wait()
-    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == other_process.pid
+    assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == other_process.pid
     with RunFolder(tmp_path, "run").acquired() as folder:
-        assert json.loads(folder.lock.path.read_text())["pid"] == Holder.this_process().pid
+        assert json.loads(folder.lock.path.read_text(encoding="utf-8"))["pid"] == Holder.this_process().pid
 
 
 def test_a_stop_while_the_lock_is_taken_leaves_it_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def test_a_stop_while_the_lock_is_taken_leaves_it_free(tmp_path: Path, monkeypat
     monkeypatch.setattr(lock.threading, "Thread", stopped)
     with pytest.raises(SystemExit), folder.acquired():
         pass
-    assert folder.lock.path.read_text() == ""
+    assert folder.lock.path.read_text(encoding="utf-8") == ""
 
 
 def test_a_released_lock_is_free(tmp_path: Path, other_process: subprocess.Popen) -> None:
     other_process.communicate()
-    assert (tmp_path / "run" / "run.lock").read_text() == ""
+    assert (tmp_path / "run" / "run.lock").read_text(encoding="utf-8") == ""
     with RunFolder(tmp_path, "run").acquired() as folder:
         assert folder.path.is_dir()
 
@@ -120,21 +120,21 @@ def test_a_former_run_is_continued_or_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path, "run").acquired("never").__enter__()
     with RunFolder(tmp_path, "run").acquired("auto") as folder:
         folder.write_config("steps: 4\n")
-    assert folder.config.read_text() == "steps: 4\n"
-    assert (folder.path / "config.yaml.attempt-1").read_text() == "steps: 3\n"
+    assert folder.config.read_text(encoding="utf-8") == "steps: 4\n"
+    assert (folder.path / "config.yaml.attempt-1").read_text(encoding="utf-8") == "steps: 3\n"
 
 
 def test_a_failure_inside_releases_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, "run").acquired():
         raise ZeroDivisionError
-    assert (tmp_path / "run" / "run.lock").read_text() == ""
+    assert (tmp_path / "run" / "run.lock").read_text(encoding="utf-8") == ""
 
 
 def test_records_carry_the_schema_and_survive_a_torn_line(tmp_path: Path) -> None:
     records = JsonLines(tmp_path / "metrics.jsonl")
     records.append({"step": 1, "reward/mean": np.float32(0.5), "actor/grad_norm": float("nan")})
     records.close()
-    with records.path.open("a") as file:
+    with records.path.open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "rew')
     assert [record["step"] for record in records] == [1]
     records.append({"step": 3})
@@ -152,10 +152,10 @@ def test_a_line_from_beside_spoils_none_of_the_process_that_writes_the_file(tmp_
     other.beside({"n": 2})
     lines.append({"n": 3})
     assert [record["n"] for record in lines] == [0, 1, 2, 3]
-    with lines.path.open("a") as file:
+    with lines.path.open("a", encoding="utf-8") as file:
         file.write('{"n": 4')
     other.beside({"n": 5})
-    assert lines.path.read_text().endswith('{"n": 4'), "it stands still within a line"
+    assert lines.path.read_text(encoding="utf-8").endswith('{"n": 4'), "it stands still within a line"
 
 
 def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     folder.rollouts.path.mkdir(parents=True)
     folder.rollouts.write(12, records, trajectory.image_bytes)
 
-    scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text().splitlines())
+    scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text(encoding="utf-8").splitlines())
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
     assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", FORGETS, "3 4"])
     assert scored["turns"][1]["images"] == []
@@ -225,7 +225,7 @@ def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -
     folder.path.mkdir()
     for step in (1, 2):
         folder.write_replay(step, {"stored": step, "tasks": 1, "per_task": {"a": {"stored": step}}})
-    found = json.loads((folder.path / "replay_buffer_stats.json").read_text())
+    found = json.loads((folder.path / "replay_buffer_stats.json").read_text(encoding="utf-8"))
     assert (found["step"], found["stored"], found["per_task"]) == (2, 2, {"a": {"stored": 2}})
 
 

@@ -360,7 +360,9 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "equivalence.yaml", tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="calls itself 'equivalence'"):
         load_rubrics(tmp_path)
-    (tmp_path / "other.yaml").write_text("name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n")
+    (tmp_path / "other.yaml").write_text(
+        "name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n", encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="no set named default"):
         load_rubrics(tmp_path)
     (tmp_path / "other.yaml").unlink()

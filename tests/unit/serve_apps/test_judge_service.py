@@ -232,8 +232,8 @@ def test_an_unknown_rubric_is_refused_and_those_there_are_named() -> None:
 
 
 def test_the_vllm_backend_reads_text_only(tmp_path: Path) -> None:
-    rubric = (FOLDER / "equivalence.yaml").read_text()
-    (tmp_path / "equivalence.yaml").write_text(f"{rubric}\nsees_images: true\n")
+    rubric = (FOLDER / "equivalence.yaml").read_text(encoding="utf-8")
+    (tmp_path / "equivalence.yaml").write_text(f"{rubric}\nsees_images: true\n", encoding="utf-8")
     settings = JudgeSettings.model_validate({"backend": {"kind": "vllm", "model": "m"}, "rubrics": str(tmp_path)})
     with pytest.raises(ConfigError, match="equivalence shows images, and the backend vllm reads text only"):
         built(settings)
@@ -508,7 +508,7 @@ def test_the_probability_is_that_of_the_verdicts_first_token(words: Sequence[str
 def test_the_shipped_files_are_ray_serves_and_ours() -> None:
     for path in sorted(CONFIGS.glob("*.yaml")):
         load(path, [], ServeFile)
-        (application,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
+        (application,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).applications
         deployment = app(application.args | {"key_file": None, "insecure": True})._bound_deployment
         assert deployment.name == "Judge"
         assert 0 < deployment.max_ongoing_requests <= 256
@@ -545,16 +545,16 @@ def test_a_deployment_asks_for_its_resources_and_says_when_to_come_back() -> Non
 def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "new" / "key"
     new_secret(path, "the key")
-    key = path.read_text()
+    key = path.read_text(encoding="utf-8")
     new_secret(path, "the key")
-    assert path.read_text() == key
+    assert path.read_text(encoding="utf-8") == key
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(key.strip()) >= 32
 
 
 def test_an_unguarded_judge_stays_on_loopback(tmp_path: Path) -> None:
     config = tmp_path / "open.yaml"
-    config.write_text("http_options: {host: 0.0.0.0}\n")
+    config.write_text("http_options: {host: 0.0.0.0}\n", encoding="utf-8")
     arguments = parsed(["judge", "serve", str(config), "--insecure"])
     with pytest.raises(ConfigError, match="without a key only loopback is served"):
         arguments.run(arguments)
@@ -570,7 +570,9 @@ def test_every_panel_draws_metrics_that_exist() -> None:
     known = {metric.name for metric in Metrics("r").registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
     assert judge_metrics.REQUESTS
-    panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text())["panels"]
+    panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text(encoding="utf-8"))[
+        "panels"
+    ]
     for panel in panels:
         for target in panel["targets"]:
             names = {re.sub("_(total|bucket)$", "", name) for name in re.findall(r"judge_\w+", target["expr"])}

@@ -34,7 +34,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 def run(tmp_path: Path, rows: object, *options: str) -> int:
     path = tmp_path / "vectors.json"
-    path.write_text(json.dumps(rows))
+    path.write_text(json.dumps(rows), encoding="utf-8")
     return main([str(path), *options])
 
 
@@ -91,7 +91,7 @@ def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pyte
         return f"{value}?" if isinstance(value, str) else value + max(1e-3, 1e-3 * abs(value))
 
     (path,) = (path for path in FILES if path.stem == name)
-    for row in json.loads(path.read_text()):
+    for row in json.loads(path.read_text(encoding="utf-8")):
         raises = isinstance(row["expected"], dict) and "raises" in row["expected"]
         wrong = 12.5 if raises or row["expected"] is None else change(row["expected"])
         assert run(tmp_path, [row | {"expected": wrong}]) == 1 or "1 deviate on purpose" in capsys.readouterr().out, row

@@ -25,23 +25,23 @@ def run(tmp_path: Path) -> Path:
     folder = RunFolder.at(tmp_path)
     steps = ({"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": None, "val/reward/mean": 0.75})
     folder.metrics.path.write_text(
-        "".join(json.dumps({"schema_version": 1, "time": 1.0, **step}) + "\n" for step in steps)
+        "".join(json.dumps({"schema_version": 1, "time": 1.0, **step}) + "\n" for step in steps), encoding="utf-8"
     )
     folder.rollouts.write(1, [trained("a/b", 0.5), trained("c", None, sample=1)], {})
     folder.rollouts.write(2, [trained("a/b", 1.0)], {})
     held_out = {"schema_version": 1, "step": 2, "arm": "right", "task": "val-1", "source": "dots", "reward": 0.75}
     folder.evaluations.path.mkdir(parents=True, exist_ok=True)
-    folder.evaluations.file(2).write_text(json.dumps({**held_out, "text": "long"}) + "\n")
+    folder.evaluations.file(2).write_text(json.dumps({**held_out, "text": "long"}) + "\n", encoding="utf-8")
     return tmp_path
 
 
 def results(run: Path) -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text()) for path in (run / "task_results").iterdir()}
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (run / "task_results").iterdir()}
 
 
 def test_metrics_are_lists_over_the_steps(run: Path) -> None:
     metrics, _ = write_files(run)
-    found = json.loads(metrics.read_text())
+    found = json.loads(metrics.read_text(encoding="utf-8"))
     assert metrics.name == "training_metrics.json"
     assert found["steps"] == [1, 2]
     assert found["metrics"] == {"reward/mean": [0.5, None], "val/reward/mean": [None, 0.75]}

@@ -100,7 +100,7 @@ def evaluated(folder: RunFolder) -> RunFolder:
     answers = {0: NASTY, 3: "<bbox>[0.1,0.2,0.4,0.6]</bbox>"}
     for step, text in answers.items():
         rows = [item(f"held-out-{n}", text, 0.75 if step else 0.0) for n in range(12)]
-        folder.evaluations.file(step).write_text("".join(encode(row) + "\n" for row in rows))
+        folder.evaluations.file(step).write_text("".join(encode(row) + "\n" for row in rows), encoding="utf-8")
     return folder
 
 
@@ -155,7 +155,7 @@ def test_a_reader_is_told_what_the_groups_are_and_why_their_pictures_are_coloure
     folder.write_config("steps: 3\n")
     (which,) = content(folder, groups=200)["notes"]
     assert "some groups of each step" in which
-    assert "data.notes.map" in write_page(folder.path, None, groups=2).read_text()
+    assert "data.notes.map" in write_page(folder.path, None, groups=2).read_text(encoding="utf-8")
 
 
 def test_an_image_that_is_gone_is_told(folder: RunFolder) -> None:
@@ -177,7 +177,7 @@ def test_a_run_without_boxes_or_an_end_has_a_page_too(tmp_path: Path) -> None:
 
 
 def test_no_text_of_a_run_can_end_the_data(folder: RunFolder) -> None:
-    html = write_page(folder.path, None, groups=200).read_text()
+    html = write_page(folder.path, None, groups=200).read_text(encoding="utf-8")
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert json.loads(text)["groups"][2]["members"][0]["turns"][0]["text"] == NASTY
     assert "<img src=x" not in html

@@ -51,10 +51,10 @@ def used(but: int, exact: bool = False) -> int:
 
 def _pages(pid: str, exact: bool) -> int:
     if exact:
-        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file:
             if found := [int(line.split()[1]) << 10 for line in file if line.startswith(_SHARE)]:
                 return sum(found)
-    with open(f"/proc/{pid}/status") as file:  # another user's, and older kernels
+    with open(f"/proc/{pid}/status", encoding="utf-8") as file:  # another user's, and older kernels
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(_OWN))
 
 
@@ -72,7 +72,7 @@ def _anonymous_files(pid: str, seen: set[int]) -> int:
 
 
 def _segments() -> int:
-    with suppress(OSError), open("/proc/sysvipc/shm") as file:
+    with suppress(OSError), open("/proc/sysvipc/shm", encoding="utf-8") as file:
         header, *lines = (line.split() for line in file)
         return sum(int(line[header.index("rss")]) for line in lines)
     return 0

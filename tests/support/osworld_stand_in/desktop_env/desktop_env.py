@@ -86,9 +86,9 @@ class DesktopEnv:
         return {"screenshot": encoded.getvalue(), "accessibility_tree": None, "terminal": None, "instruction": ""}
 
     def _note(self, what: str, **more: Any) -> None:
-        with open(self.machine.parent / "notes.jsonl", "a") as file:
+        with open(self.machine.parent / "notes.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "machine": self.machine.name, "at": time.time(), **more}) + "\n")
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()]
