@@ -167,7 +167,7 @@ def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> 
         "a text", [1], {"cpu": "a text", "cuda": []}, {"cpu": None, "cuda": []}, {"cpu": torch.get_rng_state(), "cuda": 3},
         {"cpu": torch.zeros(5056), "cuda": []},
     ],
-    ids=str,
+    ids=["a text", "a list", "text for cpu", "None for cpu", "a number for cuda", "floats for cpu"],
 )  # fmt: skip
 def test_random_states_of_another_form_are_a_broken_checkpoint(tmp_path: Path, found: Any) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
