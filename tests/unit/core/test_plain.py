@@ -91,8 +91,10 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert isinstance(found.members[0].reference, np.ndarray)
     assert found.members[0].reference.dtype == np.float32
     assert found.members[0].reference.tobytes() == REFERENCE.tobytes()
-    same = {0: dataclasses.replace(found.members[0], reference=REFERENCE)}
-    assert found.map(same) == GROUP
+    plain_only = [
+        group.map({0: dataclasses.replace(group.members[0], reference=None)}) for group in (found, GROUP)
+    ]  # arrays have no equality of their own
+    assert plain_only[0] == plain_only[1]
     traces = [member.outcome.trace for member in found.members]  # which equality leaves out
     assert traces == ["Traceback", "Traceback"]
 

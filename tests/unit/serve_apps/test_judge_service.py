@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -89,7 +90,10 @@ def test_only_healthz_needs_no_key() -> None:
     ("content", "status"),
     [
         (b'{"question": "q", "reference": "\\ud800", "answer": NaN}', 422),
-        (b"[" * 2000, 400),
+        (
+            b"[" * 2000,
+            400 if sys.version_info < (3, 12) else 422,
+        ),  # too deep for Python 3.11; no end of it is found later
         (b'\xff\xfe{"question"', 400),
         (b"", 422),
         (b'{"items": []}', 422),
