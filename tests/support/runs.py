@@ -194,7 +194,7 @@ class Run:
 
 
 @contextmanager
-def run(config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = "cluster") -> Iterator[Run]:
+def run(config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = "rayloop") -> Iterator[Run]:
     """Start a run, by ``python -m module train``; when the block ends, whatever still lives of it is killed."""
     folder = Path(config["output"])
     number = len(list(folder.glob("run-*.yaml")))
