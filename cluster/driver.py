@@ -45,6 +45,7 @@ from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
+from rayloop.run.preflight import schedule_over
 from rayloop.run.reporter import Reporter
 from rayloop.run.rows import held_out_rows, training_rows
 from rayloop.run.step_metrics import Collected
@@ -78,7 +79,8 @@ class Driver:
         self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
         self.production = Production(config, self.ledger, training_rows(config, reporter), reporter)
         self.filters = build_filters(config.algorithm.filtering.filters)
-        for why in filter(None, (on_training_rows(config), never_evaluated(config), wasteful(config))):
+        warnings = (on_training_rows(config), never_evaluated(config), wasteful(config), schedule_over(config))
+        for why in filter(None, warnings):
             reporter.event(incidents.Warning(why))
         self.held_out = held_out_rows(config, reporter)
         own = self.production

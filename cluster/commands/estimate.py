@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         why = ""
     except ConfigError as error:
         roles, why = [], str(error)
+    except KeyError as error:
+        roles, why = [], f"model.path: {config.model.path}: its config.json has no {error}"
     if arguments.json:
         described = [
             {

@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
+from rayloop.core.model_files import unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
@@ -38,22 +39,12 @@ from rayloop.engines.linear import use_fastest
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
 
-GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Model types whose images are grids of patches with M-RoPE positions."""
-
 POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
     return "vision_config" in config.sub_configs
-
-
-def _experts(config: PreTrainedConfig) -> int:
-    """Experts of a layer; 0 of a dense model."""
-    text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max(int(getattr(text, name, None) or 0) for name in names)
 
 
 def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> PreTrainedModel:
@@ -66,17 +57,9 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     settings = settings.here(weights=weights)
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
-        if experts := _experts(config):
-            raise ConfigError(
-                f"model.path {settings.path}: {config.model_type} is a mixture of {experts} experts, one tensor here and many "
-                "in its checkpoint: they cannot be published. Use a dense model"
-            )
         vision = has_vision(config)
-        if vision and config.model_type not in GRID_MODELS:
-            raise ConfigError(
-                f"model.path {settings.path}: images of {config.model_type!r} models are not supported; "
-                f"use one of {', '.join(sorted(GRID_MODELS))}, or a text-only model"
-            )
+        if why := unsupported(config.model_type, vision, config.get_text_config().to_dict()):
+            raise ConfigError(f"model.path {settings.path}: {why}")
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         made = {"dtype": dtype, "attn_implementation": _attention(settings, vision, dtype), "trust_remote_code": False}
         if weights:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_files import HUB_NAME, resolve
+from rayloop.core.model_files import HUB_NAME, resolve, unsupported
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -42,14 +43,31 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def known(config: RunConfig) -> None:
-    """Raises ConfigError unless the model is a folder, or one of the Hub that is in the cache or can be asked for."""
+    """Raises ConfigError unless the model is a folder, or one of the Hub that is in the cache or can be asked for, and of a kind
+    that can be trained."""
     model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
             f"model.path: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
             "layout or a model of the Hub (owner/name)"
         )
-    resolve(model, config.model.revision)
+    file = resolve(model, config.model.revision).folder / "config.json"
+    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    text = described.get("text_config") or described
+    if why := unsupported(described.get("model_type", ""), "vision_config" in described, text):
+        raise ConfigError(f"model.path: {model}: {why}")
+
+
+def schedule_over(config: RunConfig) -> str:
+    """That the learning rate is 0 before the last step, when it is; else ""."""
+    optimizer, update = config.policy.optimizer, config.policy.update
+    updates = config.steps * update.epochs * update.mini_batches
+    if optimizer.schedule == "constant" or optimizer.total_updates is None or optimizer.total_updates >= updates:
+        return ""
+    return (
+        f"policy.optimizer.total_updates: the schedule is over after {optimizer.total_updates} of {updates} updates, and the "
+        f"learning rate is 0 from then on. Set policy.optimizer.total_updates={updates}"
+    )
 
 
 def held_in(config: RunConfig) -> str:

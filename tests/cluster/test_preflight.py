@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.held_out import never_evaluated, on_training_rows
-from rayloop.run.preflight import BIASES, bannable, preflight
+from rayloop.run.preflight import BIASES, bannable, preflight, schedule_over
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
@@ -122,6 +123,29 @@ def test_rows_that_are_named_and_never_evaluated_are_told(tmp_path: Path) -> Non
 
     assert "evaluation.every: 0" in said(0, eval="held.jsonl")
     assert said(1, eval="held.jsonl") == said(0) == ""
+
+
+def test_a_schedule_that_ends_before_the_run_is_told(tmp_path: Path) -> None:
+    def said(steps: int, **optimizer: Any) -> str:
+        policy = {"update": {"epochs": 2}, "optimizer": optimizer}
+        return schedule_over(config(tmp_path, steps=steps, policy=policy))
+
+    assert "over after 120 of 124 updates" in said(62, schedule="wsd", total_updates=120)
+    assert said(60, schedule="wsd", total_updates=120) == said(62) == ""
+
+
+@pytest.mark.parametrize(
+    ("described", "why"),
+    [
+        ({"model_type": "gemma3", "vision_config": {}}, "images of 'gemma3' models are not supported"),
+        ({"model_type": "qwen3_moe", "num_experts": 60}, "qwen3_moe is a mixture of 60 experts"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(
+    tmp_path: Path, described: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    assert why in refusal(config(tmp_path, model={"path": str(tmp_path)}))
 
 
 def test_throwing_away_what_ends_while_a_step_waits_is_told(tmp_path: Path) -> None:
