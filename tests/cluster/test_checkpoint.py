@@ -274,7 +274,7 @@ def test_a_restore_that_the_storage_refuses_is_tried_again_and_one_of_damage_is_
     with pytest.raises(CheckpointStorageFailed, match="cannot be restored"):
         asyncio.run(origin.restore(refused, lambda event: None))
 
-    def read_text(*_: Any) -> str:
+    def read_text(*_: Any, **__: Any) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "read_text", read_text)
