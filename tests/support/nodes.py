@@ -8,10 +8,12 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm import nodes
@@ -94,4 +96,5 @@ def here() -> Iterator[Nodes]:
                 process.kill()
                 process.wait()
             for left in tagged(made.tag):
-                left.kill()
+                with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+                    left.kill()
