@@ -239,7 +239,6 @@ class Rank:
 
 
 def _identity(config: SftConfig) -> dict[str, Any]:
-    """What must not change between two parts of one stage."""
-    return config.model_dump(
-        mode="json", exclude={"workers", "placement", "max_failures", "start_timeout", "log_every"}
-    )
+    """What must not change between two parts of one stage. A machine with other memory has other micro-batches."""
+    others = ("workers", "placement", "max_failures", "start_timeout", "log_every")
+    return config.model_dump(mode="json", exclude={**dict.fromkeys(others, True), "engine": {"micro_batch_tokens"}})

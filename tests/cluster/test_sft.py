@@ -23,7 +23,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rayloop.cluster.stages.sft import CHECKPOINTS, RUN
+from rayloop.cluster.stages.sft import CHECKPOINTS, RUN, _identity
 from rayloop.recipes.digits.prepare import main as prepare
 from rayloop.sft.stage import SftConfig, SftProgress, make_tiny
 from tests.support.runs import ROOT, TAG, eventually, tagged
@@ -199,6 +199,17 @@ def test_a_bad_row_ends_a_strict_stage_at_once(folder: Path, digits_model: Path)
     stage = ended(settings, code=1)
     assert f"rayloop: DataFailure: {bad}:5" in stage.text
     assert "A worker died" not in stage.text
+
+
+def test_a_machine_with_other_memory_may_continue_a_stage(tmp_path: Path) -> None:
+    given = SftConfig.model_validate(config(tmp_path, tmp_path, "out"))
+    of = [
+        _identity(given.model_copy(update={"engine": given.engine.model_copy(update={"micro_batch_tokens": tokens})}))
+        for tokens in (1024, 2048)
+    ]
+    assert of[0] == of[1]
+    assert of[0]["engine"]["threads"] == 1
+    assert _identity(given.model_copy(update={"batch_size": 4})) != of[0]
 
 
 def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
