@@ -24,7 +24,7 @@ from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.payloads import capture
 from rayloop.cluster.loop.publication import Publisher
 from rayloop.cluster.loop.saving import Saving, Step
-from rayloop.cluster.loop.watchdog import listen, watch
+from rayloop.cluster.loop.watchdog import watch, watch_liveness
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
@@ -125,7 +125,7 @@ class Driver:
         try:
             logs = self.reporter.folder.path / "logs"
             tell, phase = self.reporter.event, lambda: self.timings.phase
-            async with background(watch(self.config.recovery, phase, tell, logs), listen(tell)):
+            async with background(watch(self.config.recovery, phase, tell, logs), watch_liveness(tell)):
                 await until_stopped(self.stopping, self.services.start(self.publisher.admit))
                 await self.run_and_rebuild()
             if self.owes_evaluation:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rayloop.cluster.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
-from rayloop.estimate.memory import Lengths, Role, memory, with_room
+from rayloop.estimate.memory import Lengths, Role, memory, with_micro_batch
 from rayloop.estimate.run import as_json, has_steps, lines, measured, plan
 from rayloop.estimate.shape import read_shape
 from rayloop.run.config import RunConfig, read
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))
         shape = read_shape(config.model.path, config.model.revision)
-        roles = memory(with_room(config), shape, lengths)
+        roles = memory(with_micro_batch(config), shape, lengths)
         why = ""
     except ConfigError as error:
         roles, why = [], str(error)
@@ -84,9 +84,9 @@ def _verdict(role: Role) -> str:
 
 
 def _table(roles: list[Role]) -> list[str]:
-    told = ["memory of a process (GB; where it has GPUs, all but `process` and `published` is there):"]
+    lines = ["memory of a process (GB; where it has GPUs, all but `process` and `published` is there):"]
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
-        told.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role)}")
-    return told
+        lines.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role)}")
+    return lines

@@ -67,7 +67,7 @@ class Saving:
             )
 
     def latest(self) -> str:
-        """The name of the checkpoint that was saved last, be it there or not; "" when none was, or that cannot be told."""
+        """The name of the checkpoint that was saved last, be it there or not; "" when none was, or the storage does not say."""
         with suppress(OSError):
             return (self._store.folder / "latest").read_text(encoding="utf-8")
         return ""

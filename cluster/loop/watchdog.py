@@ -56,25 +56,27 @@ async def watch(
         due = 2 * due
 
 
-async def listen(tell: Tell) -> None:
-    """Tell of each awaited actor that does not answer, whatever it is asked: once, until it does. One that works for long answers
-    (``GROUPS`` of actors/base.py); one that is only being made is not asked."""
-    told: set[Handle[Actor]] = set()
+async def watch_liveness(tell: Tell) -> None:
+    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered.
+
+    An actor answers while it computes (``GROUPS`` of actors/base.py). An actor that is still starting is not asked.
+    """
+    reported: set[Handle[Actor]] = set()
     while True:
         await asyncio.sleep(ROUND)
         waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
         late = [wait for wait in waits if time.monotonic() - wait.since > LATE and not wait.starts]
         oldest = {wait.actor: wait for wait in late if wait.actor is not None}
-        there = await asyncio.gather(*(_there(actor) for actor in oldest))
+        there = await asyncio.gather(*(_answers(actor) for actor in oldest))
         silent = {actor: wait for (actor, wait), here in zip(oldest.items(), there, strict=True) if not here}
         for actor, wait in silent.items():
-            if actor not in told:
+            if actor not in reported:
                 tell(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
-        told = set(silent)
+        reported = set(silent)
 
 
-async def _there(actor: Handle[Actor]) -> bool:
-    """False when it keeps silent; whatever else is wrong with it, who awaits it is told."""
+async def _answers(actor: Handle[Actor]) -> bool:
+    """False when there is no answer in ``ANSWER`` seconds. An error counts as one: the call that is awaited raises it, too."""
     try:
         async with asyncio.timeout(ANSWER):
             await submit(actor, Actor.host)

@@ -33,7 +33,7 @@ from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
-from rayloop.estimate.memory import with_room
+from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
 from rayloop.launch.budget import Budget
 from rayloop.run.checkpoint import Origin
@@ -72,7 +72,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
-    config = with_room(pinned(config, origin.find()))
+    config = with_micro_batch(pinned(config, origin.find()))
     with (
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),

@@ -311,8 +311,8 @@ class DriverLost(Event, by="cluster/stages/train.py"):
 
 class Silent(Event, by="cluster/loop/watchdog.py"):
     """An actor answers nothing, not even which machine it is on: its process is stopped, or hangs, or its machine does. It is
-    replaced when what is awaited from it has had its time. Told once, and again only after it answered. To do: look at its process
-    (`python -m rayloop stacks RUN`) and its machine."""
+    replaced when the deadline of the awaited call is over. Emitted once, and again only after it answered. To do: look at its
+    process (`python -m rayloop stacks RUN`) and its machine."""
 
     actor: str
     """Its role and slot: `rollout 0`, `policy rank 1`."""

@@ -336,7 +336,7 @@ class FsdpSettings(SettingsModel):
     at loading)."""
 
     @property
-    def row(self) -> int:
+    def micro_batch(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_tokens or MICRO_BATCH
 

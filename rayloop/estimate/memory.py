@@ -105,7 +105,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     copies = algorithm.group_size if config.environment.episode.max_turns > 1 else 1
     group = lengths.prompt * copies + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
-    row = max(min(engine.row, update), lengths.whole)
+    row = max(min(engine.micro_batch, update), lengths.whole)
     moments = ADAM if config.policy.optimizer.kind == "adamw" else 0
     return {
         "process": HEAVY,
@@ -151,7 +151,7 @@ def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine
     return engine if tokens >= MICRO_BATCH else engine.model_copy(update={"micro_batch_tokens": tokens})
 
 
-def with_room(config: RunConfig) -> RunConfig:
+def with_micro_batch(config: RunConfig) -> RunConfig:
     """The run with micro-batches that are ``fitted`` to this machine; unchanged where nobody knows how large its model is."""
     policy = config.policy
     try:

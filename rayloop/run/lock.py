@@ -6,8 +6,8 @@ file that only one can create. A holder on this host is looked up exactly (pid, 
 one on another host counts as gone when its heartbeat (the file's modification time) has stopped.
 
 A holder that was suspended (SIGSTOP, a paused machine, a partition) may wake up after it was taken for gone. ``run.fence``
-therefore counts the holders, and the drivers that one of them makes: whoever writes compares the number first (``Fence``), and
-ends when it is another's.
+therefore counts the holders, and the drivers that one of them makes: a writer compares the number first (``Fence``), and ends when
+it is another's.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_an_awaited_actor_that_answers_nothing_is_told_once(monkeypatch: pytest.
         host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
 
     async def run() -> None:
-        listening = asyncio.create_task(watchdog.listen(lambda event: told.append(event.record())))
+        listening = asyncio.create_task(watchdog.watch_liveness(lambda event: told.append(event.record())))
         awaited = (
             ("episodes 1/0@0 of task a on environment 0", LocalActor(Silent()), False),
             ("health of rollout 1", Stopped(), False),

@@ -63,7 +63,7 @@ class Collator:
 
     def plan(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples' micro-batches: packed up to ``micro_batch_tokens``; a longer one is alone."""
-        budget = self._engine.row
+        budget = self._engine.micro_batch
         groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
         plan = micro_batches([packed_length(group) for group in groups], budget)
         return [[sample for i in indices for sample in groups[i]] for indices in plan]

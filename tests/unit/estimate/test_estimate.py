@@ -176,7 +176,7 @@ def test_a_micro_batch_that_nobody_sized_fits_the_machine(memory: int, tokens: i
     assert fitted(plain, smollm2(), 1, True, memory * 2**30) == plain, "a GPU has memory of its own"
     named = FsdpSettings(micro_batch_tokens=9)
     assert fitted(named, smollm2(), 1, False, memory * 2**30) == named
-    assert plain.row == 16384
+    assert plain.micro_batch == 16384
 
 
 def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
