@@ -233,22 +233,22 @@ def _bridge(mark: str, network: str) -> Iterator[None]:
 @contextmanager
 def _node(mark: str, name: str, address: str, network: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     space = outside = f"{mark}-{name}"
-    _ip("netns", "add", space)
-    try:
+    with ExitStack() as undo:
+        _ip("netns", "add", space)
+        undo.callback(_ip, "netns", "del", space)
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+        # Deleted by name: the kernel keeps a namespace and its link until the last process inside has ended.
+        undo.callback(_ip, "link", "del", outside)
         _ip("link", "set", outside, "master", mark, "up")
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", space, "link", "set", device, "up")
         _ip("-n", space, "route", "add", "default", "via", f"{network}.254")
         inside = f"ip netns exec {space} unshare --mount --uts --pid --fork --mount-proc --kill-child=KILL bash -c"
-        with _daemon([*inside.split(), START_NODE, "_", name, str(folder)], folder / f"{name}.out") as process:
-            try:
-                yield process
-            finally:
-                process.kill()  # unshare ignores SIGTERM; its end is the end of everything in the namespace
-    finally:
-        _ip("netns", "del", space)
+        command = [*inside.split(), START_NODE, "_", name, str(folder)]
+        process = undo.enter_context(_daemon(command, folder / f"{name}.out"))
+        undo.callback(process.kill)  # unshare ignores SIGTERM; its end is the end of everything in the namespace
+        yield process
 
 
 def _ip(*arguments: str) -> None:
