@@ -52,14 +52,14 @@ SPINS = "1000"
 Threads that spin for long (the default) bring actors that share cores to a stop; docs/performance.md has what each count costs.
 """
 EXAMPLES = """examples:
-  python -m rayloop train recipes/arc_vision/quickstart.yaml steps=20     train; the same command continues a run that ended
-  python -m rayloop try recipes/arc_vision/quickstart.yaml --row 7        one row, two answers and their rewards, in seconds
+  python -m rayloop train mine.yaml steps=20     train; the same command continues a run that ended
+  python -m rayloop try mine.yaml --row 7        one row, two answers and their rewards, in seconds
   python -m rayloop train mine.yaml policy.optimizer.lr=3e-4 --print-config
   python -m rayloop eval mine.yaml --checkpoint runs/mine --controls
   python -m rayloop report runs/mine
   python -m rayloop judge serve
 
-COMMAND --help tells more. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
+COMMAND --help lists its options. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -65,6 +65,8 @@ def evaluate(
     """
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
+    if controls and not any(task.images for task in tasks):
+        print(f"no row of {data} shows an image: --controls has no wrong image to play")
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
     identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
@@ -112,6 +114,7 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
     return {
         "by": {name: by_column(items, values) for name, values in columns.items()},
         "pass_at": pass_rates(items, setting.solved.score, setting.solved.least, SAMPLED if setting.greedy else RIGHT),
+        "solved": f"{setting.solved.score} >= {setting.solved.least:g}",
         "cut": sum(item.cut for item in items),
     }
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from rayloop.config.explain import explain
+from rayloop.config.explain import explain, nearest
 from rayloop.config.removed import Remembering
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
 from rayloop.core.failures import ConfigError
@@ -121,7 +122,7 @@ class Component(SettingsModel):
         try:
             found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
         except Exception as error:  # the module is a person's own code
-            what = f"{type(error).__name__}: {error}. {_remedy(module, error)}"
+            what = f"{type(error).__name__}: {error}{_similar(module, name, error)}. {_remedy(module, error)}"
             raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
         if not callable(found):
             raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
@@ -203,6 +204,18 @@ def _remedy(module: str, error: Exception) -> str:
         alone = ", and a file given by its path finds none that lies beside it" if module.endswith(".py") else ""
         return f"{module} imports {error.name}, which is neither installed nor in {here}{alone}"
     return "Expected package.module:Class"
+
+
+def _similar(module: str, name: str, error: Exception) -> str:
+    """``; did you mean `x`?`` with the nearest name in the module, or the nearest module in its package; else ""."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        package, _, name = error.name.rpartition(".")
+        known = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.name == name:
+        known = [key for key, value in vars(error.obj).items() if callable(value)]
+    else:
+        return ""
+    return nearest(name, known).removesuffix("?")
 
 
 def _beside(use: str, source: Source) -> str:

@@ -85,7 +85,7 @@ class Dataset:
                 )
             tasks[task.id], lines[task.id] = task, where
         if not tasks:
-            why = f"no usable row. The first: {first}" if read else "no rows"
+            why = f"no usable row among {read}. The first: {first}" if read else "no rows"
             raise ConfigError(f"{self.path} holds {why}")
         self._tasks = tuple(tasks.values())
         self._lines = lines

@@ -66,5 +66,5 @@ def installed(chosen: Iterable[LoggerSettings]) -> None:
         if spec is None or spec.origin is None:  # a folder of that name in the current directory has no origin
             raise ConfigError(
                 f"loggers.{index}: kind {logger.kind} needs the package {logger.kind}, which is not installed. "
-                f'Install it with: pip install -e ".[{logger.kind}]" -c constraints.txt'
+                f'Install it with: pip install "rayloop[{logger.kind}]"'
             )

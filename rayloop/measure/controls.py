@@ -198,7 +198,7 @@ def table(summary: dict[str, Any]) -> list[str]:
     for column, rows in summary.get("by", {}).items():
         lines += [f"by {column}, right image:", *_rows("  ", rows)]
     for k, found in summary.get("pass_at", {}).items():
-        lines.append(f"pass@{k}  {_shown(found)}")
+        lines.append(f"pass@{k}  {_shown(found)}  (an answer is right with {summary['solved']})")
     if cut := summary.get("cut"):
         lines.append(f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more room")
     if differences := summary["differences"]:

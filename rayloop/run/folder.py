@@ -22,6 +22,9 @@ from rayloop.run.events import EventLog
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.run.lock import RunLock
 
+SHOWN = 10
+"""Rows left out for one reason that the console shows; quarantine.jsonl has all."""
+
 
 class RunFolder:
     """``<root>/<name>/``. ``metrics``, ``events`` and ``quarantine`` are append-only record files."""

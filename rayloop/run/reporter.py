@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rayloop.loggers.threads import Logger, Loggers
 from rayloop.measure.controls import Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord, RunFolder
+from rayloop.run.folder import SHOWN, RolloutRecord, RunFolder
 from rayloop.run.held_out import gain, metrics, read_items
 from rayloop.run.step_metrics import Collected, step_metrics
 
@@ -66,6 +66,7 @@ class Reporter:
         self._lengths = LengthRatio()
         self._step = 0
         self._unwritten: set[str] = set()
+        self._left_out = Counter[str]()
         self._longest = {"save": 0.0, "update": 0.0}
         """Seconds of the longest checkpoint and update of this process, which a stop may have to wait for."""
         self._told_grace = False
@@ -110,10 +111,12 @@ class Reporter:
             self._watch(file, None)
 
     def bad_row(self, failure: DataFailure) -> None:
-        told = incidents.Quarantined(failure.path, failure.reason).record()
+        """A row that is left out, for quarantine.jsonl; the console shows the first ``SHOWN`` rows of each reason."""
         self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
         self._watch("quarantine.jsonl", self.folder.quarantine.trouble)
-        self.updates.append(("event", told))
+        self._left_out[failure.reason] += 1
+        if self._left_out[failure.reason] <= SHOWN:
+            self.updates.append(("event", incidents.Quarantined(failure.path, failure.reason).record()))
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""

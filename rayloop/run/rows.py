@@ -11,6 +11,7 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.data.subset import evenly
 from rayloop.run.config import RunConfig
+from rayloop.run.folder import SHOWN
 
 
 class Tell(Protocol):
@@ -37,7 +38,17 @@ def held_out_rows(config: RunConfig, tell: Tell) -> list[Task]:
 
 
 def _read(path: str, config: RunConfig, tell: Tell) -> Dataset:
-    dataset = Dataset(path, config.data.reader.build(), config.data.strict, tell.bad_row, config.environment.kinds)
+    left_out: list[DataFailure] = []
+
+    def leave_out(failure: DataFailure) -> None:
+        left_out.append(failure)
+        tell.bad_row(failure)
+
+    dataset = Dataset(path, config.data.reader.build(), config.data.strict, leave_out, config.environment.kinds)
+    if len(left_out) > SHOWN:
+        read = len(left_out) + len(dataset)
+        why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"
+        tell.event(incidents.DataWarning(why=why))
     if warning := dataset.warning():
         tell.event(incidents.DataWarning(why=warning))
     return dataset

@@ -108,7 +108,7 @@ def find_browser(path: str | None) -> str:
         import playwright  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f'{error.name} is not installed; rendering pages needs: pip install -e ".[browser]"'
+            f'{error.name} is not installed; rendering pages needs: pip install "rayloop[browser]"'
         ) from error
     found = path or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None or not os.access(found, os.X_OK):

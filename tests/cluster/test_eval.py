@@ -124,7 +124,7 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
 
 
 def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
-    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig.model_validate(
         settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}})
@@ -137,8 +137,9 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
     for one in (config, mended):  # a folder without an answer belongs to nobody
         with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
             run_evaluation(
-                one, config.data.train, tmp_path / "out", controls=False, samples=0, address=None, temporary=None
+                one, config.data.train, tmp_path / "out", controls=True, samples=0, address=None, temporary=None
             )
+        assert "shows an image: --controls has no wrong image to play" in capsys.readouterr().out
     assert not (tmp_path / "out/results.json").exists()
 
 

@@ -169,7 +169,7 @@ def test_rows_of_which_none_can_be_used_are_told_with_the_first_reason(try_it: T
     (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n', encoding="utf-8")
     code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")})
     assert code == 2, text
-    assert "holds no usable row. The first: " in text
+    assert "holds no usable row among 1. The first: " in text
     assert "rows.jsonl:1" in text
 
 

@@ -17,7 +17,7 @@ from rayloop.core.types import ImageSource
 def needs(package: str, extra: str) -> None:
     """Raises ValueError, which the check of a configuration shows, when the package of an ``extra`` is not installed."""
     if find_spec(package) is None:
-        raise ValueError(f'the package {package} is not installed: pip install -e ".[{extra}]" -c constraints.txt')
+        raise ValueError(f'the package {package} is not installed: pip install "rayloop[{extra}]"')
 
 
 def function(use: str) -> Callable[..., Any]:

@@ -13,9 +13,7 @@ from rayloop.envs.settings import EnvironmentKind
 class MiniWobPages:
     """Points are pixels of the screen, as a person counts them."""
 
-    about = (
-        'MiniWoB++, small web pages in a real Chromium; needs pip install -e ".[browser]" and chromium-headless-shell'
-    )
+    about = 'MiniWoB++, small web pages in a real Chromium; needs pip install "rayloop[browser]" and chromium-headless-shell'
     example = "click(start_box='(80,120)'), type(content='text') or finished()"
 
     @property

@@ -98,7 +98,7 @@ def html() -> Path:
     """The folder of the pages. Raises EnvironmentFailed without the package."""
     found = importlib.util.find_spec("miniwob")  # not imported: that needs gymnasium and selenium
     if found is None or found.origin is None:
-        raise EnvironmentFailed('miniwob is not installed: pip install -e ".[browser]"', bug=True)
+        raise EnvironmentFailed('miniwob is not installed: pip install "rayloop[browser]"', bug=True)
     return Path(found.origin).parent / "html"
 
 

@@ -75,7 +75,7 @@ def missing() -> str:
     if lacks:
         return f"apt-get install --no-install-recommends {' '.join(lacks)}"
     if find_spec("Xlib") is None:
-        return "pip install 'rayloop[desktop]'"
+        return 'pip install "rayloop[desktop]"'
     return ""
 
 

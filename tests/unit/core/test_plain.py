@@ -157,7 +157,8 @@ OF_THE_PROCESS = {
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
     "Ledger": set(),
-    "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "_unwritten", "_longest", "_told_grace", "loggers"},
+    "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "_unwritten", "_left_out", "_longest",
+                 "_told_grace", "loggers"},
     "LengthRatio": {"_keep"},
 }  # fmt: skip
 """Attributes that a checkpoint does not hold: what the configuration says, and what begins anew with a process."""

@@ -50,8 +50,16 @@ def test_means_by_a_column_are_of_the_right_image() -> None:
     rows = by_column(made, {"a": "web", "b": "web", "c": "mobile"})
     assert {kind: scores["click"][0] for kind, scores in rows.items()} == {"mobile": 1.0, "web": 0.5}
     text = "\n".join(
-        table({**summarise(made, 0), "by": {"platform": rows}, "pass_at": {1: (0.25, None, None)}, "cut": 2})
+        table(
+            {
+                **summarise(made, 0),
+                "by": {"platform": rows},
+                "pass_at": {1: (0.25, None, None)},
+                "cut": 2,
+                "solved": "click >= 1",
+            }
+        )
     )
     assert "by platform, right image:" in text
-    assert "pass@1  0.250" in text
+    assert "pass@1  0.250 [too few items]  (an answer is right with click >= 1)" in text
     assert "2 answers were cut" in text

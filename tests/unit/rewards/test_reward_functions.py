@@ -367,6 +367,25 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
         Component(use=f"{tmp_path}/broken.py:f").resolve()
 
 
+@pytest.mark.parametrize(
+    ("use", "meant"),
+    [
+        ("rayloop.recipes.arc_vision.reward:IoUReword", "IoUReward"),
+        ("rayloop.recipes.arc_vison.reward:IoUReward", "arc_vision"),
+        ("rayloop.recipes.arc_vision.rewards:IoUReward", "reward"),
+    ],
+)
+def test_a_misspelt_component_names_the_nearest(use: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
+        Component(use=use).resolve()
+
+
+def test_nothing_alike_is_no_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Component(use="rayloop.recipes.arc_vision.reward:Zzz").resolve()
+    assert "did you mean" not in str(caught.value)
+
+
 def test_a_function_survives_the_dump(tmp_path: Path) -> None:
     settings = RewardSettings(source=Component(use=f"{__name__}:with_options", **{"with": {"bonus": 1.0}}))
     path = tmp_path / "reward.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
+from rayloop.run.folder import SHOWN
 from rayloop.run.reporter import Reporter, Updates
+from rayloop.run.rows import training_rows
 from rayloop.run.step_metrics import Collected
 from tests.support.runs import settings
 
@@ -104,6 +107,21 @@ def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: 
     assert validate(reporter.folder.events) == ()
     assert [record["event"] for _, record in reporter.updates] == ["warning", "checkpoint", "quarantined"]
     assert validate(record for _, record in reporter.updates) == ()
+
+
+def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"id": str(number), "prompt" if number > 9_000 else "question": "1 + 1", "answer": "2"}
+        for number in range(9_100)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, data={"train": str(tmp_path / "rows.jsonl")}))
+    reporter = Reporter(config, tmp_path, open_logger)
+    assert len(training_rows(config, reporter)) == 99
+    assert len([*reporter.folder.quarantine]) == 9_001
+    shown = [record for _, record in reporter.updates]
+    assert [record["event"] for record in shown] == ["quarantined"] * SHOWN + ["data_warning"]
+    assert "9001 of the 9100 rows of" in shown[-1]["why"]
 
 
 def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_told_once(tmp_path: Path) -> None:
