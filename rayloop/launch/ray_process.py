@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,8 +31,8 @@ END = 5.0
 """Seconds that Ray then gets to end by itself."""
 PATH_LIMIT = 40
 """Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
-SUBREAPER, DEATH_SIGNAL = 36, 1
-"""Of prctl(2): orphans of our children become ours, so that they can be ended; our children get a signal when we are killed."""
+SUBREAPER = 36
+"""Of prctl(2): orphans of our children become ours, so that they can be ended."""
 
 
 class NodeFailed(InfrastructureFailure):
@@ -47,12 +46,24 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+CHILD = """import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(143)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    sys.exit(127)
+"""
+"""Asks for SIGTERM at its parent's death (prctl(2), PR_SET_PDEATHSIG), then becomes the command it is given. ``preexec_fn`` would
+run the libraries' after-fork hooks between fork and exec, and those of gRPC and torch crash."""
+
+
 def child(command: Sequence[str], environment: Mapping[str, str], log: Any = None) -> subprocess.Popen[bytes]:
     """A process out of reach of the signals for our process group; it gets SIGTERM when this process dies."""
-    return subprocess.Popen(
-        command, env=environment, stdout=log, stderr=log, start_new_session=True,
-        preexec_fn=lambda: prctl(DEATH_SIGNAL, signal.SIGTERM),
-    )  # fmt: skip
+    shim = [sys.executable, "-ISc", CHILD, str(os.getpid())]
+    return subprocess.Popen([*shim, *command], env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
 @contextmanager
