@@ -161,7 +161,7 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     wanted = config(tmp_path, loggers=[{"kind": "wandb", "project": "p"}])
-    with pytest.raises(ConfigError, match=r'loggers\.0: kind wandb .* not installed.* pip install -e "\.\[wandb\]"'):
+    with pytest.raises(ConfigError, match=r'loggers\.0: kind wandb .* not installed.* pip install "rayloop\[wandb\]"'):
         preflight(wanted)
 
 

@@ -96,7 +96,7 @@ def test_what_is_missing_or_wrong_is_said_before_anything_is_played(monkeypatch:
         (OpenEnvSettings, "openenv", {"url": "http://h"}),
     ):
         monkeypatch.setattr("rayloop.envs.adapters.packages.find_spec", lambda name: None)
-        with pytest.raises(ValidationError, match=rf"is not installed: pip install -e \"\.\[{extra}\]\""):
+        with pytest.raises(ValidationError, match=rf"is not installed: pip install \"rayloop\[{extra}\]\""):
             settings.model_validate(given)
     for wrong in (np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3)), np.full((2, 2), 300), np.zeros((0, 2), np.uint8)):
         with pytest.raises(ValueError, match="no picture"):
