@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 from ray.exceptions import RayTaskError
+from ray.util.placement_group import remove_placement_group
 
 from rayloop.actors.base import Actor
 from rayloop.actors.fates import cause
@@ -282,16 +283,23 @@ def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> No
         for seconds in (60.0, 1.0)
     )
 
+    async def free(cpus: float) -> None:
+        async with asyncio.timeout(30):
+            while ray.available_resources().get("CPU", 0.0) != cpus:  # Ray says so with a delay
+                await asyncio.sleep(0.1)
+
     async def twice() -> None:
         await reserve(patient, "first", bundles(patient), lambda *_, **__: None)
-        await reserve(patient, "first", bundles(patient), lambda *_, **__: None)  # takes the place of the one before
-        async with asyncio.timeout(30):
-            while ray.available_resources().get("CPU", 0.0) != 1.0:  # Ray tells it with a delay
-                await asyncio.sleep(0.1)
-        with pytest.raises(
-            ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
-        ):
-            await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
+        held = await reserve(patient, "first", bundles(patient), lambda *_, **__: None)  # in place of the one before
+        try:
+            await free(1.0)
+            with pytest.raises(
+                ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
+            ):
+                await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
+        finally:
+            remove_placement_group(held)
+        await free(4.0)
 
     asyncio.run(twice())
 
