@@ -22,33 +22,33 @@ class Tell(Protocol):
     def bad_row(self, failure: DataFailure) -> None: ...
 
 
-def training_rows(config: RunConfig, tell: Tell) -> Dataset:
+def training_rows(config: RunConfig, reporter: Tell) -> Dataset:
     """``data.train``. Bad rows are quarantined; with ``data.strict`` the first raises DataFailure. ConfigError: there is none."""
-    return _read(config.data.train, config, tell)
+    return _read(config.data.train, config, reporter)
 
 
-def held_out_rows(config: RunConfig, tell: Tell) -> list[Task]:
+def held_out_rows(config: RunConfig, reporter: Tell) -> list[Task]:
     """``evaluation.limit`` of ``data.eval``, evenly over its sources; none when the run does not evaluate.
 
     Raises as ``training_rows``.
     """
     if not config.evaluation.every or config.data.eval is None:
         return []
-    return evenly([*_read(config.data.eval, config, tell)], config.evaluation.limit)
+    return evenly([*_read(config.data.eval, config, reporter)], config.evaluation.limit)
 
 
-def _read(path: str, config: RunConfig, tell: Tell) -> Dataset:
+def _read(path: str, config: RunConfig, reporter: Tell) -> Dataset:
     left_out: list[DataFailure] = []
 
     def leave_out(failure: DataFailure) -> None:
         left_out.append(failure)
-        tell.bad_row(failure)
+        reporter.bad_row(failure)
 
     dataset = Dataset(path, config.data.reader.build(), config.data.strict, leave_out, config.environment.kinds)
     if len(left_out) > SHOWN:
         read = len(left_out) + len(dataset)
         why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"
-        tell.event(incidents.DataWarning(why=why))
+        reporter.event(incidents.DataWarning(why=why))
     if warning := dataset.warning():
-        tell.event(incidents.DataWarning(why=warning))
+        reporter.event(incidents.DataWarning(why=warning))
     return dataset
