@@ -53,13 +53,7 @@ class LogprobGap:
 
     def report(self) -> dict[str, float]:
         """The fields of the event ``parity``."""
-        return {
-            "tokens": self.tokens,
-            "mean": self.mean,
-            "max": self.max,
-            "images": self.images,
-            "swapped": self.swapped,
-        }
+        return {"tokens": self.tokens, "mean": self.mean, "max": self.max, "images": self.images, "swapped": self.swapped}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +147,7 @@ class PolicyRank(Actor):
             updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
         report = self.engine.train(
             [
-                [
-                    TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag)
-                    for a in update
-                ]
+                [TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
                 for update in updates
             ]
         )

@@ -15,14 +15,7 @@ from rayloop.actors.lost import fetch
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads
-from rayloop.core.failures import (
-    ConfigError,
-    DataFailure,
-    DeadlineExceeded,
-    InfrastructureFailure,
-    RewardLost,
-    WorkerSpent,
-)
+from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, InfrastructureFailure, RewardLost, WorkerSpent
 from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
@@ -106,9 +99,7 @@ class RewardActor(Actor):
         tokens = [token for turn in turns for token in turn.token_ids]
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    async def _attempts(
-        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
-    ) -> list[Outcome]:
+    async def _attempts(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         errors: list[Exception] = []
         while len(errors) < 2:
             try:
@@ -141,9 +132,7 @@ class RewardActor(Actor):
             return Scored(self._settings.failing_value, flags=("grader_error",), trace=trace)
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 
-    async def _ask(
-        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
-    ) -> list[Outcome]:
+    async def _ask(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         """The source's outcomes. It gets a task and lists of its own: what it changed would be others when it is asked again.
 
         A trajectory that is alone is given to ``score`` where the source has it, also with ``per: group``.

@@ -52,13 +52,7 @@ class Stub:
             message = await receive()
             data, more = data + message.get("body", b""), message.get("more_body", False)
         if scope["path"] == "/v1/judge":
-            verdict = {
-                "verdict": "correct",
-                "score": 1.0,
-                "fingerprint": "stub",
-                "backend": "rule",
-                "decided_by": "model",
-            }
+            verdict = {"verdict": "correct", "score": 1.0, "fingerprint": "stub", "backend": "rule", "decided_by": "model"}
             answer: dict[str, Any] = {"results": [{"outcome": "scored", **verdict} for _ in json.loads(data)["items"]]}
         else:
             async with self._slots:
@@ -73,9 +67,7 @@ class Stub:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured")
-    parser.add_argument(
-        "--model-seconds", type=float, default=0.5, metavar="S", help="that the model takes for a verdict"
-    )
+    parser.add_argument("--model-seconds", type=float, default=0.5, metavar="S", help="that the model takes for a verdict")
     parser.add_argument("--model-slots", type=int, default=32, metavar="N", help="verdicts that it works on at once")
     parser.add_argument("--trajectories", type=int, default=512, help="that are judged")
     parser.add_argument("--distinct", type=int, default=256, help="different answers among them")
@@ -84,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        _stub(arguments) as url,
-        _served(Path(temporary), url) as (judge, key),
-    ):
+    with tempfile.TemporaryDirectory() as temporary, _stub(arguments) as url, _served(Path(temporary), url) as (judge, key):
         found = asyncio.run(_measure(arguments, url, judge, key))
     print(json.dumps({**found, "machine": machine()}))
     return 0
@@ -115,9 +103,7 @@ async def _measure(a: argparse.Namespace, stub: str, judge: str, key: Path) -> d
 
 def _item(number: int, kind: str) -> JudgeItem:
     """One that no rule decides."""
-    return JudgeItem(
-        question="What is shown?", reference=f"A big dog, {kind} {number}", answer=f"a large dog of {kind} {number}"
-    )
+    return JudgeItem(question="What is shown?", reference=f"A big dog, {kind} {number}", answer=f"a large dog of {kind} {number}")
 
 
 async def _times(call: Callable[[int], Awaitable[Any]], count: int) -> list[float]:
@@ -208,13 +194,7 @@ def _model(stub: str) -> OpenAIBackendSettings:
 @contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[str]:
     """The stub in a process of its own; yields its URL."""
-    command = [
-        sys.executable,
-        "-m",
-        "rayloop.benchmarks.judge",
-        str(arguments.model_seconds),
-        str(arguments.model_slots),
-    ]
+    command = [sys.executable, "-m", "rayloop.benchmarks.judge", str(arguments.model_seconds), str(arguments.model_slots)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -230,25 +210,11 @@ def _stub(arguments: argparse.Namespace) -> Iterator[str]:
 @contextmanager
 def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
     """``judge serve`` in front of the stub; yields its URL and key file."""
-    args = {
-        "backend": _model(stub).model_dump(),
-        "cache": {"size": 0},
-        "limits": {"held": 4096},
-        "canary": {"right": False},
-    }
+    args = {"backend": _model(stub).model_dump(), "cache": {"size": 0}, "limits": {"held": 4096}, "canary": {"right": False}}
     config = {"http_options": {"port": 0}, "applications": [{"args": args}]}
     (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     announced = folder / "judge.json"
-    command = [
-        sys.executable,
-        "-m",
-        "rayloop",
-        "judge",
-        "serve",
-        str(folder / "judge.yaml"),
-        "--announce",
-        str(announced),
-    ]
+    command = [sys.executable, "-m", "rayloop", "judge", "serve", str(folder / "judge.yaml"), "--announce", str(announced)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(command, stdout=sys.stderr, env=environment) as process:
         try:
@@ -275,9 +241,7 @@ def _until_answered(url: str, process: subprocess.Popen[str]) -> None:
 
 def main(seconds: str, slots: str) -> None:
     """Serve the stub on a free port, which is printed."""
-    config = uvicorn.Config(
-        Stub(float(seconds), int(slots)), host="127.0.0.1", port=0, log_level="critical", lifespan="off"
-    )
+    config = uvicorn.Config(Stub(float(seconds), int(slots)), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     listening = config.bind_socket()
     print(listening.getsockname()[1], flush=True)
     uvicorn.Server(config).run([listening])

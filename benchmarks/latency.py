@@ -54,9 +54,7 @@ def _latency(arguments: argparse.Namespace) -> int:
                 one = _measured(arguments, Path(temporary), loop, number)
                 share = one["busy"] / one["seconds"] / allowed
                 found[loop].append(round(share, 3))
-                print(
-                    f"{loop}: {share:.3f} of what is allowed, {one['turns'] / one['seconds']:.1f} turns/s", flush=True
-                )
+                print(f"{loop}: {share:.3f} of what is allowed, {one['turns'] / one['seconds']:.1f} turns/s", flush=True)
         import ray
 
         ray.shutdown()
@@ -91,9 +89,7 @@ def _config(arguments: argparse.Namespace, folder: Path, name: str, barrier: int
     rows = [{"id": f"task-{n}", "prompt": f"{n}"} for n in range(4096)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target = barrier or STEP
-    ahead = (
-        0 if barrier else -(-3 * arguments.environments // (2 * STEP))
-    )  # groups that wait for room among those that play
+    ahead = 0 if barrier else -(-3 * arguments.environments // (2 * STEP))  # groups that wait for room among those that play
     config: dict[str, Any] = {
         "name": name, "output": folder.as_posix(), "steps": steps,
         "model": {"path": str(MODEL)}, "data": {"train": str(folder / "rows.jsonl")},

@@ -52,10 +52,7 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
     """
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as said,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as blamed,
-    ):
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said, tempfile.TemporaryFile("w+", encoding="utf-8") as blamed:
         run = subprocess.Popen(command, stdout=said, stderr=blamed, env=environment)
         tree = Tree(run.pid)
         while run.poll() is None:
@@ -101,9 +98,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
 

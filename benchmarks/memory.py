@@ -40,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _memory(arguments: argparse.Namespace) -> int:
     from rayloop.run.config import RunConfig
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(prefix="rl") as temporary,
-    ):  # sockets want short paths
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="rl") as temporary:  # sockets want short paths
         options = [*arguments.overrides, f"output={folder}", f"steps={arguments.steps}"]
         name = load(arguments.config, options, RunConfig).name
         command = [sys.executable, "-m", "rayloop", "train", str(arguments.config), *options]
@@ -51,11 +48,7 @@ def _memory(arguments: argparse.Namespace) -> int:
             seen, store = _watch(process, Path(folder) / name / "metrics.jsonl", Path(temporary))
         if process.returncode:
             raise BenchFailed(f"the run ended with {process.returncode}; see above")
-    print(
-        json.dumps(
-            {"config": str(arguments.config), "steps": arguments.steps, **_result(seen, store), "machine": machine()}
-        )
-    )
+    print(json.dumps({"config": str(arguments.config), "steps": arguments.steps, **_result(seen, store), "machine": machine()}))
     return 0
 
 

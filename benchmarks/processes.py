@@ -66,9 +66,7 @@ class Tree:
         for process, name in self._names.items():
             kinds[name].append(process)
         many = {name: f"{len(own)} {name}" if len(own) > 1 else name for name, own in kinds.items()}
-        used = {
-            many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()] for name, own in kinds.items()
-        }
+        used = {many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()] for name, own in kinds.items()}
         return {
             name: {part: round(now - before, 2) for part, now, before in zip(ends, sums, [0.0, *sums], strict=False)}
             for name, sums in sorted(used.items(), key=lambda item: -item[1][-1])

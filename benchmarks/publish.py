@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=512, help="of weights")
     parser.add_argument("--tensors", type=int, default=64, help="that they consist of")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured; the first one is left out")
-    parser.add_argument(
-        "--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS, help="those to compare (all)"
-    )
+    parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS, help="those to compare (all)")
     parser.set_defaults(run=_publish)
 
 

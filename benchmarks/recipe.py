@@ -50,8 +50,7 @@ def measure(benchmark: Benchmark, checkpoint: Path, out: Path, overrides: Sequen
         remedy = f". To make them: {benchmark.missing}" if benchmark.missing else ", beside the current directory"
         raise ConfigError(f"held-out rows are missing: {', '.join(absent)}{remedy}")
     return {
-        name: _evaluate(benchmark.config, held_out, checkpoint, out / name, overrides)
-        for name, held_out in benchmark.sets.items()
+        name: _evaluate(benchmark.config, held_out, checkpoint, out / name, overrides) for name, held_out in benchmark.sets.items()
     }
 
 
@@ -59,9 +58,7 @@ def _evaluate(config: str, rows: HeldOut, checkpoint: Path, out: Path, overrides
     asked = ["--checkpoint", checkpoint, "--data", rows.path, "--samples", rows.samples, "--out", out]
     command = ["eval", config, *overrides, *asked, *(["--controls"] if rows.controls else [])]
     code = subprocess.run([sys.executable, "-m", "rayloop", *map(str, command)]).returncode
-    if (
-        code not in (0, 1) or not (out / "summary.json").exists()
-    ):  # 1: some answers have no score, and the summary says so
+    if code not in (0, 1) or not (out / "summary.json").exists():  # 1: some answers have no score, and the summary says so
         raise RayloopError(f"python -m rayloop {' '.join(map(str, command))} ended with {code}; what it said is above")
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary

@@ -33,18 +33,14 @@ WARM = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", choices=("cost", "async"), help="CPU of a trajectory, or asynchronous steps beside others"
-    )
+    parser.add_argument("what", choices=("cost", "async"), help="CPU of a trajectory, or asynchronous steps beside others")
     parser.add_argument("--latencies", type=Path, default=LATENCIES, metavar="FILE", help="JSON list of seconds")
     parser.add_argument("--in-flight", type=int, nargs="*", default=IN_FLIGHT, help="cost: episodes in flight")
     parser.add_argument("--rate", type=float, default=40.0, help="cost: trajectories per second")
     parser.add_argument("--trajectories", type=int, default=1024, help="cost: that are measured, at least")
     parser.add_argument("--latency", type=float, default=6.0, help="async: mean seconds of an episode")
     parser.add_argument("--staleness", type=int, default=4, help="async: the bound")
-    parser.add_argument(
-        "--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones"
-    )
+    parser.add_argument("--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones")
     parser.set_defaults(run=_scale)
 
 
@@ -67,9 +63,7 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
         group = min(8, max(1, count // 4))
         groups = max(1, count // 4 // group)
         steps = WARM + max(4, -(-arguments.trajectories // (group * groups)))
-        load = Load(
-            4, count, group, groups, min(3, count - 1), steps, count / arguments.rate, 0.0, 0.25 if group > 1 else 0.0
-        )
+        load = Load(4, count, group, groups, min(3, count - 1), steps, count / arguments.rate, 0.0, 0.25 if group > 1 else 0.0)
         found.append({"in_flight": count, **_run(load, latencies)})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return {"cost": found}
@@ -78,10 +72,7 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
 def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:
     """64 engines that decode 8 sequences each, steps of 64 groups of 8, nothing filtered."""
     found: dict[str, Any] = {}
-    for name, staleness, steps in (
-        ("synchronous", 0, arguments.steps),
-        ("asynchronous", arguments.staleness, 2 * arguments.steps),
-    ):
+    for name, staleness, steps in (("synchronous", 0, arguments.steps), ("asynchronous", arguments.staleness, 2 * arguments.steps)):
         load = Load(64, 8, 8, 64, staleness, WARM + steps, arguments.latency, 0.1, 0.0)
         found[name] = _run(load, latencies)
         print(json.dumps(found[name]), file=sys.stderr, flush=True)

@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are dealt out")
     parser.add_argument("--prompt", type=int, default=1024, help="mean tokens")
     parser.add_argument("--answer", type=int, default=512, help="mean tokens")
-    parser.add_argument(
-        "--run", dest="folder", type=Path, metavar="FOLDER", help="take the lengths of this run instead"
-    )
+    parser.add_argument("--run", dest="folder", type=Path, metavar="FOLDER", help="take the lengths of this run instead")
     parser.set_defaults(run=_shares)
 
 

@@ -117,9 +117,7 @@ class SimulatedServices(TrainingServices):
         world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
         self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._tell, admit_engine)
-        self.environment, self.reward = (
-            Pool(role, 4, lambda _: world, settings, self._tell) for role in ("environment", "reward")
-        )
+        self.environment, self.reward = (Pool(role, 4, lambda _: world, settings, self._tell) for role in ("environment", "reward"))
         self.pools = [self.rollout, self.environment, self.reward]
         self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]
         for pool in self.pools:
@@ -174,9 +172,7 @@ class SimulatedActor(DriverActor):
             "cpu_ms_per_trajectory": round(1000 * (cpu_end - cpu) / finished, 3),
             "trained_per_s": round(trained / seconds, 2),
             "idle_share": round(1 - (busy_end - busy) / seconds / (load.engines * load.slots), 3),
-            "filtered_share": round(
-                sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3
-            ),
+            "filtered_share": round(sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3),
             "stale_share": round(sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3),
         }
 

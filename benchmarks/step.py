@@ -126,9 +126,7 @@ def write_rows(path: Path, shape: Shape) -> None:
     """A prompt {id, prompt} for every group; equal shapes, equal files."""
     generator = random.Random(0)
     sums = (f"{generator.randint(0, 99)} + {generator.randint(0, 99)} = " for _ in range(shape.prompts * shape.steps))
-    path.write_text(
-        "".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)), encoding="utf-8"
-    )
+    path.write_text("".join(json.dumps({"id": f"sum-{i}", "prompt": text}) + "\n" for i, text in enumerate(sums)), encoding="utf-8")
 
 
 def _plain_prompts(model: Path, target: Path) -> None:
@@ -235,6 +233,5 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _describe(sides: Mapping[str, Mapping[str, Any]]) -> str:
     ours, peer = sides["ours"], sides["peer"]
     return ", ".join(
-        f"{name.removesuffix('_s_median')} {ours[name]:.3f} / {peer[name]:.3f} s = {ours[name] / peer[name]:.3f}"
-        for name in PARTS
+        f"{name.removesuffix('_s_median')} {ours[name]:.3f} / {peer[name]:.3f} s = {ours[name] / peer[name]:.3f}" for name in PARTS
     )

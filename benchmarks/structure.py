@@ -58,9 +58,7 @@ class Checkout:
     def _read(self, path: Path) -> Module:
         text = path.read_text(encoding="utf-8")
         top = self.folder / path.relative_to(self.folder).parts[0]
-        imported = self._links.get(top, top) / path.relative_to(
-            top
-        )  # a folder that is linked into a package is imported there
+        imported = self._links.get(top, top) / path.relative_to(top)  # a folder that is linked into a package is imported there
         name = ".".join(imported.relative_to(self.folder).with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(text)
         module = Module(name, path.relative_to(self.folder), len(text.splitlines()), tree)

@@ -149,9 +149,7 @@ def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainIte
     rng, made = np.random.default_rng(0), []
     for number in range(arguments.sequences // arguments.group):
         prompt = tuple(rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist())
-        made += [
-            train_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)
-        ]
+        made += [train_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)]
     return ModelSettings(path=str(arguments.model), kernels=arguments.kernels), made
 
 

@@ -18,20 +18,14 @@ from rayloop.core.failures import RayloopError
 
 COMMANDS = {
     "train": ("rayloop.cluster.commands.train", "train a policy, or continue a run"),
-    "try": (
-        "rayloop.cluster.commands.try_",
-        "one row as the model sees it, two answers, and what the reward says; in seconds",
-    ),
+    "try": ("rayloop.cluster.commands.try_", "one row as the model sees it, two answers, and what the reward says; in seconds"),
     "sft": ("rayloop.cluster.commands.sft", "supervised steps on the answers of the training rows"),
     "eval": ("rayloop.cluster.commands.eval", "measure a checkpoint on held-out rows, with controls"),
     "estimate": ("rayloop.cluster.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
     "score": ("rayloop.cluster.commands.score", "what a recipe's reward says about saved completions"),
     "export": ("rayloop.cluster.commands.export", "write a checkpoint as a folder that plain transformers loads"),
     "report": ("rayloop.cluster.commands.report", "write a run's curves and trajectories as one HTML file"),
-    "status": (
-        "rayloop.cluster.commands.live.status",
-        "how a run does: step, checkpoint, what of each role serves and is lost",
-    ),
+    "status": ("rayloop.cluster.commands.live.status", "how a run does: step, checkpoint, what of each role serves and is lost"),
     "logs": ("rayloop.cluster.commands.live.logs", "what the actors of a run have printed"),
     "stacks": ("rayloop.cluster.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),
     "stop": ("rayloop.cluster.commands.live.stop", "have a live run save and end, wherever it is, and wait for that"),
@@ -86,11 +80,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = known.parse_known_args(words)
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong or (rest and "overrides" not in arguments):
-        hint = (
-            ". Values of the configuration are set as key.sub=value (docs/config.md)"
-            if "overrides" in arguments
-            else ""
-        )
+        hint = ". Values of the configuration are set as key.sub=value (docs/config.md)" if "overrides" in arguments else ""
         known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]

@@ -27,11 +27,7 @@ class Breaker:
     """
 
     def __init__(
-        self,
-        failures: int,
-        interval: float,
-        probe: Callable[[], Awaitable[None]],
-        on_failure: Callable[[Exception], None],
+        self, failures: int, interval: float, probe: Callable[[], Awaitable[None]], on_failure: Callable[[Exception], None]
     ) -> None:
         self.failures, self.interval = failures, interval
         self._enter(BreakerState.CLOSED)

@@ -71,9 +71,7 @@ class VerdictCache:
         if self._file is not None:
             try:
                 with self._file:
-                    self._file.execute(
-                        "INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, verdict.model_dump_json())
-                    )
+                    self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, verdict.model_dump_json()))
             except sqlite3.Error as error:
                 self._give_up(error)
 
@@ -98,7 +96,5 @@ def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute(
-        "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT ROWID"
-    )
+    connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT ROWID")
     return connection

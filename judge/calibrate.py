@@ -76,9 +76,7 @@ def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled
     return chosen
 
 
-async def measure(
-    client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False
-) -> list[Result]:
+async def measure(client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False) -> list[Result]:
     """What the judge says to each item, within ``patience`` seconds. ``fresh``: neither rules nor caches answer."""
     asked = [one.item.model_copy(update={"fresh": fresh}) for one in items]
     return list(await asyncio.gather(*(client.judge(item, patience) for item in asked)))
@@ -86,9 +84,7 @@ async def measure(
 
 def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Score:
     """Compare labels and verdicts. Kappa is Cohen's (1960): (observed - expected) / (1 - expected) agreement."""
-    pairs = [
-        (one, answer.verdict) for one, answer in zip(items, answers, strict=True) if isinstance(answer, JudgeVerdict)
-    ]
+    pairs = [(one, answer.verdict) for one, answer in zip(items, answers, strict=True) if isinstance(answer, JudgeVerdict)]
     right, wrong = VerdictKind.CORRECT, VerdictKind.INCORRECT
     observed = _share([one.verdict == verdict for one, verdict in pairs])
     labelled, judged = _share([one.verdict == right for one, _ in pairs]), _share([v == right for _, v in pairs])

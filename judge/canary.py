@@ -31,9 +31,7 @@ class Canary:
         """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # perhaps nobody waits any more
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits any more
         await asyncio.shield(self._asking)
 
     async def recent(self) -> None:

@@ -69,9 +69,7 @@ class _Question:
 class JudgeClient:
     """For one event loop, though it may be made outside of it. ``fingerprint`` is the judge's, "" before its first answer."""
 
-    def __init__(
-        self, settings: ClientSettings, find: Find | None = None, known: Sequence[Labelled] | None = None
-    ) -> None:
+    def __init__(self, settings: ClientSettings, find: Find | None = None, known: Sequence[Labelled] | None = None) -> None:
         """``known``: items that the judge must judge right to be well; those that are shipped unless given."""
         self.settings = settings
         self.transport = Transport(settings, find)
@@ -172,9 +170,7 @@ class JudgeClient:
         late = error is None or (isinstance(error, Transient) and error.reason == "timeout")
         reason = str(error) if error else f"{self.transport.url}: no verdict in time"
         state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
-        return JudgeUnscored(
-            kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024]
-        )
+        return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
 
     # Asking --------------------------------------------------------------------------------------------------------
 

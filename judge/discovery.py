@@ -24,11 +24,7 @@ PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, 
 def checked_url(text: str) -> str:
     """``http(s)://host[:port][/path]``. Raises ValueError."""
     parts = urlsplit(text)
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or any(c.isspace() or not c.isprintable() for c in text)
-    ):
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() or not c.isprintable() for c in text):
         raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
     if parts.port == 0:  # a port beyond 65535 raises by itself
         raise ValueError(f"{text!r}: a port is 1 to 65535")

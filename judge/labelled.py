@@ -68,9 +68,7 @@ def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:
         try:
             row = json.loads(line)
             asked = {key: row.pop(key) for key in ("question", "reference", "answer", "source")}
-            item = JudgeItem.model_validate(
-                {**asked, "rubric": row.pop("rubric", "equivalence"), "fresh": row.pop("fresh", False)}
-            )
+            item = JudgeItem.model_validate({**asked, "rubric": row.pop("rubric", "equivalence"), "fresh": row.pop("fresh", False)})
             found.append(Labelled.model_validate({**row, "item": item}))
         except (ValueError, ValidationError, KeyError, AttributeError) as error:
             raise DataFailure(f"{name}:{number}", f"no labelled item: {error}") from error

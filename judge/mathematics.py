@@ -75,11 +75,7 @@ class MathVerifier:
     def _started(self) -> subprocess.Popen[str]:
         code = _CHILD.format(memory=_MEMORY)
         child = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         if _line(child, _STARTING) != '"ready"':
             child.kill()

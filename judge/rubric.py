@@ -60,9 +60,7 @@ class Rubric(SettingsModel):
         for name, examples in self.examples.items():
             scored = self.kind == "scored"
             if any((e.score is None) == scored or (e.verdict is None) != scored for e in examples):
-                raise ValueError(
-                    f"examples.{name}: a {self.kind} rubric's examples need a {self._answer_field} and nothing else"
-                )
+                raise ValueError(f"examples.{name}: a {self.kind} rubric's examples need a {self._answer_field} and nothing else")
         return self
 
     @property
@@ -72,9 +70,7 @@ class Rubric(SettingsModel):
     def family(self, source: str) -> str:
         """The name of the set of examples for a data source; ``default`` for one that no set serves."""
         name = _words(source)
-        return next(
-            (family for family, words in self.sources.items() if any(_words(word) in name for word in words)), DEFAULT
-        )
+        return next((family for family, words in self.sources.items() if any(_words(word) in name for word in words)), DEFAULT)
 
     def tolerance_for(self, source: str) -> float:
         """The relative tolerance for numbers of a data source."""
@@ -93,9 +89,7 @@ class Rubric(SettingsModel):
 
 def _words(name: str) -> str:
     """A source's words, each between underscores and without a size at its end: ``_math_`` of Math-8k, ``_gsm_`` of gsm8k."""
-    return "_" + "".join(
-        f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_" for word in re.findall(r"[a-z0-9]+", name.casefold())
-    )
+    return "_" + "".join(f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_" for word in re.findall(r"[a-z0-9]+", name.casefold()))
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:

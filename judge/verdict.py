@@ -57,9 +57,7 @@ def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
         raise InvalidVerdict(f"the judge's reply is no verdict ({first}): {text[:120]!r}") from error
     if scored.score not in SCORES:
         raise InvalidVerdict(f"the judge's score is none of {', '.join(map(str, SCORES))}: {text[:120]!r}")
-    return Judgement(
-        VerdictKind.CORRECT if scored.score >= 0.5 else VerdictKind.INCORRECT, scored.score, _clean(scored.reason)
-    )
+    return Judgement(VerdictKind.CORRECT if scored.score >= 0.5 else VerdictKind.INCORRECT, scored.score, _clean(scored.reason))
 
 
 def _clean(reason: str) -> str:

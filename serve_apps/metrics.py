@@ -20,9 +20,7 @@ class RequestMetrics:
         self.registry = CollectorRegistry()
         self._prefix, self._owner = prefix, owner
         self._requests = self._made(Counter, "requests", "Requests by how they ended.", "route", "outcome")
-        self._latency = self._made(
-            Histogram, "latency_seconds", "From the parsed request to the answer.", "route", buckets=BUCKETS
-        )
+        self._latency = self._made(Histogram, "latency_seconds", "From the parsed request to the answer.", "route", buckets=BUCKETS)
         self.in_flight: Gauge = self._one(Gauge, "inflight", "Requests being answered.")
         self.held: Gauge = self._one(Gauge, "queue", held)
 

@@ -205,9 +205,7 @@ def compared(question: Question, runs: Mapping[str, Mapping[str, Any]]) -> dict[
         by_arm = {arm: run for arm, run in there.items() if Path(run["folder"]).is_dir()}
         if first in by_arm:
             budget = min(max(run["tokens"] for run in arm["held_out"].values()) for arm in by_arm.values())
-            found[seed] = {
-                arm: difference(question, run, by_arm[first], budget) for arm, run in by_arm.items() if arm != first
-            }
+            found[seed] = {arm: difference(question, run, by_arm[first], budget) for arm, run in by_arm.items() if arm != first}
     return found
 
 

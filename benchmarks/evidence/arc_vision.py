@@ -43,8 +43,7 @@ def main() -> None:
     found = {
         "start": start,
         "runs": [
-            {"arm": arm, "seed": seed, "seconds": seconds(arm, seed)}
-            | compared(f"{arm}-{seed}", checkpoints[arm, seed])
+            {"arm": arm, "seed": seed, "seconds": seconds(arm, seed)} | compared(f"{arm}-{seed}", checkpoints[arm, seed])
             for arm, seed in checkpoints
         ],
     }
@@ -60,9 +59,7 @@ def trained(arm: str, seed: int) -> Path:
         return folder
     if arm == "supervised":
         if not (folder / "config.json").exists():
-            cluster(
-                "sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}"
-            )
+            cluster("sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}")
         return folder
     control = ["algorithm.advantage.permuted=true"] if arm == "permuted" else []
     cluster("train", RECIPE / "learn.yaml", f"output={ROOT}", f"name={name}", f"seed={seed}", *control)
@@ -120,11 +117,7 @@ def markdown(found: dict[str, Any]) -> list[str]:
     lines += ["", "| variant | seed | blind | same source | other source |", "|---|---|---|---|---|"]
     for run in [{"arm": "start", "seed": "", **found["start"]}, *found["runs"]]:
         differences = run["test"]["differences"]
-        cells = [
-            run["arm"],
-            run["seed"],
-            *(spread(differences[c]["iou"]) for c in ("blind", "same source", "other source")),
-        ]
+        cells = [run["arm"], run["seed"], *(spread(differences[c]["iou"]) for c in ("blind", "same source", "other source"))]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

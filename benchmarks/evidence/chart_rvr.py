@@ -99,11 +99,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
             name = "greedy" if arm == RIGHT else arm
             cells = [seed, run["wall_s"], run["cpu_s"], name, moved[0], spread(gain["reward"]), *moved[1:]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
-        "",
-        "| seed | right chart, greedy, over | reward, before | after | accuracy, after |",
-        "|---|---|---|---|---|",
-    ]
+    lines += ["", "| seed | right chart, greedy, over | reward, before | after | accuracy, after |", "|---|---|---|---|---|"]
     for seed, run in sorted(found["seeds"].items()):
         for arm, after in run["after"]["over"].items():
             before = run["before"]["over"][arm]

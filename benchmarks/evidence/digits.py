@@ -32,9 +32,7 @@ def evidence(folder: Path) -> dict[str, Any]:
     rows, model = folder / "rows", folder / "warm"
     timed("rayloop.recipes.digits.prepare", "--out", str(rows))
     train = f"data.train={rows / 'train.jsonl'}"
-    warm_seconds = timed(
-        "rayloop", "sft", "recipes/digits/warm.yaml", f"output={model}", f"model.path={folder / 'tiny'}", train
-    )
+    warm_seconds = timed("rayloop", "sft", "recipes/digits/warm.yaml", f"output={model}", f"model.path={folder / 'tiny'}", train)
     train_seconds = timed(
         "rayloop", "train", "recipes/digits/quickstart.yaml", f"output={folder}", f"model.path={model}", train,
         f"data.eval={rows / 'eval.jsonl'}",

@@ -131,9 +131,7 @@ def main() -> None:
     found = []
     for rate, level in LEVELS.items():
         curves = {arm: [curve(arm, rate, seed) for seed in SEEDS] for arm in ARMS}
-        found += [
-            {"rate": rate, "level": level, "arm": arm, **summary(curves[arm], curves["neither"], level)} for arm in ARMS
-        ]
+        found += [{"rate": rate, "level": level, "arm": arm, **summary(curves[arm], curves["neither"], level)} for arm in ARMS]
     RESULT.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n", encoding="utf-8")
     print("| learning rate | | generated / trained | held-out success | gained | steps | answers generated |")
     print("|---|---|---|---|---|---|---|")

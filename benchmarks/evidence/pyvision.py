@@ -98,10 +98,7 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> None:
 
 def markdown(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table of docs/results.md."""
-    lines = [
-        "| seed | s | CPU s | accuracy, sampled | calls | accuracy, greedy | calls |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| seed | s | CPU s | accuracy, sampled | calls | accuracy, greedy | calls |", "|---|---|---|---|---|---|---|"]
     for run in runs:
         by = {int(step): values for step, values in run["held_out"].items()}
         first, last = by[min(by)], by[max(by)]

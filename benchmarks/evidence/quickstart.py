@@ -56,10 +56,7 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
         "first_step_s": round(metrics[0]["time"] - events[0]["time"], 1),
         "median_step_s": round(seconds[len(seconds) // 2], 2),
         "evaluations": [
-            {
-                "step": step,
-                **{name: value for name, value in event.items() if name.startswith("val") and "control/" not in name},
-            }
+            {"step": step, **{name: value for name, value in event.items() if name.startswith("val") and "control/" not in name}}
             for step, event in by_step(events, "evaluated").items()
         ],
         "controls": {

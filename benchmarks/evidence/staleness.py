@@ -72,9 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class World:
     """A run's driver, player and engines in one: an episode waits for a slot, then lasts as long as it was drawn."""
 
-    def __init__(
-        self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any
-    ) -> None:
+    def __init__(self, folder: Path, shared: float = 0.0, uniform: float = 0.0, *, seed: int = 0, **algorithm: Any) -> None:
         rows = ({"id": f"{n}", "prompt": f"{n}"} for n in range(TASKS))
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.config = RunConfig.model_validate({
@@ -95,9 +93,7 @@ class World:
     def bad_row(self, failure: DataFailure) -> None:
         raise failure
 
-    async def play(
-        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
-    ) -> list[Member]:
+    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, partial(begins, request)) for request in asked))
 
     async def _episode(self, request: PlayRequest, begins: Callable[[], None]) -> Member:
@@ -180,19 +176,10 @@ def simulate(
     """One run of ``steps`` steps, with other keys of ``filtering``. Raises RuntimeError when it comes to a standstill."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         staleness = {"max_staleness": max_staleness, "when_late": when_late}
-        world = World(
-            Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8, **filtering}
-        )
+        world = World(Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8, **filtering})
         found = runner.run(world.run(steps))
         world.production.close()
-    return {
-        "max_staleness": max_staleness,
-        "when_late": when_late,
-        "shared": shared,
-        "uniform": uniform,
-        **filtering,
-        **found,
-    }
+    return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, "uniform": uniform, **filtering, **found}
 
 
 def main() -> None:
@@ -200,9 +187,7 @@ def main() -> None:
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
     filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
     thrown = [simulate(2, "wait", 0.7, uniform=uniform, carry_over=False, min_fraction=0.1) for uniform in (0.0, 0.5)]
-    RESULT.write_text(
-        "[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n", encoding="utf-8"
-    )
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n", encoding="utf-8")
     print("\n".join([*markdown(runs), "", "half of the groups filtered", *markdown(filtered)]))
     print("\n".join(["", "carry_over: false, without and with half of the groups filtered", *markdown(thrown)]))
     draw(runs)

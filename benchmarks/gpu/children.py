@@ -66,9 +66,7 @@ class Child:
     def answer(self, within: float) -> dict[str, Any]:
         """``seconds`` since its start, and ``answer``, ``error``, ``died`` (its exit code) or ``hung``. It has ended then."""
         try:
-            found: dict[str, Any] = (
-                self._pipe.recv() if self._pipe.poll(within) else {"hung": f"ended after {within:g} s"}
-            )
+            found: dict[str, Any] = self._pipe.recv() if self._pipe.poll(within) else {"hung": f"ended after {within:g} s"}
         except EOFError:
             self._process.join(5)
             found = {"died": self._process.exitcode}

@@ -96,10 +96,7 @@ def second(backend: Backend, timeout: float, mib: int, other: Any, dies: bool) -
 
 def _two(backend: Backend, timeout: float, mib: int, dies: bool) -> dict[str, Any]:
     here, there = CONTEXT.Pipe()
-    members = {
-        "first": Child(first, backend, timeout, mib, here),
-        "second": Child(second, backend, timeout, mib, there, dies),
-    }
+    members = {"first": Child(first, backend, timeout, mib, here), "second": Child(second, backend, timeout, mib, there, dies)}
     return {name: member.answer(LIMIT) for name, member in members.items()}
 
 

@@ -68,11 +68,7 @@ def batch(folder: Path, groups: int, size: int, prompt: int, answer: int, side: 
         pictures = [_picture(rng, side) for _ in range(2)]
         ids = rng.integers(64, config["text_config"]["vocab_size"], prompt).tolist()
         for ref, _ in pictures:
-            ids += [
-                config["vision_start_token_id"],
-                *[config["image_token_id"]] * ref.tokens,
-                config["vision_end_token_id"],
-            ]
+            ids += [config["vision_start_token_id"], *[config["image_token_id"]] * ref.tokens, config["vision_end_token_id"]]
         refs, pages = tuple(ref for ref, _ in pictures), {ref.sha256: data for ref, data in pictures}
         made += [train_item((number, member), tuple(ids), answer, Sampling(), refs, pages) for member in range(size)]
     return made

@@ -97,11 +97,7 @@ def record(file: Path, name: str, probe: Callable[[Place], Found], place: Place)
             print(f"{name}: {figure}: {value}", file=sys.stderr, flush=True)
             _keep(file, name, entry, began)
         errors = [isinstance(value, dict) and "error" in value for value in entry["figures"].values()]
-        entry |= (
-            {"status": "failed", "why": "every figure is an error"}
-            if errors and all(errors)
-            else {"status": "measured"}
-        )
+        entry |= {"status": "failed", "why": "every figure is an error"} if errors and all(errors) else {"status": "measured"}
     except Skipped as why:
         entry |= {"status": "skipped", "why": str(why)}
     except Exception:

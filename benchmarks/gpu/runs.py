@@ -27,11 +27,7 @@ GPU = [
     "policy.placement.num_gpus=0.4", "policy.engine.gradient_checkpointing=true", "recovery.start_timeout=700",
 ]  # fmt: skip
 CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
-RANDOM = [
-    "algorithm.groups_per_step=8",
-    "algorithm.group_size=4",
-    "reward.source={use: 'rayloop.benchmarks.gpu.spread:spread'}",
-]
+RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'rayloop.benchmarks.gpu.spread:spread'}"]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
 TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "publish.self_test=false", "publish.probes=1"]
 

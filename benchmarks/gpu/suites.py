@@ -17,12 +17,7 @@ from rayloop.benchmarks.gpu.engine import LIMIT, engine
 from rayloop.benchmarks.gpu.result import Found, Place, Skipped
 
 ROOT = Path(__file__).parents[2]
-TRAINER = [
-    "tests/engines",
-    "tests/contracts/test_engine.py",
-    "-k",
-    "not ranks and not page and not (vllm or sglang or openai)",
-]
+TRAINER = ["tests/engines", "tests/contracts/test_engine.py", "-k", "not ranks and not page and not (vllm or sglang or openai)"]
 """Not the tests of several ranks, which need as many GPUs."""
 VLLM = ["-m", "vllm", "tests/contracts/test_engine.py", "tests/engines/test_vllm_engine.py"]
 HELD = 0.2
@@ -71,9 +66,7 @@ def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, A
         if not report.exists():
             raise Skipped(f"pytest ended with {done.returncode} and left no report: its output says why")
         cases = list(tree.parse(report).iter("testcase"))
-    failed = {
-        f"{case.get('classname')}::{case.get('name')}": _why(case) for case in cases if _ends(case, "failure", "error")
-    }
+    failed = {f"{case.get('classname')}::{case.get('name')}": _why(case) for case in cases if _ends(case, "failure", "error")}
     skipped = sum(_ends(case, "skipped") for case in cases)
     return {"tests": len(cases), "passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
 

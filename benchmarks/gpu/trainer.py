@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 DTYPE = "bfloat16"
 ROUNDS = 3
 """Updates of which the median counts; another one before them warms up."""
-WAITS = (
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "aten::nonzero",
-    "aten::_local_scalar_dense",
-    "aten::_unique2",
-)
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::nonzero", "aten::_local_scalar_dense", "aten::_unique2")
 """Calls that wait for the device, or make the host wait for it."""
 
 
@@ -144,9 +138,7 @@ def _publication(folder: Path, items: list[TrainItem]) -> dict[str, Any]:
         found["exported_gb"] = round(sum(tensor.nbytes for tensor in before.values()) / 1e9, 3)
         found["save"] = round(_timed(lambda: trainer.save(saved)), 3)
         found["load"] = round(_timed(lambda: trainer.load(saved)), 3)
-        found["saved_gb"] = round(
-            sum(file.stat().st_size for file in Path(saved).rglob("*") if file.is_file()) / 1e9, 3
-        )
+        found["saved_gb"] = round(sum(file.stat().st_size for file in Path(saved).rglob("*") if file.is_file()) / 1e9, 3)
     return found
 
 

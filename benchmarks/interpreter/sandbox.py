@@ -37,11 +37,7 @@ def _sandbox(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     sandbox = Sandbox(level, Options(spares=0))  # so that each is made when it is asked for
     sandbox.interpreter().close()
-    result: dict[str, Any] = {
-        "level": level,
-        "episodes": arguments.episodes,
-        "server_s": round(time.perf_counter() - began, 2),
-    }
+    result: dict[str, Any] = {"level": level, "episodes": arguments.episodes, "server_s": round(time.perf_counter() - began, 2)}
     try:
         result |= _alone(sandbox) | _together(sandbox, arguments.episodes)
     finally:

@@ -13,14 +13,7 @@ from typing import Any
 
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-SIZES: dict[str, Any] = {
-    "hidden": 256,
-    "layers": 8,
-    "heads": 4,
-    "kv_heads": 2,
-    "intermediate": 1024,
-    "vocabulary": 1024,
-}
+SIZES: dict[str, Any] = {"hidden": 256, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 1024, "vocabulary": 1024}
 
 
 def texts(number: int, seed: int = 0) -> list[str]:

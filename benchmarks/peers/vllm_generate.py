@@ -21,9 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=Path, required=True, help="JSON lines {prompt}")
     parser.add_argument("--model", required=True)
-    parser.add_argument(
-        "--engine", type=json.loads, required=True, help="rayloop's settings of rollout.engine, as JSON"
-    )
+    parser.add_argument("--engine", type=json.loads, required=True, help="rayloop's settings of rollout.engine, as JSON")
     parser.add_argument("--dtype", required=True)
     for name in ("prompts", "group", "completion", "steps", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)

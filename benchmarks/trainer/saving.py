@@ -42,9 +42,7 @@ def _saving(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = write_tiny_vlm(
-            folder / "model", [f"word {n}" for n in range(500)], vision=False, **SIZES[arguments.size]
-        )
+        model = write_tiny_vlm(folder / "model", [f"word {n}" for n in range(500)], vision=False, **SIZES[arguments.size])
         trainer = FsdpEngine(
             ModelSettings(path=str(model)), FsdpSettings(threads="auto"), OptimizerSettings(), LossSettings(),
             rank=0, world_size=1, init_method=f"file://{folder}/group", seed=0,
@@ -74,7 +72,5 @@ def _saving(arguments: argparse.Namespace) -> int:
             print(f"round {number}: { {name: round(each[-1], 3) for name, each in found.items()} }", file=sys.stderr)
         trainer.close()
     medians = {name: round(median(each[1:]), 4) for name, each in found.items()}
-    print(
-        json.dumps({"size": arguments.size, "rounds": arguments.rounds, "bytes": size, **medians, "machine": machine()})
-    )
+    print(json.dumps({"size": arguments.size, "rounds": arguments.rounds, "bytes": size, **medians, "machine": machine()}))
     return 0

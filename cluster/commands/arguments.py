@@ -30,9 +30,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Which Ray cluster to use, for ``cluster``."""
     parser.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
     parser.add_argument("--token-file", type=Path, help="the joined cluster's token (default: RAY_AUTH_TOKEN_PATH)")
-    parser.add_argument(
-        "--insecure", action="store_true", help="no token: everybody who reaches the ports may run code"
-    )
+    parser.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
 
 
 @contextmanager

@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(checking, "with a run: values to change")
     checking.add_argument(
-        "--reader",
-        metavar="MODULE:CLASS",
-        default="rayloop.data.dataset:ChatRows",
-        help="with a data file (default: %(default)s)",
+        "--reader", metavar="MODULE:CLASS", default="rayloop.data.dataset:ChatRows", help="with a data file (default: %(default)s)"
     )
     checking.set_defaults(run=_validate)
 
@@ -95,7 +92,5 @@ def _validate(arguments: argparse.Namespace) -> int:
     if arguments.file.suffix in (".yaml", ".yml"):
         return validate_run(read(arguments.file, arguments.overrides))
     if arguments.overrides:
-        raise ConfigError(
-            f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set"
-        )
+        raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
     return validate(arguments.file, Component(use=arguments.reader))

@@ -15,18 +15,12 @@ from rayloop.run.config import read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config",
-        type=Path,
-        nargs="?",
-        metavar="CONFIG",
-        help="YAML file of a run, for its disk, memory, GPUs and files",
+        "config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of a run, for its disk, memory, GPUs and files"
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG")
     parser.add_argument("--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)")
     parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
-    parser.add_argument(
-        "--port", type=int, action="append", default=[], help="a port that must be free here; may be repeated"
-    )
+    parser.add_argument("--port", type=int, action="append", default=[], help="a port that must be free here; may be repeated")
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.set_defaults(run=run)
 

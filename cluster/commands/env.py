@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed.add_argument("family", nargs="?", metavar="FAMILY", help="name all of one family")
     listed.set_defaults(run=_list)
     play = actions.add_parser("play", help="play an episode by hand, seeing what the policy sees")
-    play.add_argument(
-        "name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run"
-    )
+    play.add_argument("name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run")
     add_overrides(play, "with a run: values to change")
     play.add_argument("--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)")
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
@@ -71,9 +69,7 @@ def _play(arguments: argparse.Namespace) -> int:
     if Path(arguments.name).suffix in (".yaml", ".yml"):
         kind, task = _of_run(Path(arguments.name), arguments.overrides, arguments.row)
     elif arguments.overrides:
-        raise ConfigError(
-            f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set"
-        )
+        raise ConfigError(f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set")
     else:
         found, kind, task = playable(arguments.name, arguments.seed)
         example, turn = found.example, found.turn

@@ -20,11 +20,7 @@ FACTOR = 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "steps=1000")
     parser.add_argument(
-        "--from",
-        dest="run_folder",
-        type=Path,
-        metavar="RUN",
-        help="a run whose steps are measured (default: its own, if there)",
+        "--from", dest="run_folder", type=Path, metavar="RUN", help="a run whose steps are measured (default: its own, if there)"
     )
     parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -51,14 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         roles, why = [], f"model.path: {config.model.path}: its config.json has no {error}"
     if arguments.json:
         described = [
-            {
-                "role": r.name,
-                "count": r.count,
-                "gpus": r.gpus,
-                "bytes": r.bytes,
-                "card": r.card if r.gpus else None,
-                **r.parts,
-            }
+            {"role": r.name, "count": r.count, "gpus": r.gpus, "bytes": r.bytes, "card": r.card if r.gpus else None, **r.parts}
             for r in roles
         ]
         print(json.dumps({**as_json(made), "memory": described}))
@@ -78,9 +67,7 @@ def _verdict(role: Role) -> str:
     if not role.gpus:
         return ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
-    return (
-        f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or tensor_parallel"
-    )
+    return f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or tensor_parallel"
 
 
 def _table(roles: list[Role]) -> list[str]:

@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
-    parser.add_argument(
-        "--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)"
-    )
+    parser.add_argument("--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)")
     parser.add_argument(
         "--retries",
         type=int,
@@ -56,9 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         if data is None:
             raise ConfigError("data.eval names no rows, and --data was not given")
         if name and not Path(data).is_file():
-            raise ConfigError(
-                f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it is made"
-            )
+            raise ConfigError(f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it is made")
         if arguments.checkpoint is not None:
             from rayloop.run.export import model_of  # imports torch
 

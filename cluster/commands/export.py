@@ -10,10 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="bfloat16 halves the folder and rounds the weights",
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 halves the folder and rounds the weights"
     )
     parser.set_defaults(run=run)
 

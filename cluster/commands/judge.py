@@ -26,12 +26,8 @@ ANNOUNCED = Path("runs/judge.json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="serve a judge until a signal comes")
-    serve.add_argument(
-        "config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU"
-    )
-    serve.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="for example http_options.port=8001"
-    )
+    serve.add_argument("config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU")
+    serve.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example http_options.port=8001")
     serve.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="for clients with url: auto")
     add_cluster(serve)
     serve.set_defaults(run=_serve)
@@ -56,17 +52,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     if "=" in str(arguments.config) and not arguments.config.is_file():  # the default, with a value changed
-        arguments.overrides, arguments.config = (
-            [str(arguments.config), *arguments.overrides],
-            CONFIGS / "judge_cpu.yaml",
-        )
+        arguments.overrides, arguments.config = ([str(arguments.config), *arguments.overrides], CONFIGS / "judge_cpu.yaml")
     file = load(arguments.config, arguments.overrides, ServeFile)
     (application,) = file.applications
     open_ = application.args.key_file is None and (arguments.insecure or application.args.insecure)
     if open_ and file.http_options.host not in LOOPBACK:
-        raise ConfigError(
-            f"--insecure with http_options.host {file.http_options.host}: without a key only loopback is served"
-        )
+        raise ConfigError(f"--insecure with http_options.host {file.http_options.host}: without a key only loopback is served")
     key = application.args.key_file or str(arguments.announce.with_suffix(".key"))
     settings = application.args.model_copy(update={"insecure": True} if open_ else {"key_file": str(local_path(key))})
     file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})

@@ -17,25 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         node.add_argument("--rendezvous", type=Path, default=Path(os.environ.get("RAYLOOP_RENDEZVOUS", ROOT)), metavar="DIR",
                           help=f"folder that all nodes see (default: RAYLOOP_RENDEZVOUS, else {ROOT})")  # fmt: skip
         node.add_argument("--num-cpus", type=int, help=f"CPUs to offer ({cpus})")
-        node.add_argument(
-            "--num-gpus", type=int, help="GPUs to offer (default: none for a head, else those of the job, or all)"
-        )
-        node.add_argument(
-            "--resource", action="append", default=[], metavar="NAME=N", help="a custom resource to offer"
-        )
-        node.add_argument(
-            "--object-store-memory", type=int, metavar="BYTES", help="default: Ray's, 30 %% of the memory"
-        )
-        node.add_argument(
-            "--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)"
-        )
+        node.add_argument("--num-gpus", type=int, help="GPUs to offer (default: none for a head, else those of the job, or all)")
+        node.add_argument("--resource", action="append", default=[], metavar="NAME=N", help="a custom resource to offer")
+        node.add_argument("--object-store-memory", type=int, metavar="BYTES", help="default: Ray's, 30 %% of the memory")
+        node.add_argument("--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)")
         node.add_argument(
             "--interface", default=os.environ.get("RAYLOOP_INTERFACE") or None, metavar="NAME",
             help="network to listen on, such as ib0 (default: RAYLOOP_INTERFACE, else the address that Slurm or the route names)",
         )  # fmt: skip
-        node.add_argument(
-            "--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)"
-        )
+        node.add_argument("--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)")
         node.add_argument(
             "--grace", type=float, default=150.0, metavar="SECONDS",
             help="for the program, near a job's limit also for those of other nodes, to save (150)",
@@ -48,16 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times; without Slurm, begin anew by "
             "itself when the machines failed",
         )
-        node.add_argument(
-            "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
-        )
+        node.add_argument("program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it")
         node.set_defaults(role=run)
         if role == "head":
-            node.add_argument(
-                "--insecure", action="store_true", help="no token: everybody who reaches the ports may run code"
-            )
+            node.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
         else:
-            node.add_argument(
-                "--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)"
-            )
+            node.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)")
     parser.set_defaults(run=run_node)

@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="serve the policy of a live run until it ends, or a signal comes")
     which = serve.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--run", type=Path, dest="folder", metavar="FOLDER", help="the live run's folder, such as runs/quickstart"
-    )
+    which.add_argument("--run", type=Path, dest="folder", metavar="FOLDER", help="the live run's folder, such as runs/quickstart")
     which.add_argument("--name", help="the live run's name, in the cluster at --address")
     add_overrides(serve, "for example http.port=8001 limits.held=64")
     serve.add_argument("--address", help="with --name: the run's Ray cluster (default: RAY_ADDRESS)")

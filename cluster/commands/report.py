@@ -14,9 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
-    parser.add_argument(
-        "--files", action="store_true", help="write training_metrics.json and task_results/ into RUN_DIR as well"
-    )
+    parser.add_argument("--files", action="store_true", help="write training_metrics.json and task_results/ into RUN_DIR as well")
     parser.set_defaults(run=run)
 
 

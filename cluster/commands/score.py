@@ -38,9 +38,7 @@ TOGETHER = 512
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = recipes.having("score")
     parser.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts"
-    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts")
     parser.add_argument("--variant", metavar="V", help="definition of the rewards (default: the recipe's first)")
     parser.add_argument("--reward", metavar="NAME", help="one component instead of the whole reward")
     parser.add_argument(
@@ -123,9 +121,7 @@ class Summary:
             if values:
                 mean, low, high = interval(values)
                 bounds = "too few for an interval" if low is None else f"[{low:.4f}, {high:.4f}]"
-                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + (
-                    "" if len(values) == scored else f"  of {len(values)}"
-                )
+                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + ("" if len(values) == scored else f"  of {len(values)}")
         if self.sure:
             error = calibration_error([said for said, _ in self.sure], [right for _, right in self.sure])
             yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
@@ -220,9 +216,7 @@ def _one(outcome: Outcome, reward: str | None) -> Outcome:
     return Scored(value, {reward: value}, outcome.flags)
 
 
-def _line(
-    where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: Scoring, variant: str
-) -> Mapping[str, Any]:
+def _line(where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: Scoring, variant: str) -> Mapping[str, Any]:
     line: dict[str, Any] = {"row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where}
     if isinstance(saved, Saved):
         line |= {"id": saved.task.id, "answer": scoring.answer(saved, variant)}

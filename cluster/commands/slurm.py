@@ -23,18 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("down", _down, "stop runs, cancel the cluster's jobs and remove its rendezvous folder"),
     ):
         action = actions.add_parser(name, help=help)
-        action.add_argument(
-            "--site", type=Path, default=SITE, help="YAML file of the site (default: deploy/slurm/site.yaml)"
-        )
+        action.add_argument("--site", type=Path, default=SITE, help="YAML file of the site (default: deploy/slurm/site.yaml)")
         action.add_argument(
             "--set", action="append", default=[], metavar="key=value", help="of the site, for example worker.count=4"
         )
         if run in (_render, _up):
             action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
             action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run")
-            action.add_argument(
-                "--together", action="store_true", help="one allocation for all, which ends with the training"
-            )
+            action.add_argument("--together", action="store_true", help="one allocation for all, which ends with the training")
         if run is _down:
             action.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for runs to save (150)")
         action.set_defaults(run=run)
@@ -63,9 +59,7 @@ def _up(a: argparse.Namespace) -> int:
     place = site.place
     found = place.head()
     if found is not None and found.stale() is None:
-        raise ConfigError(
-            f"the cluster {site.cluster} is up, at {found.address}. `slurm down` ends it; cluster=NAME is another"
-        )
+        raise ConfigError(f"the cluster {site.cluster} is up, at {found.address}. `slurm down` ends it; cluster=NAME is another")
     Path(site.logs).mkdir(parents=True, exist_ok=True)
     head = ""
     for job in jobs:
@@ -87,14 +81,10 @@ def _status(a: argparse.Namespace) -> int:
         print("head: none" if head is None else f"head: stale, {why}")
         return 1
     print(f"head: {head.address} on {head.node}, dashboard {head.dashboard}")
-    print(
-        f"token file: {head.token}" if head.token else "token file: none, everybody who reaches the ports may run code"
-    )
+    print(f"token file: {head.token}" if head.token else "token file: none, everybody who reaches the ports may run code")
     print("nodes:")
     for node in nodes(head):
-        total = {
-            name: amount for name, amount in node["resources_total"].items() if ":" not in name and "memory" not in name
-        }
+        total = {name: amount for name, amount in node["resources_total"].items() if ":" not in name and "memory" not in name}
         print(f"  {node['state']} {node['node_ip']} {node['node_name']} {total}")
     return 0
 

@@ -53,18 +53,13 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
         )
     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
     unknown = sum(row["id"] not in played for row in rows)
-    print(
-        f"{file}: {len(kept)} of {len(rows)} rows are solved at least once"
-        + (f", {unknown} unknown" if unknown else "")
-    )
+    print(f"{file}: {len(kept)} of {len(rows)} rows are solved at least once" + (f", {unknown} unknown" if unknown else ""))
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
     """The folder of an evaluation of the checkpoint on the rows, greedy once and sampled so often. Raises RayloopError."""
     if chosen.config is None:
-        raise ConfigError(
-            f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config"
-        )
+        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
     command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]

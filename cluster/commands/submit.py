@@ -36,9 +36,7 @@ class SubmissionFailed(RayloopError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200"
-    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200")
     parser.add_argument("--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard")
     parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
     parser.add_argument("--insecure", action="store_true", help="for a cluster that was started without a token")
@@ -61,9 +59,7 @@ def _inside(config: Path, folder: Path) -> Path:
     try:
         return config.resolve().relative_to(folder.resolve())
     except ValueError:
-        raise ConfigError(
-            f"{config} is not below {folder.resolve()}, the folder that is sent. See --working-dir"
-        ) from None
+        raise ConfigError(f"{config} is not below {folder.resolve()}, the folder that is sent. See --working-dir") from None
 
 
 def submit(command: str, address: str, folder: Path, *, follow_it: bool) -> int:
@@ -84,9 +80,7 @@ def submit(command: str, address: str, folder: Path, *, follow_it: bool) -> int:
             raise SubmissionFailed(f"{address} wants a token: give its file with --token-file") from error
         except (ConnectionError, RuntimeError) as error:
             raise SubmissionFailed(f"{address} did not take the job: {str(error).splitlines()[0]}") from error
-    print(
-        f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}"
-    )
+    print(f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}")
     return follow(client, job) if follow_it else 0
 
 
@@ -135,8 +129,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_data(file: Path) -> bool:
     return any(
-        part in LEFT_OUT or part.startswith((".", "__pycache__", "venv")) or part.endswith(".egg-info")
-        for part in file.parts
+        part in LEFT_OUT or part.startswith((".", "__pycache__", "venv")) or part.endswith(".egg-info") for part in file.parts
     )
 
 
@@ -153,9 +146,7 @@ def follow(client: JobSubmissionClient, job: str) -> int:
             heard = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
             if time.monotonic() - heard > PATIENCE:
-                raise SubmissionFailed(
-                    f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on"
-                ) from error
+                raise SubmissionFailed(f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on") from error
             time.sleep(POLL)
             continue
         except KeyboardInterrupt:

@@ -11,9 +11,7 @@ from rayloop.run.preflight import preflight
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "rollout.sampling.max_tokens=200")
-    parser.add_argument(
-        "--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)"
-    )
+    parser.add_argument("--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)")
     parser.set_defaults(run=run)
 
 

@@ -91,9 +91,7 @@ class PlayCalls:
         results = zip(said, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
         return Answer(lease, engine, [one if isinstance(one, PlayFailed) else (one, ref) for one, ref in results])
 
-    def _release(
-        self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]
-    ) -> None:
+    def _release(self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]) -> None:
         """A call that went well in part went well for its environment actor: one that cannot play plays nothing. Engines answer for
         each episode."""
         wells = [_went_well(one) for one in said] or [(None, None)] * len(requests)
@@ -103,9 +101,7 @@ class PlayCalls:
         for request, (_, served) in sorted(zip(requests, wells, strict=True), key=lambda pair: pair[1][1] is True):
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
-    def _assign_blame(
-        self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]
-    ) -> None:
+    def _assign_blame(self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]) -> None:
         """Failures first: an actor on which some of a group went well is not sick."""
         for request, one in zip(requests, said, strict=True):
             if isinstance(one, PlayFailed) and one.own and one.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
@@ -130,9 +126,7 @@ class PlayCalls:
     def environment_failed(self, request: PlayRequest, lease: Lease[Any], failed: PlayFailed) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
         pool, why, ids = self._services.environment, failed.outcome.reason, (request.id.group, request.task.id)
-        sick = self.blame.failed(
-            *ids, lease.worker, pool.place(lease), why, hung=failed.hung, contained=failed.contained
-        )
+        sick = self.blame.failed(*ids, lease.worker, pool.place(lease), why, hung=failed.hung, contained=failed.contained)
         if (failed.hung and not failed.contained) or sick:
             pool.retire(lease.worker, sick or why, charged=bool(sick))
 

@@ -86,11 +86,7 @@ class EpisodeRunner:
         self._tell(incidents.BadData(task.id, path, why=reason))
 
     async def play(
-        self,
-        asked: Sequence[PlayRequest],
-        step: int,
-        begins: Begins = lambda request: None,
-        bad_data: BadData | None = None,
+        self, asked: Sequence[PlayRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
     ) -> list[Member]:
         """Play and score episodes of one group, which have one task. ``step`` is the one that they are meant for; ``begins`` is
         called at each attempt, when the episode is let into the engines: no token of it was sampled before; ``bad_data`` instead
@@ -103,9 +99,7 @@ class EpisodeRunner:
         members = await asyncio.gather(*(self._play(part, step, begins, bad_data) for part in parts))
         return [member for part in members for member in part]
 
-    async def _play(
-        self, asked: Sequence[PlayRequest], step: int, begins: Begins, bad_data: BadData | None
-    ) -> list[Member]:
+    async def _play(self, asked: Sequence[PlayRequest], step: int, begins: Begins, bad_data: BadData | None) -> list[Member]:
         self.playing += len(asked)
         try:
             played = await self.episodes(asked, begins, bad_data)
@@ -203,9 +197,7 @@ class EpisodeRunner:
 
     def _confirmed(self, doubted: Sequence[tuple[Lease[Any], PlayFailed]]) -> bool:
         """Whether as many actors found the data bad as can be asked, up to two; on two nodes, where those roles are on several."""
-        pools = {
-            own: self.services.environment if own else self.services.rollout for own in {f.own for _, f in doubted}
-        }
+        pools = {own: self.services.environment if own else self.services.rollout for own in {f.own for _, f in doubted}}
         if len({node for pool in pools.values() for node in pool.homes}) > 1:
             return len({lease.node for lease, _ in doubted}) > 1
         by = {(failed.own, lease.slot) for lease, failed in doubted}

@@ -13,9 +13,7 @@ from rayloop.core.types import TrajectoryId
 from rayloop.production.plain import Held, Plain, filled, held
 
 
-async def capture(
-    state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float
-) -> Plain:
+async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
     """The state of one moment with its payloads in it; what it is taken of goes on while they are fetched.
 
     Trajectories whose bytes are gone are told to ``lose`` first, and a later moment is taken. Raises CheckpointError when

@@ -69,9 +69,7 @@ class Publisher:
             await self._transport.deliver(self.services.policy, self, version)
         except Exception as error:
             if object_lost(error):
-                raise PolicyLost(
-                    f"the weights of version {version} were lost while they were published: {brief(error)}"
-                ) from error
+                raise PolicyLost(f"the weights of version {version} were lost while they were published: {brief(error)}") from error
             raise
 
     @property
@@ -202,9 +200,7 @@ class Publisher:
             try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
                 await self.services.policy.perturb(group)
                 await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
-                moved, probes = await asyncio.gather(
-                    self.services.policy.compare(self._probes), self._probe(tasks, player, group)
-                )
+                moved, probes = await asyncio.gather(self.services.policy.compare(self._probes), self._probe(tasks, player, group))
                 follows = await self.services.policy.compare(probes)
             finally:
                 await self.services.policy.restore_parameters()
@@ -246,9 +242,7 @@ class Publisher:
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
         while chosen := list(islice(playable, min(wanted - len(payloads), max(wanted, FAILING) - len(failed)))):
             requests = [
-                PlayRequest(
-                    task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling
-                )
+                PlayRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
                 for number, task in chosen
             ]
             answers = await asyncio.gather(*(self._episode(purpose, request, player) for request in requests))

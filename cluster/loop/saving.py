@@ -44,9 +44,7 @@ class Step:
 class Saving:
     """``saved``: what was saved last. ``failed``: saves in a row that could not be written."""
 
-    def __init__(
-        self, store: CheckpointStore, tell: Callable[[Event, int], None], *, beside: bool, timeout: float
-    ) -> None:
+    def __init__(self, store: CheckpointStore, tell: Callable[[Event, int], None], *, beside: bool, timeout: float) -> None:
         """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take."""
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0

@@ -65,9 +65,7 @@ class Scoring:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
         members = [m for m in group.members if m.payload is not None]
-        bare = dataclasses.replace(
-            group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members)
-        )
+        bare = dataclasses.replace(group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members))
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
             return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))

@@ -238,9 +238,7 @@ class PolicyGroup:
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank. Raises what it raises."""
-        first: list[Ref[R]] = [
-            submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]
-        ]
+        first: list[Ref[R]] = [submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
         return (await self._answers(method.__name__, first))[0]
 
     async def parameter_groups(self) -> list[str]:

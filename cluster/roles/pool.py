@@ -140,9 +140,7 @@ class Pool(Generic[A]):
                 raise self._failure
             self._changed.clear()
             try:
-                await with_deadline(
-                    self.settings.start_timeout, self._changed.wait(), f"a replacement for the {self.role} role"
-                )
+                await with_deadline(self.settings.start_timeout, self._changed.wait(), f"a replacement for the {self.role} role")
             except WorkerLost:
                 if not self._replacing:
                     raise
@@ -260,11 +258,7 @@ class Pool(Generic[A]):
         return worker
 
     def within(
-        self,
-        deadline: float,
-        attempts: int = 1,
-        unable: Callable[[Any], bool] | None = None,
-        avoid: set[int] | None = None,
+        self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
     ) -> Calls[A]:
         """The terms of a call, before it is made: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
 
@@ -325,9 +319,7 @@ class Calls(Generic[A]):
     unable: Callable[[Any], bool] | None
     avoid: set[int]
 
-    async def call(
-        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one call on some worker; a lost worker is replaced and the call made again elsewhere.
 
         Only for calls that may run twice. Raises what the method raised, or WorkerLost when the attempts are spent.

@@ -88,9 +88,7 @@ def _short(wanted: list[dict[str, float]]) -> str:
     """What the cluster as a whole has too little of, as text; empty when it has enough."""
     present = ray.cluster_resources()
     lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
-    return ", ".join(
-        f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items()
-    )
+    return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
 
 
 class Services:
@@ -251,10 +249,7 @@ class TrainingServices(Services):
         self.policy.beside = engines if asynchronous else ()
         with suppress(PolicyLost):  # who calls the ranks next is told, and rebuilds them
             ranks, trainer = await self.policy.hosts(), await self.policy.measure()
-        found = {
-            "trainer": trainer,
-            "engine": await self._measure_engines([*ranks, *engines] if asynchronous else engines),
-        }
+        found = {"trainer": trainer, "engine": await self._measure_engines([*ranks, *engines] if asynchronous else engines)}
         if self.reference is not None:
             hosts = [*await self._hosts(self.reference), *engines]
             calls = self.reference.within(self.config.recovery.start_timeout)

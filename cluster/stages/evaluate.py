@@ -84,9 +84,7 @@ def evaluate(
         with session(total(bundles(config, trains=False)), address, temporary, _logs(out), store=room):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
-    items = [
-        item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted
-    ] + blinds
+    items = [item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted] + blinds
     if wanted and not items:
         raise NothingScored(
             f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Mend that, and run the "

@@ -29,9 +29,7 @@ def serve(file: ServeFile, address: str | None, temporary: str | None, announced
     each = {"CPU": replicas.cpus, "GPU": gpus(application.args), **replicas.resources}
     needed = {name: replicas.max * amount for name, amount in each.items()}
     host = file.http_options.host
-    interrupt = (
-        signal.default_int_handler
-    )  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
+    interrupt = signal.default_int_handler  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
     with session(needed, address, temporary, logs(announced)), handling(interrupt, signal.SIGTERM):
         unclaimed(application.name)
         running = room(application, file.http_options)

@@ -67,19 +67,13 @@ def joined(place: Place) -> Iterator[list[LiveActor]]:
 
 
 def _actors(place: Place) -> list[LiveActor]:
-    ours = {
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == place.namespace
-    }
+    ours = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == place.namespace}
     alive = [entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours]
     if not alive:
         raise ConfigError(f"the run has no actors at {place.address}: it has just begun, or just ended")
     names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
     found = [
-        LiveActor(
-            entry["Name"], entry["ActorID"], entry["Pid"], names.get(entry["Address"]["NodeID"], "an unknown node")
-        )
+        LiveActor(entry["Name"], entry["ActorID"], entry["Pid"], names.get(entry["Address"]["NodeID"], "an unknown node"))
         for entry in alive
     ]
     return sorted(found, key=lambda actor: actor.name)
@@ -121,9 +115,7 @@ def _spied(pid: int) -> str | None:
     if program is None:
         return None
     try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=ANSWER
-        )
+        done = subprocess.run([program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=ANSWER)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -152,9 +144,7 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 
     try:
         return "".join(
-            part
-            for end in ("out", "err")
-            for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
+            part for end in ("out", "err") for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
         )
     except Exception as error:  # whatever the dashboard's client raises: the other actors' logs are shown
         why = str(error).partition("\n")[0]

@@ -49,9 +49,7 @@ class Pictures:
         self._tell(f"picture of {width}x{height} pixels: {file}")
 
 
-async def play(
-    kind: EnvironmentKind, task: Task, ask: Ask, tell: Tell, pictures: Pictures, example: str = ""
-) -> float | None:
+async def play(kind: EnvironmentKind, task: Task, ask: Ask, tell: Tell, pictures: Pictures, example: str = "") -> float | None:
     """Play until the environment ends the episode, or ``ask`` gives None or ``quit``. Returns what ``evaluate`` did.
 
     Raises DataFailure, EnvironmentFailed, DeadlineExceeded and whatever the environment raises.

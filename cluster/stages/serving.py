@@ -76,9 +76,7 @@ def room(application: Named, wanted: Listens) -> int:
         return 0
     host, port = found["http_options"]["host"], found["http_options"]["port"]
     if application.name in found["applications"]:
-        raise ConfigError(
-            f"Ray Serve has an application named {application.name} in this cluster already. Choose another name"
-        )
+        raise ConfigError(f"Ray Serve has an application named {application.name} in this cluster already. Choose another name")
     for name, other in found["applications"].items():
         if other["route_prefix"] == application.route_prefix:
             raise ConfigError(
@@ -144,8 +142,5 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
             raise ServeFailed(f"the application {name} was deleted by somebody else")
         state = application.status.value
         if state != before:
-            print(
-                f"{who}: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(),
-                flush=True,
-            )
+            print(f"{who}: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)
         before = state

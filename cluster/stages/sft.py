@@ -106,9 +106,7 @@ def _fit(config: SftConfig) -> None:
         run_config=RunConfig(
             name=CHECKPOINTS,
             storage_path=str(local_path(config.output) / RUN),
-            failure_config=FailureConfig(
-                max_failures=config.max_failures, controller_failure_limit=config.max_failures
-            ),
+            failure_config=FailureConfig(max_failures=config.max_failures, controller_failure_limit=config.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         ),
     )

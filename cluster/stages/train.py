@@ -170,12 +170,7 @@ def _run(
     for restarts in count():
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {
-            "name": actor_name("driver"),
-            "num_cpus": 0,
-            "max_concurrency": CONCURRENCY,
-            "scheduling_strategy": here,
-        }
+        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
         driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since, folder.lock.fence)
         until = _never
         try:
@@ -310,9 +305,7 @@ def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: floa
     def stop(number: int, frame: Any) -> None:
         nonlocal until
         until = time.monotonic() + grace
-        progress.note(
-            f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once"
-        )
+        progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
         for again in STOP:
             signal.signal(again, lambda *_: sys.exit(1))
         submit(driver, DriverActor.stop)

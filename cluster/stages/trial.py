@@ -25,17 +25,7 @@ from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.tracebacks import own_frames
-from rayloop.core.types import (
-    Completion,
-    FinishReason,
-    Message,
-    PlayRequest,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-)
+from rayloop.core.types import Completion, FinishReason, Message, PlayRequest, Sampling, Task, TokenPrompt, Trajectory, TrajectoryId
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
@@ -74,9 +64,7 @@ def _escaping(tell: Tell) -> Tell:
 
 def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
-    dataset = Dataset(
-        config.data.train, config.data.reader.build(), config.data.strict, failures.append, config.environment.kinds
-    )
+    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, failures.append, config.environment.kinds)
     for failure in failures[:SHOWN_FAILURES]:
         tell(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):
@@ -147,10 +135,7 @@ class _Trial:
             self._tell_truth(task)
         outcomes = await self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
         scored = [self._answered(number, one, outcomes) for number, one in enumerate(played, start=1)]
-        self.tell(
-            f"\n{sum(scored)} of {ANSWERS} answers have a reward"
-            + ("" if all(scored) else "; fix that before you train")
-        )
+        self.tell(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
         return 0 if all(scored) else 1
 
     async def _engine(self) -> RolloutActor:
@@ -226,9 +211,7 @@ class _Trial:
             outcomes = await self.reward.score(task, 0, *played)
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
-    def _answered(
-        self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]
-    ) -> bool:
+    def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
         """Tell about one answer. False when it has no reward."""
         if isinstance(played, BaseException):
             self.tell(f"\nanswer {number} could not be played")

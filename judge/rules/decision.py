@@ -17,9 +17,7 @@ from rayloop.judge.rules.question import Question, option
 
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
 _OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))
-_NOTHING = re.compile(
-    r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*", re.IGNORECASE
-)
+_NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*", re.IGNORECASE)
 _DASH = re.compile(r"\s*(?:[-–—−/]+|_+|\.{2,}|…)\s*")
 _JUNK = re.compile(r"[.:,。：，…*_`#]|\.{2,}|\*+|_+|`+|#+|-{3,}")
 _MARK = re.compile(
@@ -68,13 +66,7 @@ _LETTERS = frozenset("ABCDEFGH")
 
 
 def decide(
-    reference: str,
-    answer: str,
-    *,
-    question: str = "",
-    tolerance: float = 0.0,
-    max_length: int = 1000,
-    exact: bool = False,
+    reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
 ) -> Decision:
     """Is ``answer`` right, given the right answer? Never raises. ``max_length``: so many characters are too many.
 
@@ -144,9 +136,7 @@ def _is_definite(wanted: str, asked: Question) -> bool:
     """A quantity, an option, yes or no."""
     found = option(wanted)
     letter = found is not None and not found[1] and found[0] in _LETTERS
-    return (
-        letter or wanted.casefold() in _YES | _NO or quantity(wanted) is not None or _chosen(wanted, asked) is not None
-    )
+    return letter or wanted.casefold() in _YES | _NO or quantity(wanted) is not None or _chosen(wanted, asked) is not None
 
 
 def _starts(text: str) -> set[str]:
@@ -207,10 +197,7 @@ def items(text: str) -> tuple[str, list[str]] | None:
     if not tight:
         inner = re.sub(r",(?! )", "\0", inner)
     split = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
-    parts, separators = (
-        [part.replace("\0", ",") for part in split[::2]],
-        ["".join(mark.split()) for mark in split[1::2]],
-    )
+    parts, separators = ([part.replace("\0", ",") for part in split[::2]], ["".join(mark.split()) for mark in split[1::2]])
     if not 2 <= len(parts) <= _MAX_ITEMS or not all(parts) or any(re.search(r"[\[\](){}]", part) for part in parts):
         return None
     in_thousands = r"(?<![0-9])[0-9]{1,3},[0-9]{3}(?![0-9])"

@@ -27,51 +27,17 @@ _COMMANDS = {
     "pm": "±", "left": "", "right": "", "emptyset": "∅", "varnothing": "∅", "circ": "°",
 }  # fmt: skip
 _COMMAND = re.compile(rf"\\({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])")
-_FRACTION = re.compile(
-    r"(?<![\w)}\]])\\[dt]?frac\s*(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))(?![\w^(\[{\\])"
-)
+_FRACTION = re.compile(r"(?<![\w)}\]])\\[dt]?frac\s*(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))(?![\w^(\[{\\])")
 _TIGHT = re.compile(r" ?([=<>≤≥≠+*/×÷·^|]) ?")
-_PAIRS = (
-    ("$$", "$$"),
-    ("$", "$"),
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("**", "**"),
-    ("*", "*"),
-    ("`", "`"),
-    ('"', '"'),
-    ("'", "'"),
-)
+_PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("'", "'"))
 _BOX = re.compile(r"\\boxed\s*\{")
-_LEAD = re.compile(
-    r"(?:(?:so|therefore|thus|hence)[, ]+)?(?:the )?(?:final |correct )?answer(?: is:?|:) ?(?=\S)", re.IGNORECASE
-)
+_LEAD = re.compile(r"(?:(?:so|therefore|thus|hence)[, ]+)?(?:the )?(?:final |correct )?answer(?: is:?|:) ?(?=\S)", re.IGNORECASE)
 _ARTICLE = re.compile(
     r"(?:(The|the)|([Aa]n?)) (?!(?:few|little|lot|bit|couple|or|and|is|half|third|quarter|fourth|fifth|tenth)\b)"
     r"([^\W\d_]{2,}[^\W\d_',.\- ]*)"
 )
 _WORD = re.compile(r"[^\W\d_]+")
-_SMALL = {
-    "no",
-    "on",
-    "up",
-    "in",
-    "at",
-    "by",
-    "to",
-    "of",
-    "is",
-    "as",
-    "or",
-    "an",
-    "my",
-    "st",
-    "mr",
-    "dr",
-    "de",
-    "la",
-    "el",
-}
+_SMALL = {"no", "on", "up", "in", "at", "by", "to", "of", "is", "as", "or", "an", "my", "st", "mr", "dr", "de", "la", "el"}
 _SYMBOLS = re.compile(r"[\\^_=<>≤≥≠{}|~*+]")
 _ROUNDS = 8
 """Layers of mark-up that are taken off; a text with more keeps the rest."""
@@ -113,9 +79,7 @@ def same_text(first: str, second: str, *, strict: bool = False) -> bool:
     if first.lower() != second.lower() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
         return False
     pairs = list(zip(_WORD.findall(first), _WORD.findall(second), strict=False))
-    if "".join(a for a, _ in pairs) + "".join(b for _, b in pairs) != "".join(
-        _WORD.findall(first) + _WORD.findall(second)
-    ):
+    if "".join(a for a, _ in pairs) + "".join(b for _, b in pairs) != "".join(_WORD.findall(first) + _WORD.findall(second)):
         return False
     digits = any(c.isdigit() for c in first)
     return all(a == b or _harmless(a, b, digits, strict) for a, b in pairs)

@@ -24,24 +24,7 @@ _NUMBER = re.compile(
 )
 _UNIT = re.compile(r"(?:[^\W\d_]|[°%$€£¥])(?:[^\W\d_]|[°%$€£¥/·. ]|\^\{-?[0-9]\})*")
 _WORD = re.compile(rf"({'|'.join(sorted(WORDS, key=len, reverse=True)).replace('-', '[- ]')})(?![\w'-])", re.IGNORECASE)
-_NO_UNIT = {
-    "and",
-    "or",
-    "of",
-    "to",
-    "but",
-    "not",
-    "is",
-    "a",
-    "in",
-    "out",
-    "plus",
-    "minus",
-    "times",
-    "half",
-    "hundred",
-    *WORDS,
-}
+_NO_UNIT = {"and", "or", "of", "to", "but", "not", "is", "a", "in", "out", "plus", "minus", "times", "half", "hundred", *WORDS}
 _SCALES: dict[str, tuple[str, Fraction]] = {
     unit: (dimension, Fraction(scale))
     for dimension, units in {
@@ -149,11 +132,7 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     wanted, got = quantity(reference), quantity(answer)
     if wanted is None or got is None or _other_meaning(wanted, got, question):
         return "unclear"
-    if (
-        wanted.unit == got.unit
-        and (wanted.value - got.value) % 360 == 0 != wanted.value - got.value
-        and question.angles
-    ):
+    if wanted.unit == got.unit and (wanted.value - got.value) % 360 == 0 != wanted.value - got.value and question.angles:
         return "unclear"
     if wanted.value * got.value < 0 and not question.blank:  # "by how much did it fall" says the sign itself
         different = _relation(wanted.absolute, got.absolute, question, tolerance) == "different"
@@ -168,9 +147,7 @@ def _relation(wanted: Quantity, got: Quantity, question: Question, tolerance: fl
         return "same" if _same_writing(wanted, got, question, tolerance) else "unclear"
     if "fraction" in (wanted.form, got.form) and not question.exact:
         return "unclear"
-    if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(
-        1_000_001, 1_000_000
-    ):
+    if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(1_000_001, 1_000_000):
         return _tolerated(wanted, question)
     return "unclear" if _may_agree(wanted, got, question, tolerance) else "different"
 
@@ -272,17 +249,11 @@ def _tolerated(wanted: Quantity, question: Question) -> Relation:
 def _may_agree(wanted: Quantity, got: Quantity, question: Question, tolerance: float) -> bool:
     """Whether different numbers may be the same answer: rounded, or in another notation, scale or numbering."""
     exact = wanted.integer and got.integer
-    if not exact and (
-        _close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2
-    ):
+    if not exact and (_close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2):
         return True
     if wanted.form != got.form and not {wanted.form, got.form} <= {"digits", "word", "fraction"}:
         return True
-    if (
-        wanted.form == got.form == "digits"
-        and max(wanted.step, got.step) <= 1
-        and _readings(wanted.digits) & _readings(got.digits)
-    ):
+    if wanted.form == got.form == "digits" and max(wanted.step, got.step) <= 1 and _readings(wanted.digits) & _readings(got.digits):
         return True
     one_scaled = not wanted.unit and (wanted.step > 1) != (got.step > 1)
     if one_scaled and wanted.digits.replace(",", "") == got.digits.replace(",", ""):
@@ -300,11 +271,7 @@ def _may_agree(wanted: Quantity, got: Quantity, question: Question, tolerance: f
         return True
     if question.roughly and max(wanted.value, got.value) <= 2 * min(wanted.value, got.value):
         return True
-    if (
-        tolerance
-        and min(wanted.step, got.step) <= 1
-        and _shifted(wanted.value, got.value, _THOUSANDS, Fraction(tolerance))
-    ):
+    if tolerance and min(wanted.step, got.step) <= 1 and _shifted(wanted.value, got.value, _THOUSANDS, Fraction(tolerance)):
         return True
     return question.scales and _shifted(wanted.value, got.value)
 

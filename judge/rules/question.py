@@ -85,9 +85,7 @@ _POLAR = _Hint(
     r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would|should|shall|may|might|must)\b"
     r"|\byes\b.{0,12}\bno\b|\btrue\b.{0,12}\bfalse\b"
 )
-_BOTH = re.compile(
-    r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b", re.IGNORECASE
-)
+_BOTH = re.compile(r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b", re.IGNORECASE)
 _NEGATED = _Hint(
     r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing|fail\w*|den(?:y|ies|ied)|disagree\w*|false"
     r"|wrong|incorrect\w*|untrue|invalid|unable|impossible|mistaken|lies?|lying|myth|fake|hoax|contradict\w*|refut\w+|reject\w*)\b"
@@ -99,9 +97,7 @@ _HOW_TO_ANSWER = re.compile(
     r"|letters?(?= ?(?:$|[.?!\n]|only|of the (?:correct|right|option|best|answer))))",
     re.IGNORECASE,
 )
-_FIRST, _SECOND = (
-    re.compile(rf"(?:^|[\s(\[])(?:{number}\s?[).:\]]|{circled})\s*\S") for number, circled in ((1, "①"), (2, "②"))
-)
+_FIRST, _SECOND = (re.compile(rf"(?:^|[\s(\[])(?:{number}\s?[).:\]]|{circled})\s*\S") for number, circled in ((1, "①"), (2, "②")))
 _CIRCLED = str.maketrans({0x2460 + i: f"{i + 1})" for i in range(20)})
 _MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]](?![A-Za-z]?\.)|、)")
 _LOOSE_MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]]|、| is | ?[=–-] )")

@@ -29,17 +29,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def __call__(
-        self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation's text; ``generation`` appends the assistant's header. ``tools`` are schemas in OpenAI's form, of which
         a template may write something or nothing. Raises jinja2.TemplateError."""
         return self._template.render(
-            messages=messages,
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=generation,
-            **self._special_tokens,
+            messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._special_tokens
         )
 
 

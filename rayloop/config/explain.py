@@ -100,9 +100,7 @@ def walk(model: type[BaseModel]) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
         pending[:0] = below
 
 
-def explain(
-    error: ValidationError, model: type[BaseModel], data: Any, source: Source, prefix: KeyPath = ()
-) -> list[str]:
+def explain(error: ValidationError, model: type[BaseModel], data: Any, source: Source, prefix: KeyPath = ()) -> list[str]:
     """One line per problem: ``file:line: key: what is wrong``. ``data`` was written at ``prefix``."""
     lines = []
     for detail in error.errors(include_url=False):

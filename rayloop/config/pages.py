@@ -148,12 +148,7 @@ def count_fields(model: type[BaseModel]) -> int:
 
     A section is none, but the choice between several kinds of one is a key; the ``kind`` that each of them carries is that choice.
     """
-    fields = [
-        (name, info)
-        for current in _used_at(model)
-        for name, info in current.model_fields.items()
-        if not _tag(current, name)
-    ]
+    fields = [(name, info) for current in _used_at(model) for name, info in current.model_fields.items() if not _tag(current, name)]
     return sum(len(models(info.annotation)) != 1 for _, info in fields)
 
 

@@ -46,8 +46,4 @@ def removed_from(model: type[BaseModel]) -> Mapping[str, Removed]:
 
 def removed_below(each: Iterator[tuple[tuple[str | int, ...], type[BaseModel]]]) -> dict[str, Any]:
     """Dotted key -> the value that holds since, of all keys removed from the classes of ``explain.walk``."""
-    return {
-        ".".join(map(str, (*path, key))): gone.value
-        for path, model in each
-        for key, gone in removed_from(model).items()
-    }
+    return {".".join(map(str, (*path, key))): gone.value for path, model in each for key, gone in removed_from(model).items()}

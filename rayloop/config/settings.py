@@ -18,16 +18,7 @@ from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationError, model_validator
 
 from rayloop.config.explain import explain, nearest
 from rayloop.config.removed import Remembering
@@ -48,12 +39,8 @@ class SettingsModel(Remembering):
         """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
         if not isinstance(data, Mapping):
             return data
-        defaults = {
-            name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)
-        }
-        partial = {
-            name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]
-        }
+        defaults = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)}
+        partial = {name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]}
         return {**data, **{name: {**given, "use": defaults[name].use} for name, given in partial.items()}}
 
 
@@ -89,9 +76,7 @@ class Role:
         if isinstance(found, type):
             missing = [name for name in self.methods if not callable(getattr(found, name, None))]
             if missing:
-                raise ConfigError(
-                    f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}"
-                )
+                raise ConfigError(f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}")
         elif self.function is None:
             raise ConfigError(f"use: {component.use!r} is a function; the {self.name} must be a class")
         else:
@@ -143,9 +128,7 @@ class Component(SettingsModel):
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
         what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
-        instance = (
-            f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
-        )
+        instance = f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
         raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}")
 
     def options(self) -> BaseModel | None:
@@ -275,9 +258,7 @@ def check_components(settings: SettingsModel) -> None:
             hint = _beside(component.use, source) if absent else ""
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
         except ValidationError as error:
-            problems += explain(
-                error, component.settings_class() or SettingsModel, component.with_, source, (*path, "with")
-            )
+            problems += explain(error, component.settings_class() or SettingsModel, component.with_, source, (*path, "with"))
     if problems:
         raise _refused(problems, source)
 

@@ -184,8 +184,7 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
         if isinstance(holder, dict) and holder.get(key) is None:
             if child.isdecimal():
                 raise ConfigError(
-                    f"{COMMAND_LINE}: {override!r}: no file sets the list {dotted(path)}; set it as a whole: "
-                    f"{dotted(path)}=[...]"
+                    f"{COMMAND_LINE}: {override!r}: no file sets the list {dotted(path)}; set it as a whole: {dotted(path)}=[...]"
                 )
             holder[key] = {}
             source.lines[path] = COMMAND_LINE

@@ -150,9 +150,7 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
     """
     found = os.stat(path)
     if found.st_uid not in (os.geteuid(), ROOT):
-        raise ConfigError(
-            f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are {os.geteuid()})"
-        )
+        raise ConfigError(f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are {os.geteuid()})")
     mode = stat.S_IMODE(found.st_mode)
     if mode & others:
         verb, right = ("read", "go-rwx") if others & 0o044 else ("write", "go-w")

@@ -110,11 +110,7 @@ class Ledger:
         ``attempts`` and ``replayed`` stand outside the balance.
         """
         live = Counter(self._live.values())
-        counts = {
-            "issued": self._issued,
-            **{str(state): live[state] for state in LIVE},
-            str(TrajectoryState.TRAINED): 0,
-        }
+        counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(TrajectoryState.TRAINED): 0}
         counts |= dict(sorted(self._final.items()))
         return counts | {"attempts": self._attempts, "replayed": self._replayed}
 

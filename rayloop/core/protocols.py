@@ -236,9 +236,7 @@ class TrainingEngine(Protocol):
         """One optimizer update per mini-batch, in order. A share may be empty. Raises Diverged."""
         ...
 
-    def logprobs(
-        self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
-    ) -> Sequence[Any]:
+    def logprobs(self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False) -> Sequence[Any]:
         """Log-probs of the sampled tokens under the current weights, or with the adapter off, or with other images."""
         ...
 

@@ -14,17 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import (
-    EndReason,
-    FinishReason,
-    ImageRef,
-    Sampling,
-    TokenIds,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Version,
-)
+from rayloop.core.types import EndReason, FinishReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
 
 FINISHES = {"stop": FinishReason.END_TOKEN, "tool_calls": FinishReason.END_TOKEN, "length": FinishReason.LENGTH}
 """OpenAI's names; ``stop`` with a ``stop_reason`` is a stop string."""
@@ -115,11 +105,7 @@ class Trace:
             if sampled:
                 finish = self.finishes[run] if self.finishes else FinishReason.END_TOKEN
                 turn = Turn(
-                    "assistant",
-                    tokens,
-                    logprobs=tuple(logprobs[at : at + size]),
-                    version=self.versions[run],
-                    finish=finish,
+                    "assistant", tokens, logprobs=tuple(logprobs[at : at + size]), version=self.versions[run], finish=finish
                 )
                 run += 1
             else:
@@ -128,9 +114,7 @@ class Trace:
             at += size
         if left := list(images):
             raise DataFailure("trace", f"{len(left)} images have no image tokens; give image_token")
-        return Trajectory(
-            id, attempt, task_id, seed, tuple(turns), sampling, end_reason, env_result, dict(self.image_bytes)
-        )
+        return Trajectory(id, attempt, task_id, seed, tuple(turns), sampling, end_reason, env_result, dict(self.image_bytes))
 
     def _checked(self) -> list[float]:
         """The log-probs of all tokens, 0 where not sampled. Raises DataFailure."""
@@ -179,9 +163,7 @@ def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
             ends[number] = begun, True
             rest = len(prompt) - len(begun.token_ids)
             mask, values = (False,) * rest, (0.0,) * rest
-            begun = replace(
-                begun, token_ids=prompt, sampled_mask=begun.sampled_mask + mask, logprobs=begun.logprobs + values
-            )
+            begun = replace(begun, token_ids=prompt, sampled_mask=begun.sampled_mask + mask, logprobs=begun.logprobs + values)
         kept = {ref.sha256: base64.b64decode(data) for ref, data in images if data}
         begun = replace(begun, images=tuple(ref for ref, _ in images), image_bytes={**begun.image_bytes, **kept})
         ends += [(_with(begun, *choice), False) for choice in choices]

@@ -269,10 +269,7 @@ class Trajectory:
         """
         total = sum(len(turn.token_ids) for turn in self.turns)
         flat = FlatTrajectory(
-            np.empty(total, np.int64),
-            np.zeros(total, np.bool_),
-            np.zeros(total, np.float32),
-            np.full(total, -1, np.int32),
+            np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32)
         )
         end = 0
         for turn in self.turns:

@@ -53,12 +53,7 @@ class Dataset:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        reader: Reader,
-        strict: bool,
-        quarantine: Callable[[DataFailure], None],
-        kinds: Collection[str] = (),
+        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None], kinds: Collection[str] = ()
     ) -> None:
         self.path = Path(path)
         root = self.path.resolve().parent
@@ -112,9 +107,7 @@ class Dataset:
         if not bare:
             return ""
         if len(bare) < len(self):
-            return (
-                f"{len(bare)} of the {len(self)} rows of {self.path} have no answer, the first at {self.where(bare[0])}"
-            )
+            return f"{len(bare)} of the {len(self)} rows of {self.path} have no answer, the first at {self.where(bare[0])}"
         columns = ", ".join(name for name in self._tasks[0].extra if name != "prompt") or "none"
         return (
             f"none of the {len(self)} rows of {self.path} has an answer: right where the environment gives the result, but a "
@@ -187,9 +180,7 @@ class ChatRows:
         prompt = self._settings.prompt
         if prompt not in row:
             present = ", ".join(list(row)[:20]) or "none"
-            raise DataFailure(
-                where, f"no column {prompt!r}; the row's: {present}. Name the right one with data.reader.with.prompt"
-            )
+            raise DataFailure(where, f"no column {prompt!r}; the row's: {present}. Name the right one with data.reader.with.prompt")
         value = field(row, prompt, where)
         messages = _listed(value, where)
         plain = {"prompt": value} if isinstance(value, str) and messages is None else {}
@@ -254,9 +245,7 @@ def _at(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 def _blank(value: Any) -> bool:
     """Whether a value is there only in form: null, NaN or a text of white space."""
-    return (
-        value is None or (isinstance(value, float) and value != value) or (isinstance(value, str) and not value.strip())
-    )
+    return value is None or (isinstance(value, float) and value != value) or (isinstance(value, str) and not value.strip())
 
 
 def field(row: Mapping[str, Any], name: str, where: str) -> Any:
@@ -286,9 +275,7 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
     if value.startswith("data:") or (value.startswith(_ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)):
         return ImageSource(data=_decoded(value, where))
     if re.match("https?://", value):
-        raise DataFailure(
-            where, f"images are not downloaded: {short(value)}. Save it beside the data and give its path"
-        )
+        raise DataFailure(where, f"images are not downloaded: {short(value)}. Save it beside the data and give its path")
     if len(value) > _LONGEST_PATH:
         raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
     return ImageSource(path=str(root / value.removeprefix("file://")))
@@ -305,9 +292,7 @@ def _decoded(text: str, where: str) -> bytes:
         raise DataFailure(where, f"the image is no base64: {error}, in {short(text)}") from error
 
 
-def _messages(
-    listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path
-) -> tuple[Message, ...]:
+def _messages(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path) -> tuple[Message, ...]:
     """The messages, with the row's images at their places. Raises DataFailure when places and images differ in number."""
     contents = []
     for message in listed:

@@ -59,9 +59,7 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
         raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
     except _BROKEN as error:
         reason = _OTHERS.get(data[:2]) or ("" if isinstance(error, UnidentifiedImageError) else str(error))
-        raise DataFailure(
-            name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")
-        ) from error
+        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
     if width * height > limit_pixels:
         raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
     if max(width, height) > MAX_ASPECT * min(width, height):

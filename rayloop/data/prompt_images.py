@@ -33,9 +33,7 @@ class PromptImages:
     ``kept``: bytes beyond which the least recently shown are looked at again.
     """
 
-    def __init__(
-        self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT
-    ) -> None:
+    def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
         self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, _size)
 

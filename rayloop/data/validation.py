@@ -34,9 +34,7 @@ def validate(path: Path, reader: Component, kinds: Collection[str] = ()) -> int:
     return 1 if check(path, reader, kinds).problems else 0
 
 
-def check(
-    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0
-) -> Checked:
+def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
     With ``length``, a prompt of more than ``limit`` tokens is a problem too, since a run leaves it out; rows that repeat another
@@ -81,13 +79,9 @@ def check(
 def leaks(train: Checked, held_out: Checked) -> int:
     """Print the held-out rows that are trained on, and how many share only an image. Returns the number of the former."""
     same = [f"{where} (as {train.rows[row]})" for row, where in held_out.rows.items() if row in train.rows]
-    images = [
-        f"{where} (as {train.images[image]})" for image, where in held_out.images.items() if image in train.images
-    ]
+    images = [f"{where} (as {train.images[image]})" for image, where in held_out.images.items() if image in train.images]
     if same:
-        print(
-            f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them out of one of the files"
-        )
+        print(f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them out of one of the files")
     elif images:
         print(f"warning: {len(images)} images of {held_out.path} are trained on, with other questions: {_some(images)}")
     return len(same)

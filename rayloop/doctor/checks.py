@@ -89,9 +89,7 @@ def checks(
     }
 
 
-async def examine(
-    checks: Mapping[str, Callable[[], list[Finding]]], deadline: float = DEADLINE
-) -> dict[str, list[Finding]]:
+async def examine(checks: Mapping[str, Callable[[], list[Finding]]], deadline: float = DEADLINE) -> dict[str, list[Finding]]:
     """All checks at once. One that fails or takes longer than ``deadline`` seconds is an error of its own."""
 
     async def one(check: Callable[[], list[Finding]]) -> list[Finding]:

@@ -59,9 +59,7 @@ def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
     usage = shutil.disk_usage(there)
     found = f"{there} has {size(usage.free)} free of {size(usage.total)}"
     if needed is None:
-        return [
-            Finding("ok", f"{found}; checkpoints are predicted for a CONFIG whose model is a folder with safetensors")
-        ]
+        return [Finding("ok", f"{found}; checkpoints are predicted for a CONFIG whose model is a folder with safetensors")]
     present = sum(file.stat().st_size for file in (output / "checkpoints").rglob("*") if file.is_file())
     found += f"; {kept} checkpoints of {size(needed)} take {size(kept * needed)}"
     if present:
@@ -96,9 +94,7 @@ def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit
     if needed:
         found += f"; the tensors of the run take at least {size(needed)}"
     if available < needed:
-        return [
-            Finding("error", found, "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine")
-        ]
+        return [Finding("error", found, "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine")]
     if available < needed + RAY_RESERVE:
         remedy = f"end other programs: Ray and the small actors take about {size(RAY_RESERVE)} more"
         return [Finding("warning", found, remedy)]
@@ -116,9 +112,7 @@ def temporary(folder: Path, store: int) -> list[Finding]:
         findings.append(Finding("error", long, "export TMPDIR=/tmp, or another folder with a short name"))
     if usage.free < store or usage.free < 0.05 * usage.total:
         full = f"{found}: objects that do not fit into memory are written here, and Ray stops that at 95 % use"
-        findings.append(
-            Finding("warning", full, "remove files (old /tmp/ray sessions), or export TMPDIR=FOLDER on another disk")
-        )
+        findings.append(Finding("warning", full, "remove files (old /tmp/ray sessions), or export TMPDIR=FOLDER on another disk"))
     return findings or [Finding("ok", found)]
 
 
@@ -127,9 +121,7 @@ def open_files(soft: int, hard: int, wanted: int = 8192) -> list[Finding]:
     effective = hard if hard != resource.RLIM_INFINITY else wanted
     found = f"limit of {soft}, can be raised to {'any' if hard == resource.RLIM_INFINITY else hard}"
     if effective < wanted:
-        return [
-            Finding("warning", found, f"ulimit -n {wanted} as root, or LimitNOFILE / docker --ulimit nofile={wanted}")
-        ]
+        return [Finding("warning", found, f"ulimit -n {wanted} as root, or LimitNOFILE / docker --ulimit nofile={wanted}")]
     return [Finding("ok", found)]
 
 
@@ -164,17 +156,9 @@ def gpus(
     else:
         lines, problem = asked.stdout.splitlines(), ""
     if problem:
-        return [
-            Finding(
-                "error" if wanted else "warning",
-                problem,
-                "install the driver's tools, or start the container with them",
-            )
-        ]
+        return [Finding("error" if wanted else "warning", problem, "install the driver's tools, or start the container with them")]
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = (
-        len(lines) if hidden is None else min(len(lines), len([i for i in hidden.split(",") if i not in ("", "-1")]))
-    )
+    visible = len(lines) if hidden is None else min(len(lines), len([i for i in hidden.split(",") if i not in ("", "-1")]))
     found = ", ".join(_gpu(line) for line in lines) or "none"
     if visible < len(lines):
         found += f"; CUDA_VISIBLE_DEVICES={hidden} leaves {visible}"
@@ -191,9 +175,7 @@ def gpus(
     busy = [line for line in lines if float(line.rsplit(",", 2)[1]) > 1024]
     if busy:
         held = f"memory in use: {', '.join(map(_gpu, busy))}"
-        findings.append(
-            Finding("warning", held, "nvidia-smi names the processes; a killed engine may have left one behind")
-        )
+        findings.append(Finding("warning", held, "nvidia-smi names the processes; a killed engine may have left one behind"))
     return findings or [Finding("ok", found)]
 
 

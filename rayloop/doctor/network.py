@@ -19,11 +19,7 @@ from rayloop.doctor.finding import Finding
 from rayloop.launch.addresses import CONNECT, unreachable
 
 DASHBOARD = 8265
-PORTS = {
-    6379: ("GCS", "--port"),
-    DASHBOARD: ("dashboard", "--dashboard-port"),
-    10001: ("Ray client", "--ray-client-server-port"),
-}
+PORTS = {6379: ("GCS", "--port"), DASHBOARD: ("dashboard", "--dashboard-port"), 10001: ("Ray client", "--ray-client-server-port")}
 """Ray's defaults: what it is for, and the option of ``ray start`` that chooses another."""
 RAYS_OWN = re.compile(r"/gcs_server\b|/raylet\b|ray/dashboard|ray\.util\.client|^ray::")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -115,18 +111,12 @@ def ray_address(address: str | None, current: Path = CURRENT_CLUSTER) -> list[Fi
         return [Finding("ok", "no address: a run starts a private cluster on this machine")]
     if address == "auto":
         if not current.exists():
-            return [
-                Finding(
-                    "error", f"auto: {current} does not exist", "start a head, or name its address: --address HOST:6379"
-                )
-            ]
+            return [Finding("error", f"auto: {current} does not exist", "start a head, or name its address: --address HOST:6379")]
         return ray_address(current.read_text(encoding="utf-8").strip())
     assert address is not None
     host, port = place(address)
     if problem := unreachable(host, port):
-        remedy = (
-            "is the head running, and does a firewall let this machine through? Unset RAY_ADDRESS for a private cluster"
-        )
+        remedy = "is the head running, and does a firewall let this machine through? Unset RAY_ADDRESS for a private cluster"
         return [Finding("error", f"{host}:{port} does not answer: {problem}", remedy)]
     return [Finding("ok", f"{host}:{port} answers")]
 
@@ -143,25 +133,17 @@ def token(environment: Mapping[str, str], named: Path | None, home: Path) -> lis
     findings = []
     if mode == "disabled":
         remedy = "unset RAY_AUTH_MODE; --insecure does the same for one command"
-        findings.append(
-            Finding("warning", "RAY_AUTH_MODE=disabled: who reaches the ports of a cluster may run code in it", remedy)
-        )
+        findings.append(Finding("warning", "RAY_AUTH_MODE=disabled: who reaches the ports of a cluster may run code in it", remedy))
     if "RAY_AUTH_TOKEN" in environment:
         found = "RAY_AUTH_TOKEN holds the token itself, which every child process and many logs get to see"
-        findings.append(
-            Finding("warning", found, "put it into a file of mode 0600 and name that with RAY_AUTH_TOKEN_PATH")
-        )
+        findings.append(Finding("warning", found, "put it into a file of mode 0600 and name that with RAY_AUTH_TOKEN_PATH"))
     elif file.is_file():
         findings += _token_file(file)
     elif mode == "token" or path:
-        remedy = (
-            "copy the token from the head (python -m rayloop writes one per cluster), and name it with --token-file"
-        )
+        remedy = "copy the token from the head (python -m rayloop writes one per cluster), and name it with --token-file"
         findings.append(Finding("error", f"{file} does not exist, and the cluster wants a token", remedy))
     if not findings:
-        findings.append(
-            Finding("ok", "none yet: train makes one for its cluster, but a plain `ray start --head` would be open")
-        )
+        findings.append(Finding("ok", "none yet: train makes one for its cluster, but a plain `ray start --head` would be open"))
     return findings
 
 
@@ -170,11 +152,7 @@ def _token_file(file: Path) -> list[Finding]:
         return [Finding("error", f"{file} is empty or cannot be read", "copy the token from the head")]
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
-        return [
-            Finding(
-                "warning", f"{file} has mode {mode:04o}: other users may run code in the cluster", f"chmod 600 {file}"
-            )
-        ]
+        return [Finding("warning", f"{file} has mode {mode:04o}: other users may run code in the cluster", f"chmod 600 {file}")]
     return [Finding("ok", f"{file} (mode {mode:04o})")]
 
 

@@ -118,9 +118,7 @@ def _grouped_sdpa(
     if new > 1 or options.get("dropout"):
         return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
     grouped = query.view(batch, key.shape[1], -1, width)
-    output = nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
-    )
+    output = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return output.reshape(batch, 1, heads, width), None
 
 

@@ -193,14 +193,10 @@ def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tenso
     image = token_ids == config.image_token_id
     expected = int(grids.prod(-1).sum()) // config.vision_config.spatial_merge_size**2
     if int(image.sum()) != expected:
-        raise DataFailure(
-            "token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}"
-        )
+        raise DataFailure("token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}")
     if not len(grids):
         return text.expand(4, -1)
-    rotary, _ = model.base_model.get_rope_index(
-        token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids
-    )
+    rotary, _ = model.base_model.get_rope_index(token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids)
     return torch.cat([text, rotary[:, 0]])
 
 
@@ -216,9 +212,7 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
         tags = {}
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
-        raise ConfigError(
-            f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published"
-        )
+        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published")
     return {name: by_index[i] for i, name in enumerate(names)}
 
 
@@ -275,9 +269,5 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
     (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n", encoding="utf-8")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
-    )
-    shutil.copymode(
-        target / "config.json", target / "model.safetensors"
-    )  # as the umask says; safetensors makes files private
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+    shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private

@@ -33,9 +33,7 @@ def choose(config: PreTrainedConfig, dtype: torch.dtype, kernels: Literal["auto"
     """Find out for which lengths this process uses plain products in ``dtype``. Named kernels compute as on any machine."""
     if torch.cuda.is_available() or dtype not in UNMEASURED:
         return
-    _limits[dtype] = (
-        _measured(Heads.of(config), dtype, torch.get_num_threads()) if kernels == "auto" else UNMEASURED[dtype]
-    )
+    _limits[dtype] = _measured(Heads.of(config), dtype, torch.get_num_threads()) if kernels == "auto" else UNMEASURED[dtype]
 
 
 def chosen(dtype: torch.dtype) -> str:
@@ -52,13 +50,7 @@ def plain_is_faster(query: Tensor, length: int) -> bool:
 
 
 def plain_attention(
-    module: nn.Module | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    **options: Any,
+    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
     """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where ``module`` or options say so."""
     key, value = _repeated(query, key, value)

@@ -101,16 +101,12 @@ class Album:
         seconds = _number("how long to wait", 0.1, self._settings.wait_limit, examples=[0.1])
         return {
             "crop": ImageTool("crop", "Cuts a box out of an image, to look closer.", box, ["box"], self.crop),
-            "zoom": ImageTool(
-                "zoom", "Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, ["box"], self.zoom
-            ),
+            "zoom": ImageTool("zoom", "Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, ["box"], self.zoom),
             "rotate": ImageTool("rotate", "Turns an image.", {"angle": angle}, ["angle"], self.rotate),
             "inspect": ImageTool(
                 "inspect", "Measures a box of an image (size, place, colours) and marks it.", box, ["box"], self.inspect
             ),
-            "wait": ImageTool(
-                "wait", "Waits, then shows the image again.", {"seconds": seconds}, ["seconds"], self.wait
-            ),
+            "wait": ImageTool("wait", "Waits, then shows the image again.", {"seconds": seconds}, ["seconds"], self.wait),
         }[name]
 
     def crop(self, box: Any, image: int = 0) -> ToolResult:
@@ -136,11 +132,7 @@ class Album:
         found, angle = self._image(image), angle % 360
         if angle in _RIGHT_ANGLES:
             return self._shown(found.transpose(_RIGHT_ANGLES[int(angle)]))
-        small = (
-            found.resize(_fitting(*found.size, MOST_PIXELS // 2))
-            if found.width * found.height * 2 > MOST_PIXELS
-            else found
-        )
+        small = found.resize(_fitting(*found.size, MOST_PIXELS // 2)) if found.width * found.height * 2 > MOST_PIXELS else found
         return self._shown(small.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
 
     def inspect(self, box: Any, image: int = 0) -> ToolResult:
@@ -174,9 +166,7 @@ class Album:
         limit = self._settings.wait_limit
         found = self._image(image)
         if not 0 < seconds <= limit - self._waited:
-            raise ToolError(
-                f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are left to wait"
-            )
+            raise ToolError(f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are left to wait")
         self._waited += seconds
         time.sleep(seconds)
         return self._shown(found, f"{seconds:g} seconds later nothing has changed")
@@ -195,9 +185,7 @@ class Album:
         top, bottom = (round(min(max(v * high, 0), image.height)) for v in (box[1], box[3]))
         width, height, least = right - left, bottom - top, self._settings.min_side
         if width <= 0 or height <= 0:
-            raise ToolError(
-                f"box {box} must have x1 < x2 and y1 < y2 within the image ({image.width}x{image.height} pixels)"
-            )
+            raise ToolError(f"box {box} must have x1 < x2 and y1 < y2 within the image ({image.width}x{image.height} pixels)")
         if min(width, height) < least:
             raise ToolError(f"the box covers {width}x{height} pixels, each side needs {least}")
         if max(width, height) > self._settings.max_aspect * min(width, height):

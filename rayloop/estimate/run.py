@@ -135,9 +135,7 @@ def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
     if made.evaluations:
         told.append(f"{made.evaluations} evaluations")
     if made.seconds is None:
-        told.append(
-            "time: unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
-        )
+        told.append("time: unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)")
     else:
         told.append(f"time: {duration(made.seconds)}")
     return told

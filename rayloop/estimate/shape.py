@@ -98,7 +98,5 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             length = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(min(length, file.stat().st_size)))
     except ValueError as error:
-        raise ConfigError(
-            f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?"
-        ) from error
+        raise ConfigError(f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?") from error
     return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -92,9 +92,7 @@ class Batch:
         return Batch(**moved)
 
 
-def make_sample(
-    item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()
-) -> Sample:
+def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> Sample:
     """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
 
     Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
@@ -105,13 +103,9 @@ def make_sample(
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
     reference = None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
     if reference is not None and reference.shape != at.shape:
-        raise ValueError(
-            f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for {len(at)} sampled tokens"
-        )
+        raise ValueError(f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for {len(at)} sampled tokens")
     if len(pixels) != len(trajectory.images):
-        raise ValueError(
-            f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images"
-        )
+        raise ValueError(f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images")
     prompt = itertools.takewhile(lambda turn: not (turn.sampled and turn.token_ids), trajectory.turns)
     return Sample(
         token_ids=torch.from_numpy(flat.token_ids),

@@ -50,9 +50,7 @@ class Collapse:
 
     def __init__(self, settings: CollapseSettings) -> None:
         self._settings = settings
-        self._last: dict[str, deque[float]] = {
-            name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, DONE, EQUAL, RIGHT, WRONG)
-        }
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, DONE, EQUAL, RIGHT, WRONG)}
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Of the run's first steps, in tokens and nats. They are in the checkpoint: a collapse may come after a resume."""
         self._unknown = 0

@@ -25,9 +25,7 @@ def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}
-    return group.map(
-        {i: replace(group.members[i], fate=Fate(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()}
-    )
+    return group.map({i: replace(group.members[i], fate=Fate(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,7 @@ class Selection:
     left_over: tuple[Group, ...]
 
 
-def select(
-    ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False
-) -> Selection:
+def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
     """Keep the first ``target`` trajectories in rank order, whatever the order of ``ready``.
 
     Ranking decides who gets in: by group std, descending, ties in issue order; or by issue order alone. With

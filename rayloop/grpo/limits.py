@@ -18,9 +18,7 @@ class Limit(SettingsModel):
     @model_validator(mode="after")
     def _order(self) -> Limit:
         if self.warn is not None and self.stop is not None and self.stop < self.warn:
-            raise ValueError(
-                f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why"
-            )
+            raise ValueError(f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why")
         return self
 
     def warns(self, value: float) -> bool:
@@ -41,9 +39,7 @@ class Floor(SettingsModel):
     @model_validator(mode="after")
     def _order(self) -> Floor:
         if self.warn is not None and self.stop is not None and self.stop > self.warn:
-            raise ValueError(
-                f"stop ({self.stop:g}) is above warn ({self.warn:g}): the run would end before it was told why"
-            )
+            raise ValueError(f"stop ({self.stop:g}) is above warn ({self.warn:g}): the run would end before it was told why")
         return self
 
     def warns(self, value: float) -> bool:

@@ -81,9 +81,7 @@ def policy_loss(
     return PerToken(loss, metrics)
 
 
-def _correction(
-    old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settings: LossSettings
-) -> tuple[Tensor, Tensor, Tensor]:
+def _correction(old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probs [N] that the ratio compares with, the weight [N] of each token, and where the cap bound it."""
     ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
     match settings.correction:

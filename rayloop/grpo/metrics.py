@@ -43,8 +43,7 @@ class LossMetrics:
     def zero(cls, device: torch.device | str = "cpu") -> LossMetrics:
         """The metrics of no token: what a rank without tokens contributes."""
         return cls(
-            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-            torch.zeros(len(MAXIMA), dtype=torch.float64, device=device),
+            torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
         )
 
     @classmethod

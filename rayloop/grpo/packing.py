@@ -144,7 +144,5 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
 def _common_sampling(samples: Sequence[Sample]) -> Sampling:
     masks = {(s.sampling.banned_tokens, s.sampling.end_tokens) for s in samples}
     if len(masks) > 1:
-        raise ValueError(
-            f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one"
-        )
+        raise ValueError(f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one")
     return samples[0].sampling if samples else Sampling()

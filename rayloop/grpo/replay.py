@@ -66,9 +66,7 @@ class ReplayBuffer:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
         first = group.members[0]
-        fate = (
-            Fate(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
-        )
+        fate = Fate(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
         return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, fate=fate))
 
     def store(self, group: Group) -> None:
@@ -106,9 +104,7 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, Any]:
         """How many successes there are of how many tasks, and of each task how many and the steps of the oldest and newest."""
-        steps = {
-            task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members
-        }
+        steps = {task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members}
         tasks = {task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)} for task, s in steps.items()}
         return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.enabled else {}
 

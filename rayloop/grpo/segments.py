@@ -39,7 +39,4 @@ def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:
         what = f"{len(item.reference)} reference log-probs for {ends[-1]} sampled tokens"
         raise ValueError(f"trajectory {item.trajectory.id}: {what}")
     parts = np.split(np.asarray(item.reference), ends[:-1])
-    return [
-        dataclasses.replace(item, trajectory=segment, reference=part)
-        for segment, part in zip(segments, parts, strict=True)
-    ]
+    return [dataclasses.replace(item, trajectory=segment, reference=part) for segment, part in zip(segments, parts, strict=True)]

@@ -150,9 +150,7 @@ class LossSettings(SettingsModel):
     dual_clip: float | None = Field(3.0, gt=1)
     """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens of bad samples throw
     the policy off."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
     all answers alike, their tokens summed or averaged; -norm divides by ``norm_length``, so length has no influence
     (Dr.GRPO)."""

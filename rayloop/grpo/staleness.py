@@ -46,9 +46,7 @@ def expired(group: Group, training: Version, max_staleness: int, inherited: Mapp
     old = {
         i: replace(member, fate=Fate(TrajectoryState.STALE))
         for i, member in enumerate(group.members)
-        if member.kept
-        and not member.replayed
-        and is_stale(member.summary.first_version, training, max_staleness, inherited)
+        if member.kept and not member.replayed and is_stale(member.summary.first_version, training, max_staleness, inherited)
     }
     return group.map(old) if old else group
 

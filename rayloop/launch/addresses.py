@@ -41,7 +41,5 @@ def of_interface(name: str) -> str:
     }
     if name not in found:
         there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
-        raise ConfigError(
-            f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}"
-        )
+        raise ConfigError(f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}")
     return found[name]

@@ -43,9 +43,7 @@ class Gone:
                 return True
         if listens:
             self._heard = time.monotonic()
-            self._told(
-                "" if left or not trouble else f"{trouble}; {self._joined.address} still listens, and this node stays"
-            )
+            self._told("" if left or not trouble else f"{trouble}; {self._joined.address} still listens, and this node stays")
             return False
         self._told(f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most")
         return left or time.monotonic() - self._heard > SILENCE

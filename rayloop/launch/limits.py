@@ -30,19 +30,14 @@ class MemoryLimit:
     by: str
 
 
-def memory_limit(
-    environment: Mapping[str, str] = os.environ, groups: Path = GROUPS, own: Path = OWN
-) -> MemoryLimit | None:
+def memory_limit(environment: Mapping[str, str] = os.environ, groups: Path = GROUPS, own: Path = OWN) -> MemoryLimit | None:
     """The lowest limit that holds for this process; None without one."""
     return min([*_of_groups(groups, own), *_of_slurm(environment)], key=lambda limit: limit.most, default=None)
 
 
 def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
     """Of the group that this process is in, and of those above it."""
-    names = (
-        (Path(), "memory.max", "memory.current"),
-        (Path("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    )
+    names = ((Path(), "memory.max", "memory.current"), (Path("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"))
     for below, most, used in names:
         top = groups / below
         found = top / _path(own, controller=str(below) if below.parts else "").lstrip("/")

@@ -73,9 +73,7 @@ def run_node(a: argparse.Namespace) -> int:
             flush=True,
         )
         a.requeue = 0
-    print(
-        f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True
-    )
+    print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
     deaf = a.role is worker and not a.program and not a.requeue
     prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
@@ -83,9 +81,7 @@ def run_node(a: argparse.Namespace) -> int:
         if (job := slurm_job.job()) is not None:
             place.register(job, program=bool(a.program))
         code = _code(a, place, told)
-        psutil.wait_procs(
-            psutil.Process().children(), timeout=DRAIN + END
-        )  # cluster.sbatch's srun: its nodes leave now
+        psutil.wait_procs(psutil.Process().children(), timeout=DRAIN + END)  # cluster.sbatch's srun: its nodes leave now
         if _requeued(a, told, code):  # within the block: to be requeued is to be sent SIGTERM
             if code == AGAIN and not backed_off(told, slurm_job.restarts()):
                 return code
@@ -151,9 +147,7 @@ def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
 def _short(error: NodeFailed) -> str:
     """What of Ray's last words tells which of its processes ended."""
     first, *lines = str(error).splitlines()
-    return " ".join(
-        [first, *(line.partition("END ")[2].strip(" -") for line in lines if "END " in line and "exit code" in line)]
-    )
+    return " ".join([first, *(line.partition("END ")[2].strip(" -") for line in lines if "END " in line and "exit code" in line)])
 
 
 class RayEnded(NodeFailed):
@@ -250,9 +244,7 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSign
             code = program.returncode if program else 0
             lost = place.head() != joined or joined.stale() is not None
             if why is End.RAY and not lost:
-                raise NodeFailed(
-                    f"Ray ended with code {ray.returncode}, while {joined.address} goes on:\n{tail(folder)}"
-                )
+                raise NodeFailed(f"Ray ended with code {ray.returncode}, while {joined.address} goes on:\n{tail(folder)}")
             if why is End.PROGRAM and code not in (0, Preempted.exit_code) and lost:
                 why = End.GONE  # it failed since the cluster had gone
             if why is End.GONE:
@@ -286,10 +278,7 @@ def _network(interface: str | None) -> dict[str, str]:
 
 def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[str]:
     """Options for what the node offers; without a number Ray counts by itself. Raises ConfigError."""
-    amounts = {
-        "--num-cpus": cpus if a.num_cpus is None else a.num_cpus,
-        "--num-gpus": gpus if a.num_gpus is None else a.num_gpus,
-    }
+    amounts = {"--num-cpus": cpus if a.num_cpus is None else a.num_cpus, "--num-gpus": gpus if a.num_gpus is None else a.num_gpus}
     amounts |= ray_memory(a.object_store_memory, memory_limit())
     resources = {}
     for item in a.resource:

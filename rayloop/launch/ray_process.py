@@ -72,9 +72,7 @@ def ray_node(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
     if len(str(folder)) > PATH_LIMIT:
-        raise ConfigError(
-            f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir"
-        )
+        raise ConfigError(f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir")
     before = set(psutil.Process().children())
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
     command = [

@@ -40,9 +40,7 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
     there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     Workers get as much of the cores as other programs, unless the environment says otherwise (``RAY_worker_niceness``).
     """
-    authentication = (
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
-    )
+    authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     return authentication | {
         SUBREAPER: "false" if runs_jobs else "true",
         NICENESS: os.environ.get(NICENESS, "0"),

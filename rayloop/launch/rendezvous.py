@@ -101,9 +101,7 @@ class Rendezvous:
 
     def jobs(self, *, programs: bool = False) -> list[str]:
         """The jobs that were noted; with ``programs`` those that have one."""
-        return sorted(
-            file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text(encoding="utf-8")
-        )
+        return sorted(file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text(encoding="utf-8"))
 
     def publish(self, head: Head) -> None:
         self._write("head.json", head)

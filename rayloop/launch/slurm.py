@@ -38,13 +38,7 @@ class JobSettings(SettingsModel):
     """Further options of sbatch, for example --constraint=a100."""
 
     def options(self) -> list[str]:
-        asked = {
-            "partition": self.partition,
-            "time": self.time,
-            "cpus-per-task": self.cpus,
-            "mem": self.mem,
-            "gres": self.gres,
-        }
+        asked = {"partition": self.partition, "time": self.time, "cpus-per-task": self.cpus, "mem": self.mem, "gres": self.gres}
         return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(self.sbatch)
 
 
@@ -117,9 +111,7 @@ def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job
         return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments), after_head)
 
     if together:
-        export += (
-            f",RAYLOOP_HEAD_OPTIONS={' '.join(site.head.node)},RAYLOOP_WORKER_OPTIONS={' '.join(site.worker.node)}"
-        )
+        export += f",RAYLOOP_HEAD_OPTIONS={' '.join(site.head.node)},RAYLOOP_WORKER_OPTIONS={' '.join(site.worker.node)}"
         parts = [*site.head.options(), ":", *site.sbatch, *site.worker.options(), f"--nodes={site.worker.count}"]
         return [job("cluster", "cluster.sbatch", parts, training, after_head=False)]
     array = [*site.worker.options(), f"--array=1-{site.worker.count}"]

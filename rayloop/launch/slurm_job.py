@@ -40,9 +40,7 @@ def slurm(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise SlurmError(
-            f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node"
-        ) from error
+        raise SlurmError(f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node") from error
     if done.returncode:
         raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

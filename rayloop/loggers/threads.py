@@ -87,10 +87,7 @@ class Loggers:
     """All loggers of a run. ``failed(kind, why)`` is called when one is dropped, by the thread that calls the methods here."""
 
     def __init__(
-        self,
-        chosen: Iterable[AnySettings],
-        opening: Callable[[AnySettings], Logger],
-        failed: Callable[[str, str], None],
+        self, chosen: Iterable[AnySettings], opening: Callable[[AnySettings], Logger], failed: Callable[[str, str], None]
     ) -> None:
         self._workers = [LoggerThread(settings, partial(opening, settings)) for settings in chosen]
         self._failed = failed

@@ -14,9 +14,7 @@ def calibration_error(confidences: Sequence[float], right: Sequence[float], bins
     ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError when there is none, or their numbers differ.
     """
     if not confidences or len(confidences) != len(right):
-        raise ValueError(
-            f"{len(confidences)} confidences and {len(right)} answers: there must be as many, and at least one"
-        )
+        raise ValueError(f"{len(confidences)} confidences and {len(right)} answers: there must be as many, and at least one")
     gaps = [0.0] * bins
     for confidence, value in zip(confidences, right, strict=True):
         gaps[min(int(confidence * bins), bins - 1)] += value - confidence

@@ -21,11 +21,7 @@ from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval
 RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
 """Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
 CONTROLS = (BLIND, SAME, OTHER)
-WORDS = {
-    BLIND: "the best answer without an image",
-    SAME: "another image of the same source",
-    OTHER: "an image of another source",
-}
+WORDS = {BLIND: "the best answer without an image", SAME: "another image of the same source", OTHER: "an image of another source"}
 
 
 class BlindPrior(Protocol):
@@ -58,8 +54,7 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
     return replace(
         task,
         messages=tuple(
-            replace(m, parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts))
-            for m in task.messages
+            replace(m, parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts)) for m in task.messages
         ),
     )
 
@@ -204,9 +199,7 @@ def table(summary: dict[str, Any]) -> list[str]:
     if differences := summary["differences"]:
         lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
     if summary["unscored"]:
-        lines.append(
-            f"{summary['unscored']} answers have no score; run again to play them once events.jsonl's reason is mended"
-        )
+        lines.append(f"{summary['unscored']} answers have no score; run again to play them once events.jsonl's reason is mended")
     return lines
 
 

@@ -67,9 +67,7 @@ class Blame:
         service.served = True
         service.failing.clear()
 
-    def failed(
-        self, group: int, task: str, worker: int, place: int | str, why: str, *, hung: bool, contained: bool = False
-    ) -> str:
+    def failed(self, group: int, task: str, worker: int, place: int | str, why: str, *, hung: bool, contained: bool = False) -> str:
         """An episode's environment failed at ``place``: the node or the slot of its actor. Returns why that actor is to be
         replaced, or "" when it is not to blame."""
         place, found = place if self._settings.actors > 1 else worker, self._groups[group]

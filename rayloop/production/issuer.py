@@ -25,9 +25,7 @@ from rayloop.run.order import Order
 class Issuer:
     """Visits the tasks that are not quarantined, in the cursor's order; what was in flight at a checkpoint comes first."""
 
-    def __init__(
-        self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]
-    ) -> None:
+    def __init__(self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]) -> None:
         self.config, self.dataset, self.ledger = config, dataset, ledger
         order: Order | None = None if config.data.order is None else config.data.order.build()
         tiers = [order.tier(task) for task in dataset] if order else ()

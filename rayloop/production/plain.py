@@ -139,12 +139,7 @@ def _outcome(outcome: Outcome) -> Plain:
     if isinstance(outcome, Unscored):
         return {"unscored": str(outcome.kind), "reason": outcome.reason, "trace": outcome.trace}
     components = {name: float(value) for name, value in outcome.components.items()}
-    return {
-        "value": float(outcome.value),
-        "components": components,
-        "flags": list(outcome.flags),
-        "trace": outcome.trace,
-    }
+    return {"value": float(outcome.value), "components": components, "flags": list(outcome.flags), "trace": outcome.trace}
 
 
 def _outcome_from(plain: Plain) -> Outcome:

@@ -30,9 +30,7 @@ class Issue:
 class Player(Protocol):
     """Plays and scores groups, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
 
-    async def play(
-        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
-    ) -> list[Member]:
+    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
         """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
         the engines."""
 

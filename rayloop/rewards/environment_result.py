@@ -12,7 +12,5 @@ class EnvironmentResult:
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         if trajectory.env_result is None:
-            return Unscored(
-                UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None, so there is no result to take"
-            )
+            return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None, so there is no result to take")
         return Scored(trajectory.env_result)

@@ -75,9 +75,7 @@ class FunctionReward:
         lacks = [name for name in _required(self._takes) if name not in chosen]
         if lacks:
             known = ", ".join(sorted(offered))
-            raise TypeError(
-                f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}"
-            )
+            raise TypeError(f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}")
         return chosen
 
 
@@ -92,9 +90,7 @@ class GroupFunction(FunctionReward):
     """Called with the trajectories of a group (``reward.per: group``)."""
 
     def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> Any:
-        return self._call(
-            trajectories, task, contexts, lambda result, parts: self._form.outcomes(result, len(trajectories), parts)
-        )
+        return self._call(trajectories, task, contexts, lambda result, parts: self._form.outcomes(result, len(trajectories), parts))
 
 
 class Form:
@@ -204,9 +200,7 @@ class VerlForm(Form):
         if "score" not in result:
             reason = f"the reward function returned a dict without score; its keys are {', '.join(map(str, result)) or 'none'}"
             return Unscored(UnscoredKind.INVALID_REWARD, reason, reason)
-        rest: dict[str, Any] = {
-            str(name): value for name, value in result.items() if name != "score" and isinstance(value, Number)
-        }
+        rest: dict[str, Any] = {str(name): value for name, value in result.items() if name != "score" and isinstance(value, Number)}
         return Scored(result["score"], rest)
 
 
@@ -274,9 +268,7 @@ def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
 def _columns(task: Task) -> dict[str, Any]:
     """The row's columns as far as the reader kept them, without those that the call itself has."""
     return {"ground_truth": task.ground_truth, "data_source": task.source} | {
-        name: value
-        for name, value in task.extra.items()
-        if isinstance(name, str) and name not in ("prompt", "completion")
+        name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
     }
 
 

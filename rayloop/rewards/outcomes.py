@@ -52,9 +52,7 @@ def as_outcomes(result: Any, count: int) -> list[Outcome]:
     if found is None:
         raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {result!r:.200}")
     if len(found) != count:
-        raise ValueError(
-            f"{count} outcomes were expected, one per trajectory, not {len(found) if len(found) < count else 'more'}"
-        )
+        raise ValueError(f"{count} outcomes were expected, one per trajectory, not {len(found) if len(found) < count else 'more'}")
     return [as_outcome(one) for one in found]
 
 

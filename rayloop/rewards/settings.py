@@ -28,9 +28,7 @@ class RewardRole(Role):
         found = component.resolve()
         for per, method in METHODS.items():
             if isinstance(found, type) and hasattr(found, method) and not hasattr(found, self.methods[0]):
-                raise ConfigError(
-                    f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per: {per}"
-                )
+                raise ConfigError(f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per: {per}")
         around(found)
         super().check(component)
 
@@ -44,9 +42,7 @@ REWARD = ROLES["trajectory"]
 class RewardSettings(SettingsModel):
     """Which reward source scores episodes, and what happens when it misbehaves."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "hung_threads": Removed(8, "a reward actor with eight calls that hang is replaced")
-    }
+    removed: ClassVar[Mapping[str, Removed]] = {"hung_threads": Removed(8, "a reward actor with eight calls that hang is replaced")}
 
     source: Annotated[Component, REWARD]
     """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all

@@ -102,8 +102,7 @@ def opened(folder: Path) -> Checkpoint:
         for name, size in marker["files"].items():
             if (there := size_of(folder / name)) != size:
                 raise Damaged(
-                    name,
-                    f"{'it is not there' if there is None else f'{there:,} bytes are there'}, {size:,} were written",
+                    name, f"{'it is not there' if there is None else f'{there:,} bytes are there'}, {size:,} were written"
                 )
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -212,9 +211,7 @@ class Origin:
         if began and last_step > (found.step if found else 0):
             return NotSaved(f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}")
         if found is None:
-            return NotSaved(
-                f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew"
-            )
+            return NotSaved(f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew")
         return Preempted(f"stopped while nothing was being trained: there was nothing to save; {self.again()}")
 
 
@@ -222,9 +219,7 @@ class CheckpointStore:
     """``warn`` is told what failed when a checkpoint was already complete; the next save tries again. ``fence`` is asked before
     anything is written or removed."""
 
-    def __init__(
-        self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN
-    ) -> None:
+    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN) -> None:
         self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
         self.lineage = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,9 +246,7 @@ class CheckpointStore:
         if resume != "auto":
             found = complete(Path(resume))
             if found is None:
-                raise ConfigError(
-                    f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)"
-                )
+                raise ConfigError(f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)")
             return found
         return next(iter(self.newest_first()), None)
 

@@ -119,9 +119,7 @@ class RolloutSettings(SettingsModel):
 class EnvironmentSettings(RoleSettings):
     removed: ClassVar[Mapping[str, Removed]] = {
         "actor_failures": Removed(3, "an actor on which three tasks fail one after another is replaced"),
-        "task_failures": Removed(
-            2, "a task whose environment fails in two groups with no good one between is quarantined"
-        ),
+        "task_failures": Removed(2, "a task whose environment fails in two groups with no good one between is quarantined"),
     }
 
     actors: int = Field(1, ge=1)
@@ -201,9 +199,7 @@ class AlgorithmSettings(SettingsModel):
 
 
 class PublishSettings(SettingsModel):
-    transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = (
-        ObjectStoreTransport()
-    )
+    transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
     self_test: bool = True
@@ -377,10 +373,7 @@ def _problems(c: RunConfig) -> Any:
 def _engine_problems(c: RunConfig) -> Any:
     """What the engine cannot do, or not where it is placed."""
     if c.rollout.deterministic and not c.engine.cohorts:
-        yield (
-            "rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, "
-            f"{c.engine.label} does not"
-        )
+        yield (f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {c.engine.label} does not")
     if isinstance(engine := c.rollout.engine, EngineChoice):
         yield from engine.problems(c.rollout.placement.num_gpus, c.environment.episode.max_tokens)
 

@@ -122,19 +122,12 @@ def reference() -> str:
 
 def _part(title: str, module: str) -> str:
     rows = "".join(_row(kind) for kind in KINDS.values() if kind.__module__ == module)
-    return (
-        f"\n## {title}\n\n| event | what happened, and its fields | what to do | told by |\n|---|---|---|---|\n{rows}"
-    )
+    return f"\n## {title}\n\n| event | what happened, and its fields | what to do | told by |\n|---|---|---|---|\n{rows}"
 
 
 def _row(kind: type[Event]) -> str:
     happened, _, remedy = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(" To do: ")
-    cells = (
-        f"`{kind.kind}`",
-        " ".join([happened, *_fields(kind)]),
-        remedy[:1].upper() + remedy[1:] or "Nothing.",
-        f"`{kind.by}`",
-    )
+    cells = (f"`{kind.kind}`", " ".join([happened, *_fields(kind)]), remedy[:1].upper() + remedy[1:] or "Nothing.", f"`{kind.by}`")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

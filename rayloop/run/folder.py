@@ -121,9 +121,7 @@ def make_folder(path: Path, choice: str) -> None:
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}"
-        ) from error
+        raise ConfigError(f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}") from error
 
 
 FORGETS = "(the oldest images leave the context)"
@@ -209,11 +207,7 @@ class RolloutDump:
 
 
 def rollout_record(
-    group: Group,
-    member: Member,
-    trajectory: Trajectory,
-    plain: Callable[[TokenIds], str],
-    shown: Callable[[TokenIds], str],
+    group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
 ) -> RolloutRecord:
     """The record of one trajectory, whose first turn is the prompt. Of token ids ``plain`` makes the text that the reward is given
     (for sampled turns), ``shown`` the text with its markup (for all others)."""

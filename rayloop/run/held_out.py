@@ -74,10 +74,7 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
     prior: BlindPrior = config.evaluation.blind.build()
     prior.fit(train)
     found = [(task, prior.score(task)) for task in tasks]
-    return [
-        Item(BLIND, t.id, t.source, reward=s.value, components=s.components, truth=jsonable(t.ground_truth))
-        for t, s in found
-    ]
+    return [Item(BLIND, t.id, t.source, reward=s.value, components=s.components, truth=jsonable(t.ground_truth)) for t, s in found]
 
 
 def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:

@@ -66,12 +66,7 @@ def identity(config: RunConfig) -> dict[str, str]:
 
 def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
     """What a checkpoint says of its run: its ``hashes`` (``identity``), and the number of ``tasks`` in its data."""
-    return {
-        "schema": SCHEMA,
-        "identity": dict(hashes),
-        "tasks": tasks,
-        "config": config.model_dump(mode="json", by_alias=True),
-    }
+    return {"schema": SCHEMA, "identity": dict(hashes), "tasks": tasks, "config": config.model_dump(mode="json", by_alias=True)}
 
 
 def check(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> None:
@@ -97,9 +92,7 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     for name, before in then["identity"].items():
         if name != "data.train" and before not in (hashes[name], _unsaid(name, config)):
             other = "differ from those" if name == "weights" else "differs from that"
-            return (
-                f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
-            )
+            return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
     old, new = _both(then, config)
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):

@@ -36,9 +36,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
-        raise ConfigError(
-            f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never"
-        )
+        raise ConfigError(f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never")
     bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
 
 

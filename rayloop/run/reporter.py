@@ -217,10 +217,7 @@ class Reporter:
     def _length_ratio(self, collected: Collected) -> dict[str, float]:
         played, taken = (
             [m.summary.sampled_tokens for m in members if m.summary.length and not m.replayed]
-            for members in (
-                [m for g in collected.finished for m in g.members],
-                [m for g in collected.groups for m in g.kept],
-            )
+            for members in ([m for g in collected.finished for m in g.members], [m for g in collected.groups for m in g.kept])
         )
         self._lengths.observe(played, taken)
         return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}

@@ -74,10 +74,7 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
 
 def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
     """Over groups with two fresh scored members at least, whatever the filters made of them: those that taught nothing."""
-    rewards = [
-        [m.outcome.value for m in group.members if isinstance(m.outcome, Scored) and not m.replayed]
-        for group in finished
-    ]
+    rewards = [[m.outcome.value for m in group.members if isinstance(m.outcome, Scored) and not m.replayed] for group in finished]
     found = [equality(values) for values in rewards if len(values) > 1]
     if not found:
         return {}
@@ -103,15 +100,11 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
             for flag in member.outcome.flags:
                 values[f"flag/{flag}"].append(1.0)
     flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
-    means = {
-        f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")
-    }
+    means = {f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")}
     if not values["reward"]:
         return {}
     if sure := [c for c in components if "confidence" in c and "right" in c]:
-        means["reward/calibration_error"] = calibration_error(
-            [c["confidence"] for c in sure], [c["right"] for c in sure]
-        )
+        means["reward/calibration_error"] = calibration_error([c["confidence"] for c in sure], [c["right"] for c in sure])
     return means | flags | {
         "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
     }  # fmt: skip

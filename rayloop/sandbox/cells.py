@@ -26,14 +26,7 @@ MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
 MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
 """A larger or longer figure is refused before it is drawn: drawing it is what costs."""
 CELL = "<cell>"
-_NAMES = {
-    "plt": "matplotlib.pyplot",
-    "np": "numpy",
-    "Image": "PIL.Image",
-    "math": "math",
-    "io": "io",
-    "base64": "base64",
-}
+_NAMES = {"plt": "matplotlib.pyplot", "np": "numpy", "Image": "PIL.Image", "math": "math", "io": "io", "base64": "base64"}
 """What code finds without importing it, where it is installed."""
 
 

@@ -24,9 +24,7 @@ class Malformed(ValueError):
     """What came is no frame."""
 
 
-def send(
-    connection: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (), until: float | None = None
-) -> None:
+def send(connection: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
     """``until``: on the monotonic clock. Raises OSError (TimeoutError among them)."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
     _wait(connection, until)

@@ -137,9 +137,7 @@ class Interpreter:
     def _spoiled(self, why: str) -> Exception:
         """The interpreter is ended. Whose doing it was: the sandbox's when the fork server is gone too."""
         self.close()
-        return (
-            CodeFailed(why) if self._server.alive() else SandboxFailed("the fork server is gone, with its interpreters")
-        )
+        return CodeFailed(why) if self._server.alive() else SandboxFailed("the fork server is gone, with its interpreters")
 
 
 class Sandbox:
@@ -254,11 +252,7 @@ class _Server:
         self._user = uids.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
         python = bubblewrap.python_folders()
         letters = fonts.folder() if "matplotlib.pyplot" in options.preload else None
-        settings: dict[str, Any] = dataclasses.asdict(options) | {
-            "level": level,
-            "control": theirs.fileno(),
-            "fonts": letters,
-        }
+        settings: dict[str, Any] = dataclasses.asdict(options) | {"level": level, "control": theirs.fileno(), "fonts": letters}
         system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
         if level != Level.NAMESPACES:

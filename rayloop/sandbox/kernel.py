@@ -77,17 +77,13 @@ def enter_user_namespace(inside: int) -> None:
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            raise OSError(
-                error.errno, f"{name} of the userns refused: {errno.errorcode.get(error.errno or 0)}"
-            ) from error
+            raise OSError(error.errno, f"{name} of the userns refused: {errno.errorcode.get(error.errno or 0)}") from error
 
 
 def mount(kind: str, target: str, flags: int, options: str = "") -> None:
     """``kind`` "none" changes the mount that is there."""
     filesystem = None if kind == "none" else kind.encode()
-    check(
-        libc.mount(kind.encode(), target.encode(), filesystem, flags, options.encode()), f"mount of {kind} on {target}"
-    )
+    check(libc.mount(kind.encode(), target.encode(), filesystem, flags, options.encode()), f"mount of {kind} on {target}")
 
 
 def become(user: int, keep_read: bool = False) -> None:

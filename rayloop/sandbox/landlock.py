@@ -54,7 +54,5 @@ def _allow(rules: int, path: str, rights: int) -> None:
         return  # what is not there needs no rule
     rights = rights if os.path.isdir(path) else rights & _OF_FILES
     rule = struct.pack("=Qi", rights, place)
-    kernel.check(
-        kernel.system_call(_ADD, rules, 1, ctypes.create_string_buffer(rule, len(rule)), 0), "landlock_add_rule"
-    )
+    kernel.check(kernel.system_call(_ADD, rules, 1, ctypes.create_string_buffer(rule, len(rule)), 0), "landlock_add_rule")
     os.close(place)

@@ -76,9 +76,7 @@ def attack(level: Level) -> tuple[str, ...]:
     bait.chmod(0o666)
     sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
     try:
-        return tuple(
-            name for name, code in ATTACKS.items() if _held(sandbox, code.format(file=str(bait), pid=os.getpid()))
-        )
+        return tuple(name for name, code in ATTACKS.items() if _held(sandbox, code.format(file=str(bait), pid=os.getpid())))
     finally:
         sandbox.close()
         shutil.rmtree(folder, ignore_errors=True)

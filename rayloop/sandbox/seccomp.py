@@ -30,23 +30,9 @@ _NAMESPACES = 0x7E020000
 _FAMILIES = (1, 2, 10, 16)
 """Of sockets: unix, IPv4, IPv6, netlink."""
 _NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what C libraries call
-_DESCRIPTOR_COMMANDS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    1030,
-)  # F_DUPFD to F_SETFL; no locks, which others see, nor F_SETOWN, which sends signals
+_DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD to F_SETFL; no locks, which others see, nor F_SETOWN, which sends signals
 _SOCKET_QUESTIONS = (3, 4, 38, 39)  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN; not whose process is at the other end
-_TERMINAL_QUESTIONS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 
 
 def refuse_all_but(threads: bool, writing: bool) -> None:
@@ -100,12 +86,7 @@ def program(pid: int, threads: bool, writing: bool, machine: str) -> list[Row]:
         which = calls.CONDITIONAL[name][column]
         assert which is not None
         rows += [(_EQUAL, 0, len(tests) + 1, which), *tests, (_RETURN, 0, 0, _ERROR | otherwise)]
-    return [
-        *rows,
-        (_AT_LEAST, 0, 1, _NEWEST),
-        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
-        (_RETURN, 0, 0, _ERROR | errno.EPERM),
-    ]
+    return [*rows, (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _ERROR | errno.ENOSYS), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
 
 
 def _of(machine: str) -> list[Row]:
@@ -120,12 +101,7 @@ def _conditions(pid: int, threads: bool) -> Iterable[tuple[str, list[Row], int]]
     """Name of a call, rows that allow what it may be used for, the error otherwise."""
     yield (
         "clone",
-        [
-            (_LOAD, 0, 0, _low(0)),
-            (_ANY_BIT, 2, 0, _NAMESPACES),
-            (_ANY_BIT, 0, 1, _CLONE_THREAD),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
+        [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 2, 0, _NAMESPACES), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)]
         if threads
         else [],
         errno.EAGAIN,
@@ -141,11 +117,7 @@ def _conditions(pid: int, threads: bool) -> Iterable[tuple[str, list[Row], int]]
         yield name, _one_of(0, (0, pid)), errno.ESRCH
     yield "fcntl", _one_of(1, _DESCRIPTOR_COMMANDS), errno.EPERM
     stream = [(_LOAD, 0, 0, _low(1)), (_AND, 0, 0, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW)]
-    yield (
-        "socketpair",
-        [(_LOAD, 0, 0, _low(0)), (_EQUAL, 0, len(stream), 1), *stream],
-        errno.EPERM,
-    )  # unix streams: no named peer
+    yield ("socketpair", [(_LOAD, 0, 0, _low(0)), (_EQUAL, 0, len(stream), 1), *stream], errno.EPERM)  # unix streams: no named peer
     yield "sendto", _null(4), errno.EPERM  # what send() is; to no address
 
 
@@ -169,12 +141,7 @@ def _low(argument: int) -> int:
 
 
 class _Row(ctypes.Structure):
-    _fields_ = [
-        ("code", ctypes.c_ushort),
-        ("true", ctypes.c_ubyte),
-        ("false", ctypes.c_ubyte),
-        ("operand", ctypes.c_uint),
-    ]
+    _fields_ = [("code", ctypes.c_ushort), ("true", ctypes.c_ubyte), ("false", ctypes.c_ubyte), ("operand", ctypes.c_uint)]
 
 
 class _Program(ctypes.Structure):

@@ -68,17 +68,7 @@ def _load(settings: dict[str, Any]) -> None:
     if settings["fonts"]:
         shutil.copytree(settings["fonts"], cache)
     os.environ["MPLCONFIGDIR"] = cache
-    for name in (
-        *settings["preload"],
-        "random",
-        "secrets",
-        "math",
-        "base64",
-        "collections",
-        "itertools",
-        "statistics",
-        "re",
-    ):
+    for name in (*settings["preload"], "random", "secrets", "math", "base64", "collections", "itertools", "statistics", "re"):
         importlib.import_module(name)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")

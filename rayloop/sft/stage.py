@@ -127,17 +127,13 @@ class Examples:
             images.update({image.ref.sha256: image.data for image in rendered.images if image.data is not None})
 
         show("prompt", self.renderer.prompt(task.messages))
-        for assistant, messages in groupby(
-            _messages(self.answers.answer(task, rng)), key=lambda m: m.role == ASSISTANT
-        ):
+        for assistant, messages in groupby(_messages(self.answers.answer(task, rng)), key=lambda m: m.role == ASSISTANT):
             if assistant:
                 said = (*self.renderer.encode("".join(_texts(messages))), self.renderer.end_tokens[0])
                 turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
             else:
                 show("observation", self.renderer.observation(list(messages), said))
-        trajectory = Trajectory(
-            TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images
-        )
+        trajectory = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images)
         return TrainItem(trajectory, advantage=1.0)
 
 

@@ -21,9 +21,7 @@ class Placed:
     rollout_gpus: float
 
     def __str__(self) -> str:
-        return (
-            f"policy.placement.num_gpus is {self.policy_gpus:g} and rollout.placement.num_gpus is {self.rollout_gpus:g}"
-        )
+        return f"policy.placement.num_gpus is {self.policy_gpus:g} and rollout.placement.num_gpus is {self.rollout_gpus:g}"
 
 
 class TransportChoice(SettingsModel):

@@ -77,9 +77,7 @@ def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[s
 
 def _fields(record: Record) -> str:
     hidden = ("event", "step", "traceback")
-    return f"{record['event']}: " + ", ".join(
-        f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != ""
-    )
+    return f"{record['event']}: " + ", ".join(f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != "")
 
 
 def _starting(record: Record) -> str:
@@ -124,9 +122,7 @@ def _self_test(record: Record) -> str:
 def _evaluated(record: Record) -> str:
     """Means of the reward and its components; those by source, of controls and the bounds are left to the run folder."""
     means = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if fnmatch(k, "val/*/mean")}
-    shown = ", ".join(
-        f"{name} {v:.3f}" for name, v in means.items() if not fnmatch(name, "*/reward") and "control/" not in name
-    )
+    shown = ", ".join(f"{name} {v:.3f}" for name, v in means.items() if not fnmatch(name, "*/reward") and "control/" not in name)
     scored, drawn = record["val/scored"], record.get("val_sampled/scored", 0)
     missing = record["val/unscored"] + record.get("val_sampled/unscored", 0)
     parts = [f"held-out: {shown or 'no score'} over {scored:g} rows"]
@@ -168,9 +164,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "evaluated": _evaluated,
     "gain": lambda record: "\n".join(gained(record)),
     "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
-    "silent": lambda record: (
-        f"{record['actor']} does not answer, for {span(record['seconds'])} now; awaited: {record['awaited']}"
-    ),
+    "silent": lambda record: f"{record['actor']} does not answer, for {span(record['seconds'])} now; awaited: {record['awaited']}",
     "driver_silent": lambda record: (
         f"the driver has not answered for {span(record['seconds'])}; it is given up in {span(record['left'])}"
     ),

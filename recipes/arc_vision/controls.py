@@ -39,9 +39,7 @@ class BlindBox:
 
     def score(self, task: Task) -> Scored:
         """The constant box of the task's instruction against its true box. Raises ValueError before ``fit``."""
-        enough = (
-            key for key in _keys(task) if len(self._known[key]) >= min(self._settings.fewest, len(self._known[()]))
-        )
+        enough = (key for key in _keys(task) if len(self._known[key]) >= min(self._settings.fewest, len(self._known[()])))
         if not self._known[()] or (key := next(enough, None)) is None:
             raise ValueError("fit the blind prior on training rows first")
         if key not in self._best:

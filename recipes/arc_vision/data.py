@@ -26,8 +26,7 @@ class GroundingRows:
 
     class Settings(SettingsModel):
         prompt: str = (
-            "{instruction}\n"
-            "Answer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
+            "{instruction}\nAnswer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
         )
         """The user's text; ``{instruction}`` is replaced by the row's."""
         image_first: bool = False

@@ -107,14 +107,10 @@ def find_browser(path: str | None) -> str:
         import miniwob  # noqa: F401
         import playwright  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f'{error.name} is not installed; rendering pages needs: pip install "rayloop[browser]"'
-        ) from error
+        raise ConfigError(f'{error.name} is not installed; rendering pages needs: pip install "rayloop[browser]"') from error
     found = path or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None or not os.access(found, os.X_OK):
-        raise ConfigError(
-            f"{found or 'chromium'} is no program here: install Debian's chromium, or name one with --browser"
-        )
+        raise ConfigError(f"{found or 'chromium'} is no program here: install Debian's chromium, or name one with --browser")
     return found
 
 

@@ -18,11 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arc_vision", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
-        "--rows",
-        action="append",
-        default=[],
-        metavar="SPLIT=N",
-        help="another number of rows than shipped; may be repeated",
+        "--rows", action="append", default=[], metavar="SPLIT=N", help="another number of rows than shipped; may be repeated"
     )
     parser.add_argument("--browser", help="the Chromium to use (default: the system's)")
     parser.add_argument("--jobs", type=int, default=2, help="browsers at once")

@@ -58,9 +58,7 @@ def cluster(*arguments: str | Path) -> None:
 def write(folder: Path, snapshot: Path, summary: dict[str, Any]) -> None:
     """The snapshot's weights in bfloat16, and beside them what was measured."""
     cluster("export", snapshot, folder, "--dtype", "bfloat16")
-    folder.with_suffix(".json").write_text(
-        json.dumps({"snapshot": snapshot.name, **summary}, indent=1) + "\n", encoding="utf-8"
-    )
+    folder.with_suffix(".json").write_text(json.dumps({"snapshot": snapshot.name, **summary}, indent=1) + "\n", encoding="utf-8")
 
 
 def controls(snapshot: Path) -> dict[str, Any]:

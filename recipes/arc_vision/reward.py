@@ -178,9 +178,7 @@ class ArcVisionReward:
         read = box if settings.variant == "corrected" else true_box
         if settings.variant == "corrected" and settings.row_weights:
             weights = _row_weights(task)
-        played = Played(
-            context.texts, _executed(trajectory, context.texts), size_of(trajectory, task, settings), context.step
-        )
+        played = Played(context.texts, _executed(trajectory, context.texts), size_of(trajectory, task, settings), context.step)
         return arc_vision(played, read(task.ground_truth, f"ground truth of task {task.id}"), settings, weights)
 
 
@@ -197,9 +195,7 @@ class Played:
     step: int = 0
 
 
-def arc_vision(
-    played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: Weights | None = None
-) -> Scored:
+def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: Weights | None = None) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0).
 
     ``corrected`` counts calls that were carried out (the environment carries out a turn's last one) and reads the last turn's
@@ -212,9 +208,7 @@ def arc_vision(
     if corrected and played.executed is not None:
         calls = [turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn]
     covered = area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
-    small = (
-        library_small(truth, settings.small_area) if settings.variant == "library" else covered < settings.small_area
-    )
+    small = library_small(truth, settings.small_area) if settings.variant == "library" else covered < settings.small_area
     edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
     given, unreadable = answered(text, played.size) if corrected else (ORIGINALS[settings.variant](text), "unparsable")
     found = grounding(given, truth)
@@ -240,9 +234,7 @@ def arc_vision(
     return Scored(value - cost, about | terms, flags)
 
 
-def _tool_only(
-    about: Mapping[str, float], truth: Box, hard: bool, settings: ArcVisionReward.Settings, step: int
-) -> Scored:
+def _tool_only(about: Mapping[str, float], truth: Box, hard: bool, settings: ArcVisionReward.Settings, step: int) -> Scored:
     """Calls, and nothing that looks like an answer."""
     paid = settings.tool_only if settings.tool_only is not None else 0.1 * (settings.variant != "corrected")
     paid, cost = paid if hard else 0.0, _incomplete(settings, step)

@@ -63,9 +63,7 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
     found = arc_vision(Played(texts), truth, settings).components
     calls = [call.lower() for tag in settings.call_tags for text in texts for call in inside(tag, text)]
     names = [name for call in calls if (name := next((tool for tool in TOOLS if tool in call), ""))]
-    reasoning = "\n".join(
-        part for tag in ("reasoning", "think") for text in texts for part in inside(tag, text)
-    ).strip()
+    reasoning = "\n".join(part for tag in ("reasoning", "think") for text in texts for part in inside(tag, text)).strip()
     overlap, small, edge = found["iou"], bool(found["small"]), bool(found["edge"])
     yield "reasoning_traces", {
         "prompt_length": record["length"] - record["sampled_tokens"], "response_length": record["sampled_tokens"],
@@ -105,9 +103,7 @@ def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, boo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why there is nothing to read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop.recipes.arc_vision.telemetry", description="See the recipe's README."
-    )
+    parser = argparse.ArgumentParser(prog="python -m rayloop.recipes.arc_vision.telemetry", description="See the recipe's README.")
     parser.add_argument("run", type=Path, help="run folder")
     run: Path = parser.parse_args(arguments).run
     try:

@@ -3,7 +3,5 @@
 from rayloop.measure.benchmark import Benchmark, HeldOut
 
 BENCHMARK = Benchmark(
-    config="recipes/arpo/quickstart.yaml",
-    sets={"val": HeldOut("recipes/arpo/tasks/val.jsonl", samples=4)},
-    score="success",
+    config="recipes/arpo/quickstart.yaml", sets={"val": HeldOut("recipes/arpo/tasks/val.jsonl", samples=4)}, score="success"
 )

@@ -102,9 +102,7 @@ def _call(text: str) -> tuple[str | None, dict[str, object]]:
     if not isinstance(call, ast.Call):
         raise Broken("ValueError")
     name = getattr(call.func, "id", getattr(call.func, "attr", None))
-    return name, {
-        str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None for one in call.keywords
-    }
+    return name, {str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None for one in call.keywords}
 
 
 def _input(name: str, value: object) -> str:

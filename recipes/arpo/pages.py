@@ -19,9 +19,7 @@ ROWS = {"train": 900, "val": 72}
 """Of the shipped splits."""
 
 
-def rows(
-    split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES
-) -> Iterator[Mapping[str, Any]]:
+def rows(split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
     """``count`` rows in turn over the pages. Seeds begin with the split's name, so no split has a page of another."""
     for number in range(count):
         page, index = pages[number % len(pages)], number // len(pages)

@@ -24,12 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises RayloopError."""
     parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arpo", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument(
-        "--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--pages", nargs="+", default=list(PAGES), help="names of MiniWoB++ pages (default: the shipped ones)"
-    )
+    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)")
+    parser.add_argument("--pages", nargs="+", default=list(PAGES), help="names of MiniWoB++ pages (default: the shipped ones)")
     for split, count in ROWS.items():
         parser.add_argument(f"--{split}", type=int, default=count, help=f"rows of {split} (default: {count})")
     parser.add_argument("--demonstrations", type=int, default=0, help="episodes to record; needs the browser extra")

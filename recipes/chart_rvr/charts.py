@@ -164,10 +164,7 @@ def _difference(draw: random.Random, about: Chart) -> Question:
     i, j = draw.sample(range(len(values)), 2)
     a, b = about.rows[i][0], about.rows[j][0]
     high, low = max(values[i], values[j]), min(values[i], values[j])
-    steps = (
-        f"{name} is {values[i]} for {a} and {values[j]} for {b}.",
-        f"The difference is {high} - {low} = {high - low}.",
-    )
+    steps = (f"{name} is {values[i]} for {a} and {values[j]} for {b}.", f"The difference is {high} - {low} = {high - low}.")
     return f"What is the difference in {name} between {a} and {b}?", str(high - low), steps
 
 
@@ -175,10 +172,7 @@ def _sum(draw: random.Random, about: Chart) -> Question:
     _, name, values = _series(draw, about)
     i, j = draw.sample(range(len(values)), 2)
     a, b, total = about.rows[i][0], about.rows[j][0], values[i] + values[j]
-    steps = (
-        f"{name} is {values[i]} for {a} and {values[j]} for {b}.",
-        f"The sum is {values[i]} + {values[j]} = {total}.",
-    )
+    steps = (f"{name} is {values[i]} for {a} and {values[j]} for {b}.", f"The sum is {values[i]} + {values[j]} = {total}.")
     return f"What is the sum of {name} for {a} and {b}?", str(total), steps
 
 

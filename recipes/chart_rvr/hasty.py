@@ -41,9 +41,7 @@ class HastyAnswers:
         truth = task.ground_truth
         if rng.random() < slips.first:
             truth = task.extra["table"]["rows"][0][str(truth).isdigit()]
-        said = dataclasses.replace(
-            task, ground_truth=truth, extra={**task.extra, "table": {**task.extra["table"], "rows": rows}}
-        )
+        said = dataclasses.replace(task, ground_truth=truth, extra={**task.extra, "table": {**task.extra["table"], "rows": rows}})
         text = ChartAnswers().answer(said, rng)
         if rng.random() >= slips.skip:
             return text

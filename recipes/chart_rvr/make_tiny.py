@@ -31,9 +31,7 @@ def main() -> int:
             cluster("sft", HERE / f"{stage}.yaml")
     cluster("export", LOOSE, out / "tiny", "--dtype", "bfloat16")
     measured = LOOSE / "eval"
-    cluster(
-        "eval", HERE / "quickstart.yaml", "--checkpoint", out / "tiny", "--controls", "--samples", 2, "--out", measured
-    )
+    cluster("eval", HERE / "quickstart.yaml", "--checkpoint", out / "tiny", "--controls", "--samples", 2, "--out", measured)
     summary = json.loads((measured / "summary.json").read_text(encoding="utf-8"))
     (out / "tiny.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", help=f"kinds of chart, in turn (default: {','.join(large.KINDS)})")
     parser.add_argument("--seed", type=int, default=0, help="of all charts; equal seeds, equal rows")
     chosen = parser.parse_args(arguments)
-    known, make, save = (
-        (small.KINDS, small.small, small.save) if chosen.small else (large.KINDS, large.chart, large.save)
-    )
+    known, make, save = (small.KINDS, small.small, small.save) if chosen.small else (large.KINDS, large.chart, large.save)
     kinds = [kind.strip() for kind in chosen.kinds.split(",")] if chosen.kinds else known
     if unknown := sorted(set(kinds) - set(known)):
         raise ConfigError(f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(known)}")

@@ -22,10 +22,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     """``{completion, label, chart_type?, table?, reasoning?}``, or a line of a run's ``rollouts``. Raises DataFailure."""
     extra = {**row, "table": parsed(row.get("table"))}
     task = Task(
-        str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}"))),
-        (),
-        truth_of(row, LABELS, where),
-        extra=extra,
+        str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}"))), (), truth_of(row, LABELS, where), extra=extra
     )
     return Saved(texts_of(row, where), task, row)
 
@@ -51,8 +48,7 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
     relaxed = sum(relaxed_accuracy(said, true) for said, true in pairs) / len(pairs)
     exact = sum(exact_match(said, true) for said, true in pairs) / len(pairs)
     shown = [
-        f"  {one.task.id}: read {answer(one, variant)!r:.60}, {EXTRACTED} {one.row[EXTRACTED]!r:.60}"
-        for one in others[:SHOWN]
+        f"  {one.task.id}: read {answer(one, variant)!r:.60}, {EXTRACTED} {one.row[EXTRACTED]!r:.60}" for one in others[:SHOWN]
     ]
     more = [f"  and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
     return [

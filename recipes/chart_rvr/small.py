@@ -21,13 +21,7 @@ COLUMN, SIDE = 28, 84
 UNIT = 9
 """Pixels of a value's unit."""
 MOST = 9
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (30, 160, 60),
-    "blue": (50, 70, 220),
-    "yellow": (235, 200, 30),
-    "black": (20, 20, 20),
-}
+COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (50, 70, 220), "yellow": (235, 200, 30), "black": (20, 20, 20)}
 PAGE, INK = (240, 240, 240), (120, 120, 120)
 COLUMNS = ("Colour", "Value")
 

@@ -24,12 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises ConfigError for a file of tasks that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m rayloop data prepare desktop", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument(
-        "--tasks", type=Path, default=SHIPPED, help="a file of desktop tasks (default: the shipped one)"
-    )
-    parser.add_argument(
-        "--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)"
-    )
+    parser.add_argument("--tasks", type=Path, default=SHIPPED, help="a file of desktop tasks (default: the shipped one)")
+    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     try:
         made = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])

@@ -47,11 +47,7 @@ class QuestionRows:
             (Message("user", (*self._shown(flat, where, root), text)),),
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
-            {
-                **flat,
-                "root": str(root),
-                **({"videos": _videos(flat["videos"], where, root)} if flat.get("videos") else {}),
-            },
+            {**flat, "root": str(root), **({"videos": _videos(flat["videos"], where, root)} if flat.get("videos") else {})},
         )
 
     def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:

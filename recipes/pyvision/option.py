@@ -49,10 +49,6 @@ def inferred(answer: str, options: Mapping[str, str]) -> str | None:
     plain = _ARTICLE.sub(" ", answer)
     letters = {letter for letter in _LETTER.findall(plain) if letter in options}
     lower = answer.lower()
-    named = {
-        letter
-        for letter, words in options.items()
-        if words and re.search(rf"(?<!\w){re.escape(words.lower())}(?!\w)", lower)
-    }
+    named = {letter for letter, words in options.items() if words and re.search(rf"(?<!\w){re.escape(words.lower())}(?!\w)", lower)}
     found = letters or named
     return next(iter(found)) if len(found) == 1 and named <= found else None

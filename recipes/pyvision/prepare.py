@@ -36,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if count:
             rows = list(drawn(chosen.out, split, count))
             made = [*demonstrated(chosen.out, rows)] if split == "demos" else rows
-            (chosen.out / f"{split}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in made), encoding="utf-8"
-            )
+            (chosen.out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
             print(f"{chosen.out / f'{split}.jsonl'}: {len(made)} rows")
     return 0
 

@@ -27,9 +27,7 @@ def unclaimed(name: str) -> None:
         ray.get_actor(f"judge-{name}", namespace=NAMESPACE)
     except ValueError:
         return
-    raise ConfigError(
-        f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end its `judge serve`"
-    )
+    raise ConfigError(f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end its `judge serve`")
 
 
 def publish(name: str, address: Address) -> Any:

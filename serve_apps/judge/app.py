@@ -23,12 +23,7 @@ from rayloop.judge.rubric import FOLDER, Rubric, load_rubrics
 from rayloop.serve_apps.judge.http import web
 from rayloop.serve_apps.judge.openai_model import OpenAIModel
 from rayloop.serve_apps.judge.service import Chat, JudgeService
-from rayloop.serve_apps.judge.settings import (
-    JudgeSettings,
-    OpenAIBackendSettings,
-    RuleBackendSettings,
-    VllmBackendSettings,
-)
+from rayloop.serve_apps.judge.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
 from rayloop.serve_apps.web import backpressure
 
 
@@ -77,17 +72,11 @@ def app(args: dict[str, Any]) -> Application:
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), "the judge's key file")
     elif not settings.insecure:
-        raise ConfigError(
-            "key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback"
-        )
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
     limits, replicas = settings.limits, settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
-        target = {
-            "min_replicas": replicas.min,
-            "max_replicas": replicas.max,
-            "target_ongoing_requests": replicas.target,
-        }
+        target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
         scale = {"autoscaling_config": target}
     ingress: Callable[[type], Any] = serve.ingress()
     deployment = serve.deployment(

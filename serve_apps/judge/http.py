@@ -57,9 +57,7 @@ def web(service: JudgeService, key: str) -> FastAPI:
         async with service.running():
             yield
 
-    app = FastAPI(
-        title="rayloop judge", version=service.version.version, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="rayloop judge", version=service.version.version, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, key=key, limits=service.settings.limits, who="the judge")
     add_errors(app)
     _add_states(app, service)
@@ -83,9 +81,7 @@ def _add_questions(app: FastAPI, service: JudgeService) -> None:
     )  # fmt: skip
     async def chat(body: ChatRequest) -> Response:
         if service.chat is None:
-            return problem(
-                404, "no_model", f"the backend {service.backend.label} has no language model; POST /v1/judge works"
-            )
+            return problem(404, "no_model", f"the backend {service.backend.label} has no language model; POST /v1/judge works")
         wanted = body.model_dump(exclude_none=True) | {"model": service.chat.name}
         asked = wanted.get("max_completion_tokens") or wanted.get("max_tokens") or limits.chat_tokens
         tokens = {"max_tokens": min(asked, limits.chat_tokens)}
@@ -102,9 +98,7 @@ def _add_states(app: FastAPI, service: JudgeService) -> None:
     async def healthz() -> Health:
         return Health()
 
-    not_ready: dict[int | str, dict[str, Any]] = {
-        503: {"model": Readiness, "description": "Says which condition fails."}
-    }
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Says which condition fails."}}
 
     @app.get("/readyz", responses=documented(401, 403) | not_ready, response_model=Readiness, dependencies=KEY)
     async def readyz(response: Response) -> Readiness:

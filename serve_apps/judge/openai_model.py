@@ -72,9 +72,7 @@ class CompletionModel(ABC):
         try:
             choice = answer["choices"][0]
             if choice.get("finish_reason") == "length":
-                raise InfrastructureFailure(
-                    f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}"
-                )
+                raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
             text = choice["message"]["content"] or ""
             tokens = (choice.get("logprobs") or {}).get("content") or ()
             return Reply(str(text), correct_probability(tokens))
@@ -87,9 +85,7 @@ class OpenAIModel(CompletionModel):
 
     def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
         extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
-        super().__init__(
-            settings.model, settings.max_tokens, extra, {"url": settings.url, "logprobs": settings.logprobs}
-        )
+        super().__init__(settings.model, settings.max_tokens, extra, {"url": settings.url, "logprobs": settings.logprobs})
         key = read_key(settings.key_file)
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",

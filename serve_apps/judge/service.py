@@ -81,12 +81,7 @@ class JudgeService:
     """``async with`` it: the canary is asked while the block runs, and the model's connections end with it."""
 
     def __init__(
-        self,
-        settings: JudgeSettings,
-        backend: Backend,
-        rubrics: Mapping[str, Rubric],
-        chat: Chat | None,
-        replica: str = "",
+        self, settings: JudgeSettings, backend: Backend, rubrics: Mapping[str, Rubric], chat: Chat | None, replica: str = ""
     ) -> None:
         self.settings, self.backend, self.chat = settings, backend, chat
         self._rubrics = {name: rubric.digest for name, rubric in rubrics.items()}
@@ -157,9 +152,7 @@ class JudgeService:
             real = [self._checked_image(image) for image in item.images]
             left -= sum(size for _, size in real)
             if left < 0:
-                raise DataFailure(
-                    item.images[0], f"the request's images have more than {self.settings.limits.images} bytes"
-                )
+                raise DataFailure(item.images[0], f"the request's images have more than {self.settings.limits.images} bytes")
             found.append(item.model_copy(update={"images": tuple(path for path, _ in real)}))
         return found
 
@@ -171,17 +164,13 @@ class JudgeService:
         try:
             real = path.resolve()
             if not path.is_absolute() or not any(real.is_relative_to(root) for root in self._roots):
-                raise DataFailure(
-                    str(path), "no absolute path below one of the judge's image_roots; URLs are never fetched"
-                )
+                raise DataFailure(str(path), "no absolute path below one of the judge's image_roots; URLs are never fetched")
             size = real.stat().st_size
             fits = real.suffix.lower() in IMAGES and real.is_file() and size <= limit
         except (OSError, ValueError) as error:
             raise DataFailure(str(path), f"cannot be read: {error}") from error
         if not fits:
-            raise DataFailure(
-                str(path), f"no file of at most {limit} bytes named *{', *'.join(IMAGES)} where the judge runs"
-            )
+            raise DataFailure(str(path), f"no file of at most {limit} bytes named *{', *'.join(IMAGES)} where the judge runs")
         return str(real), size
 
     @contextmanager

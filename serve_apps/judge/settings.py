@@ -62,9 +62,7 @@ class VllmBackendSettings(SettingsModel):
     """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
 
 
-BackendSettings = Annotated[
-    RuleBackendSettings | OpenAIBackendSettings | VllmBackendSettings, Field(discriminator="kind")
-]
+BackendSettings = Annotated[RuleBackendSettings | OpenAIBackendSettings | VllmBackendSettings, Field(discriminator="kind")]
 
 
 class LimitSettings(SettingsModel):

@@ -35,9 +35,7 @@ def app(settings: PolicySettings) -> Application:
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), "the policy endpoint's key file")
     elif not settings.insecure:
-        raise ConfigError(
-            "key_file: everybody who reaches the port could ask. Name a file, or serve loopback insecurely"
-        )
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or serve loopback insecurely")
     limits = settings.limits
     ingress: Callable[[type], Any] = serve.ingress()
     deployment = serve.deployment(

@@ -46,11 +46,7 @@ class Conversation:
     def answered(self, completion: Completion, sampling: Sampling) -> Conversation:
         """With one more sampled turn."""
         turn = Turn(
-            "assistant",
-            completion.token_ids,
-            logprobs=completion.logprobs,
-            version=completion.version,
-            finish=completion.finish,
+            "assistant", completion.token_ids, logprobs=completion.logprobs, version=completion.version, finish=completion.finish
         )
         return replace(self, turns=(*self.turns, turn), sampling=sampling)
 
@@ -76,9 +72,7 @@ class Histories:
         self._by_key: Cache[bytes, str] = Cache(1 << 16)
         self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None
-    ) -> Conversation:
+    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None) -> Conversation:
         """The conversation to answer. Raises DataFailure for messages or images that cannot be rendered, or that are not those of
         the answer that they should continue."""
         keys = _keys(messages, tools)
@@ -113,9 +107,7 @@ class Histories:
             raise DataFailure("continues", f"the messages up to the last answer are not those of {name}")
         return known
 
-    def _continued(
-        self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]
-    ) -> Conversation:
+    def _continued(self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]) -> Conversation:
         new = [message_of(message) for message in messages[known.messages :]]
         rendered = self._renderer.observation(new, known.turns[-1].token_ids)
         turn = _turn(new[-1].role, rendered)
@@ -151,9 +143,7 @@ def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -
 
 def _key(before: bytes, message: ChatMessage) -> bytes:
     """A text alone and a text as the only part are the same; images are their bytes. How calls are named is part of it."""
-    parts = [
-        part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)
-    ]
+    parts = [part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)]
     kinds = [isinstance(part, str) for part in _parts(message)]
     calls = [[call.id, call.function.name, call.function.arguments] for call in message.tool_calls or ()]
     told = json.dumps([message.role, parts, kinds, calls])

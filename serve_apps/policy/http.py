@@ -87,9 +87,7 @@ def _add_chat(app: FastAPI, service: PolicyService) -> None:
 
 
 def _add_states(app: FastAPI, service: PolicyService) -> None:
-    not_ready: dict[int | str, dict[str, Any]] = {
-        503: {"model": Readiness, "description": "Says which condition fails."}
-    }
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Says which condition fails."}}
 
     @app.get("/healthz")
     async def healthz() -> Health:
@@ -107,6 +105,4 @@ def _add_states(app: FastAPI, service: PolicyService) -> None:
 
 
 def _unknown(name: str, service: PolicyService) -> Response:
-    return problem(
-        404, "model_not_found", f"there is no model {name[:64]!r} here; the run's is {service.settings.run!r}"
-    )
+    return problem(404, "model_not_found", f"there is no model {name[:64]!r} here; the run's is {service.settings.run!r}")

@@ -33,9 +33,7 @@ class Metrics(RequestMetrics):
         self.prompted: Counter = self._one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
         self.sampled: Counter = self._one(Counter, "sampled_tokens", "Tokens of answers.")
         self.engines: Gauge = self._one(Gauge, "engines", "Engines that serve weights.")
-        self.step: Gauge = self._one(
-            Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none."
-        )
+        self.step: Gauge = self._one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
 
 
 class Overloaded(InfrastructureFailure):
@@ -103,9 +101,7 @@ class PolicyService:
         s = self.settings
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
         shown = tools if asked.tool_choice != "none" else []
-        conversation = await in_thread(
-            self._histories.prompt, asked.messages, shown, asked.continues, timeout=s.limits.seconds
-        )
+        conversation = await in_thread(self._histories.prompt, asked.messages, shown, asked.continues, timeout=s.limits.seconds)
         tokens = conversation.token_ids
         if len(tokens) >= s.tokens:
             raise OverLongPrompt(len(tokens), s.tokens - 1)

@@ -150,9 +150,7 @@ def test_a_quarantined_task_is_no_probe(world: Make) -> None:
 
 def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
     made = world(broken, environment={"actors": 2})
-    with pytest.raises(
-        EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"
-    ):
+    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"):
         asyncio.run(probe(made))
 
 
@@ -171,11 +169,7 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
         return [await play(asked, made.config, player, step, keep, lambda member: None) for step in (0, 1)]
 
     first, second = asyncio.run(evaluations())
-    assert (
-        [item.reward is None for item in first]
-        == [item.reward is None for item in second]
-        == [i == 3 for i in range(5)]
-    )
+    assert [item.reward is None for item in first] == [item.reward is None for item in second] == [i == 3 for i in range(5)]
     assert made.plays[BAD] == 2 * 3
 
 

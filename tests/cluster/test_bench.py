@@ -83,12 +83,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.Capt
 def bench(*options: str) -> dict[str, Any]:
     """The last line that ``bench`` prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", "bench", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+        [sys.executable, "-m", "rayloop", "bench", *options], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -115,9 +110,7 @@ def test_the_driver_plays_among_simulated_actors() -> None:
 
 @pytest.mark.slow_faults
 def test_screenshots_travel_once() -> None:
-    line = bench(
-        "multi_turn", "--episodes", "16", "--turns", "4", "--size", "200000", "--steps", "1", "--seconds", "0.05"
-    )
+    line = bench("multi_turn", "--episodes", "16", "--turns", "4", "--size", "200000", "--steps", "1", "--seconds", "0.05")
     assert 16 * 3 < line["requests"] <= 16 * 4, "the first turn of a group may be one request"
     assert line["distinct_mb"] == pytest.approx((2 + 16 * 3) * 0.2, rel=0.05)
     assert 1.0 <= line["ratio"] <= 1.2
@@ -126,9 +119,7 @@ def test_screenshots_travel_once() -> None:
 
 
 def test_the_trainers_speed_is_a_share_of_matrix_products(digits_model: Path) -> None:
-    line = bench(
-        "train", "--model", str(digits_model), "--sequences", "4", "--prompt", "8", "--answer", "8", "--rounds", "2"
-    )
+    line = bench("train", "--model", str(digits_model), "--sequences", "4", "--prompt", "8", "--answer", "8", "--rounds", "2")
     assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["update_s"], rel=0.01)
     assert line["mfu"] == pytest.approx(line["gflops"] / line["ceiling_gflops"], abs=0.001)
     c = json.loads((digits_model / "config.json").read_text(encoding="utf-8"))

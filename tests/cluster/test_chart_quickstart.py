@@ -19,9 +19,7 @@ def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
     assert main(["--small", "--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
     config = yaml.safe_load((ROOT / "recipes/chart_rvr/quickstart.yaml").read_text(encoding="utf-8"))
     config |= {"output": str(tmp_path), "name": "run", "steps": 3, "checkpoint": {"every": 3}}
-    config["data"] |= {
-        name: str(tmp_path / f"rows/{split}.jsonl") for name, split in (("train", "train"), ("eval", "val"))
-    }
+    config["data"] |= {name: str(tmp_path / f"rows/{split}.jsonl") for name, split in (("train", "train"), ("eval", "val"))}
     config["algorithm"] = {"group_size": 4, "groups_per_step": 4}
     config["evaluation"] |= {"every": 3, "samples": 1}
     with run(config) as made:

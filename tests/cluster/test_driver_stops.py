@@ -154,9 +154,7 @@ class Services:
 def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     torch.set_num_threads(1)
     c = RunConfig.model_validate(settings(tmp_path, digits_model, publish={"self_test": True, "probes": 1}))
-    made = RankSettings(
-        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0
-    )
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0)
     stage = Stage(c, PolicyRank(made, 0, 1))
     stage.rank.join(f"file://{tmp_path}/rendezvous")
     stage.start = stage.weights()
@@ -204,9 +202,7 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
             break
         stops += isinstance(end, Preempted)
         checkpoint = driver.checkpoints.find("auto")
-        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), (
-            f"at await {number}: {end}"
-        )
+        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), f"at await {number}: {end}"
         assert not list(driver.checkpoints.folder.glob("*.tmp")), f"stopped at await {number}"
         if checkpoint is not None:
             saved += 1
@@ -228,13 +224,7 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
     ],
 )
 def test_75_means_that_this_very_step_is_on_disk(
-    stage: Stage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: tuple[int, ...],
-    code: int,
-    says: str,
-    beside: bool,
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], code: int, says: str, beside: bool
 ) -> None:
     """The stop comes while a lost policy is being replaced; what is being written beside training is waited for."""
     write = CheckpointStore._commit
@@ -466,9 +456,7 @@ def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
     assert (told["event"], told["error"]) == ("failed", "RolesExhausted")
 
 
-def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message is lost while the ranks meet. The first lineage finds no ranks; they are rebuilt as at any other time."""
     lost = ActorUnavailableError("connection reset", b"1" * 16)
     failed = []

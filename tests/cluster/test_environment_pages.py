@@ -68,9 +68,7 @@ def test_the_environment_does_what_its_page_says(folder: Path) -> None:
         queries.Queries(queries.Queries.Settings()).reset(Task("t", ()))
 
 
-@pytest.mark.parametrize(
-    ("name", "row"), [("queries", "1"), ("mixed", "1"), ("mixed", "2"), ("rates", "1"), ("looking", "1")]
-)
+@pytest.mark.parametrize(("name", "row"), [("queries", "1"), ("mixed", "1"), ("mixed", "2"), ("rates", "1"), ("looking", "1")])
 def test_the_rows_of_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str, row: str) -> None:
     rows = folder / f"{name}.jsonl"
     assert not rows.exists() or len(rows.read_text(encoding="utf-8").splitlines()) == 2
@@ -112,9 +110,7 @@ def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model:
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
-    assert (
-        "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database, talk" in done.stderr
-    )
+    assert "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database, talk" in done.stderr
 
 
 def called(environment: ToolCalls, name: str, arguments: str) -> tuple[Any, str | None]:

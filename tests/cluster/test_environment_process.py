@@ -38,9 +38,7 @@ from rayloop.launch.ray_variables import SUBREAPER
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SUBREAPER, "true")
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
 

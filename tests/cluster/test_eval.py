@@ -89,13 +89,9 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     assert len(lines) == len(items)
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["items"] == ROWS
-    assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(
-        sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS
-    )
+    assert summary["arms"][RIGHT]["reward"][0] == pytest.approx(sum(items[RIGHT, t, 0].reward or 0 for t in tasks()) / ROWS)
     assert set(summary["arms"][BLIND]) == {"reward", "iou", "click", "format"}
-    (out / "items.jsonl").write_text(
-        "".join(lines[:10]) + lines[10][:20], encoding="utf-8"
-    )  # killed while it wrote the eleventh
+    (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20], encoding="utf-8")  # killed while it wrote the eleventh
     assert evaluate(config, out, *checkpoint) == 0
     assert (out / "items.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:10] == lines[:10]
     assert {item.key: item for item in read_items(out / "items.jsonl")} == items
@@ -113,9 +109,7 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
     evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
     for number in (1, 2):
         version, trace = Version(0, 0), f"Traceback\nKeyError: {number}"
-        summary = Summary(
-            TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version
-        )
+        summary = Summary(TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
         evaluator._hear(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
         evaluator._keep(Item(RIGHT, f"t{number}", "", 0, unscored=f"grader_error: KeyError: {number}"), {})
     assert evaluator.why == "t1: grader_error: KeyError: 1"
@@ -126,19 +120,13 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
 def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
     tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = RunConfig.model_validate(
-        settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}})
-    )
-    monkeypatch.setattr(
-        "rayloop.cluster.stages.evaluate._play", lambda *_: "t1: over_long_prompt: the prompt has 9 tokens"
-    )
+    config = RunConfig.model_validate(settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}}))
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate._play", lambda *_: "t1: over_long_prompt: the prompt has 9 tokens")
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
     mended = config.model_copy(update={"seed": config.seed + 1})
     for one in (config, mended):  # a folder without an answer belongs to nobody
         with pytest.raises(NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"):
-            run_evaluation(
-                one, config.data.train, tmp_path / "out", controls=True, samples=0, address=None, temporary=None
-            )
+            run_evaluation(one, config.data.train, tmp_path / "out", controls=True, samples=0, address=None, temporary=None)
         assert "shows an image: --controls has no wrong image to play" in capsys.readouterr().out
     assert not (tmp_path / "out/results.json").exists()
 
@@ -197,10 +185,7 @@ def same_weights(left: Path, right: Path) -> bool:
 
 def plain_transformers(folder: Path, text: str, shown: PromptImage) -> list[int]:
     """12 greedy tokens by nothing but transformers (without its AutoProcessor, which wants torchvision)."""
-    model, processor = (
-        AutoModelForImageTextToText.from_pretrained(folder),
-        Qwen2VLImageProcessorPil.from_pretrained(folder),
-    )
+    model, processor = (AutoModelForImageTextToText.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder))
     ids = torch.tensor([prompt(folder, text, shown).token_ids])
     answer = model.generate(
         **processor(images=[Image.open(io.BytesIO(shown.data or b""))], return_tensors="pt"),

@@ -104,9 +104,7 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
     made.run(steps=30)
     assert made.production.issuer.quarantined == set()
     [lost] = made.named("worker_lost")
-    assert lost["why"].startswith(
-        "episodes of 3 different tasks failed on it one after the other, last: reset raised OSError"
-    )
+    assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other, last: reset raised OSError")
     assert "excluded[environment_failure]" not in made.ledger.counts()
 
 
@@ -150,9 +148,7 @@ def test_a_sick_node_condemns_no_task_however_many_actors_are_on_it(world: Make)
 
 def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
     made = world(broken, environment={"actors": 3})
-    with pytest.raises(
-        GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"
-    ):
+    with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
         made.run(steps=1)
     assert made.production.issuer.quarantined == set()
     assert made.named("worker_lost") == []
@@ -298,9 +294,7 @@ def well(made: World) -> Behave:
 
 
 def pool(world: World, size: int, nodes: Any = None) -> Pool:
-    return Pool(
-        "tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None, nodes=nodes
-    )
+    return Pool("tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None, nodes=nodes)
 
 
 def test_a_slot_is_avoided_with_its_node_if_there_is_another(world: Make) -> None:

@@ -42,8 +42,7 @@ def well(made: World, actor: Handle, request: PlayRequest) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"),
-    [(None, [EIGHT]), (8, [EIGHT]), (3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (1, [[sample] for sample in EIGHT])],
+    ("size", "expected"), [(None, [EIGHT]), (8, [EIGHT]), (3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (1, [[sample] for sample in EIGHT])]
 )
 @pytest.mark.parametrize("per", ["trajectory", "group"])
 def test_a_group_is_one_call_or_as_many_as_were_asked_for(
@@ -105,9 +104,7 @@ def test_a_member_that_kills_its_actor_costs_the_others_one_replay_and_no_more(w
 
     made = world(kills, environment={"actors": actors, "attempts": 2}, recovery={"replacements": 20})
     made.run(steps=2)
-    assert plays == {**dict.fromkeys(EIGHT, 2), 3: 3}, (
-        "the first time nobody knows who it was; then it has its attempts"
-    )
+    assert plays == {**dict.fromkeys(EIGHT, 2), 3: 3}, "the first time nobody knows who it was; then it has its attempts"
 
 
 def test_who_is_lost_on_account_of_another_call_is_not_suspected(world: Make) -> None:

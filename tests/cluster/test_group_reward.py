@@ -157,9 +157,7 @@ def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(tmp_path:
     player, items, heard = evaluated(tmp_path, per)
     assert Counter(map(tuple, player.together)) == Counter([("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")])
     assert [item.reward for item in items] == [1.0] * 3 + [2.0] * 6
-    assert len(set(heard)) == len(items) == 9, (
-        "what was scored is told, or nobody would see a grader that raises on all"
-    )
+    assert len(set(heard)) == len(items) == 9, "what was scored is told, or nobody would see a grader that raises on all"
 
 
 class Describing(Player):
@@ -203,8 +201,7 @@ def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> 
     assert Counter(map(len, player.described)) == {1: 60, 4: 60}
     assert all(len({id.group for id in ids}) == 1 for ids in player.described)
     assert {item.key: item.text for item in items} == {
-        (one.arm, one.task.id, one.sample): f"answer {one.sample} to {one.task.id}" if one.sample % 2 == 0 else ""
-        for one in asked
+        (one.arm, one.task.id, one.sample): f"answer {one.sample} to {one.task.id}" if one.sample % 2 == 0 else "" for one in asked
     }
     assert kept == {item.key: {item.task: b"image"} for item in items}
     assert AT_ONCE - 4 < player.most < AT_ONCE + 4, "as many as may, whatever the largest group"
@@ -226,9 +223,7 @@ def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> Non
 
 @pytest.mark.slow_faults
 @pytest.mark.timeout(600)
-def test_a_run_an_evaluation_and_a_try_of_a_ranking(
-    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_an_evaluation_and_a_try_of_a_ranking(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
     source = {"use": "tests.support.rewards:TokenRanking", "with": {"marks": str(marks)}}

@@ -46,9 +46,7 @@ def test_a_live_run_is_looked_at_and_stopped(digits_model: Path, tmp_path: Path)
         assert "environment-0" not in stacks
         assert "MainThread" in stacks
         logs = typed("logs", folder, "--lines", "3")
-        assert {"driver", "rollout", "policy"} <= {
-            line[4:].partition("-")[0] for line in logs.splitlines() if line[:4] == "=== "
-        }
+        assert {"driver", "rollout", "policy"} <= {line[4:].partition("-")[0] for line in logs.splitlines() if line[:4] == "=== "}
         asked = [sys.executable, "-c", FROM_ELSEWHERE, folder]
         subprocess.run(asked, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=180)
         made.ends(75)

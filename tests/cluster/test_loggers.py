@@ -311,9 +311,7 @@ with private_cluster() as temporary:
 @pytest.mark.timeout(180)
 def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> None:
     """A private cluster has no dashboard, but its node's agent serves the metrics port; a step may take minutes."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROMETHEUS], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROMETHEUS], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     found = {}
     for line in done.stdout.splitlines():

@@ -143,9 +143,7 @@ def test_a_lost_object_is_told_from_a_lost_worker() -> None:
 def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_model: Path, ranks: int) -> None:
     stage = Stage(tmp_path, digits_model, LOST, policy__ranks=ranks)
     c = stage.config
-    made = RankSettings(
-        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0
-    )
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0)
     rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
     policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks))
 
@@ -269,9 +267,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     async def go_on() -> Driver:
         store.next_lineage()
         await store.save(1, await before.capture(), nothing, about(before.config, hashes, 24))
-        config = RunConfig.model_validate(
-            settings(tmp_path, digits_model, reference__kind="actor", policy__loss={"kl_coef": 0.1})
-        )
+        config = RunConfig.model_validate(settings(tmp_path, digits_model, reference__kind="actor", policy__loss={"kl_coef": 0.1}))
         services = SimpleNamespace(policy=SimpleNamespace(load=nothing), reference=Reference())
         driver = made_driver(config, tmp_path / "run", "auto", hashes, services)
         await driver.restore()

@@ -32,20 +32,10 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
         )  # fmt: skip
         file, out = tmp_path / "eval.yaml", tmp_path / "out"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        benchmark = (
-            "--benchmark",
-            "screenspot",
-            "evaluation.by=[page]",
-            "evaluation.solved.score=format",
-            "--samples",
-            "2",
-        )
+        benchmark = ("--benchmark", "screenspot", "evaluation.by=[page]", "evaluation.solved.score=format", "--samples", "2")
         command = ("eval", str(file), *benchmark, "--data", str(DATA / "test.jsonl"), "--out", str(out))
         done = subprocess.run(
-            [sys.executable, "-m", "rayloop", *command],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
+            [sys.executable, "-m", "rayloop", *command], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
         )
         assert done.returncode == 0
     items = read_items(out / "items.jsonl")
@@ -53,9 +43,7 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
     assert len(items) == len(server.requests) == 3 * rows, "one greedy answer and two sampled ones"
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert (results["benchmark"], len(results["tasks"]), results["cut"]) == ("screenspot", rows, 0)
-    assert {k: found[0] for k, found in results["pass_at"].items()} == {"1": 1.0, "2": 1.0}, (
-        "the whole page holds every middle"
-    )
+    assert {k: found[0] for k, found in results["pass_at"].items()} == {"1": 1.0, "2": 1.0}, "the whole page holds every middle"
     assert len(results["by"]["page"]) == rows, "every page is of its own type"
     assert all(item.reward is not None and item.reward > 0 for item in items), "the answer is the whole page"
     assert json.loads((out / "identity.json").read_text(encoding="utf-8"))["weights"] == f"theirs at {server.url}/v1"

@@ -59,10 +59,7 @@ def test_the_environment_and_the_tool_do_what_the_page_says(folder: Path, monkey
     assert said[3].done
     assert game.evaluate() == 1.0
     tool = calculator.Calculator(None)
-    answers = [
-        tool.step(f"<tool_call>{call}</tool_call>")
-        for call in ('{"name": "add", "arguments": {"a": 1, "b": 2}}', "add")
-    ]
+    answers = [tool.step(f"<tool_call>{call}</tool_call>") for call in ('{"name": "add", "arguments": {"a": 1, "b": 2}}', "add")]
     assert answers[0].observation.messages[0].parts == ("3",)
     assert answers[1].error is not None
     assert tool.step("3").done

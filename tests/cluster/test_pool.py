@@ -36,9 +36,7 @@ def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in (SUBREAPER, NICENESS):  # not the authentication: Ray reads that once in a process
             patch.setenv(name, node_settings(None)[name])
-        ray.init(
-            address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -69,9 +67,7 @@ class Worker(Actor):
 class Fixture:
     """A pool with its events; ``spawned`` counts constructions, those after ``good`` are broken."""
 
-    def __init__(
-        self, size: int, replacements: int = 5, good: int = 100, admit: Callable[[Any], Awaitable[None]] | None = None
-    ):
+    def __init__(self, size: int, replacements: int = 5, good: int = 100, admit: Callable[[Any], Awaitable[None]] | None = None):
         self.events: list[dict[str, Any]] = []
         self.spawned = 0
         self.good = good
@@ -223,9 +219,7 @@ def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> No
 
 def test_a_call_gives_up_after_its_attempts() -> None:
     async def test(pool: Pool[Worker]) -> None:
-        with pytest.raises(
-            WorkerLost, match=r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"
-        ):
+        with pytest.raises(WorkerLost, match=r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"):
             await pool.within(0.3, attempts=2).call(Worker.work, 30.0)
 
     Fixture(1).run(test)
@@ -236,9 +230,7 @@ def test_the_role_is_exhausted_when_replacements_keep_failing() -> None:
 
     async def test(pool: Pool[Worker]) -> None:
         pool.lost(1, "gone")
-        with pytest.raises(
-            RolesExhausted, match=r"tester role had fewer than 1 of 1 actors .* allows 2 per slot and hour.*gone"
-        ):
+        with pytest.raises(RolesExhausted, match=r"tester role had fewer than 1 of 1 actors .* allows 2 per slot and hour.*gone"):
             await pool.lease()
         with pytest.raises(RolesExhausted):
             await pool.check()
@@ -260,27 +252,20 @@ def test_a_constructor_that_raises_is_named() -> None:
 def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         settings(
-            tmp_path,
-            tmp_path,
-            policy__ranks=4,
-            policy__placement={"num_gpus": 1, "num_cpus": 20},
-            recovery={"start_timeout": 0.5},
+            tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20}, recovery={"start_timeout": 0.5}
         )
     )
     events = []
     with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
         asyncio.run(
-            reserve(
-                config, "too large", bundles(config), lambda event: events.append((event.kind, event.record()["lacks"]))
-            )
+            reserve(config, "too large", bundles(config), lambda event: events.append((event.kind, event.record()["lacks"])))
         )
     assert events == [("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")]
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
     patient, hasty = (
-        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds}))
-        for seconds in (60.0, 1.0)
+        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds})) for seconds in (60.0, 1.0)
     )
 
     async def free(cpus: float) -> None:
@@ -293,9 +278,7 @@ def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> No
         held = await reserve(patient, "first", bundles(patient), lambda *_, **__: None)  # in place of the one before
         try:
             await free(1.0)
-            with pytest.raises(
-                ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"
-            ):
+            with pytest.raises(ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"):
                 await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
         finally:
             remove_placement_group(held)

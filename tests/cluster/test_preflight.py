@@ -72,9 +72,7 @@ UPDATE = {"update": [{"path": "/load"}]}
         ({"engine": SERVER | {"interface": "tokens"}}, "the server would keep its weights"),
     ],
 )
-def test_engines_that_cannot_be_trained_are_refused_by_training_only(
-    tmp_path: Path, rollout: dict[str, Any], message: str
-) -> None:
+def test_engines_that_cannot_be_trained_are_refused_by_training_only(tmp_path: Path, rollout: dict[str, Any], message: str) -> None:
     preflight(config(tmp_path, rollout=rollout), trains=False)
     with pytest.raises(ConfigError, match=message):
         preflight(config(tmp_path, rollout=rollout))
@@ -85,9 +83,7 @@ def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:
         assert refusal(config(tmp_path, rollout={"engine": engine})) == ""
 
 
-def test_folders_of_killed_processes_are_removed_and_others_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rayloop.launch.ray_variables.LONGEST", 1000)
     for name in ("dead", "alive"):
@@ -141,9 +137,7 @@ def test_a_schedule_that_ends_before_the_run_is_told(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "num_experts": 60}, "qwen3_moe is a mixture of 60 experts"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(
-    tmp_path: Path, described: dict[str, Any], why: str
-) -> None:
+def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(tmp_path: Path, described: dict[str, Any], why: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     assert why in refusal(config(tmp_path, model={"path": str(tmp_path)}))
 

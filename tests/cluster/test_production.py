@@ -68,9 +68,7 @@ class Loop:
         self.collecting = False
         self._play = play
 
-    async def play(
-        self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
-    ) -> list[Member]:
+    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, begins) for request in asked))
 
     async def _episode(self, request: PlayRequest, begins: Callable[[PlayRequest], None]) -> Member:
@@ -172,16 +170,12 @@ def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
     counts = loop.ledger.counts()
     ledger_closes(counts)
     assert counts["trained"] == 8
-    assert counts["filtered[all_equal]"] == 4 * (
-        loop.production.issuer.next_number - loop.production.issuer.next_number // 3
-    )
+    assert counts["filtered[all_equal]"] == 4 * (loop.production.issuer.next_number - loop.production.issuer.next_number // 3)
 
 
 def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> None:
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 3})
-    with pytest.raises(
-        GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"
-    ):
+    with pytest.raises(GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"):
         loop.run(loop.step)
     assert loop.production.issuer.next_number == 3 * 2
 
@@ -210,10 +204,7 @@ def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_pat
 
 
 def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
-    changes = {
-        "algorithm__filtering": {"carry_over": True, "ranking": "issue"},
-        "algorithm__staleness": {"max_staleness": 1},
-    }
+    changes = {"algorithm__filtering": {"carry_over": True, "ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[list[int]]:
@@ -226,10 +217,7 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
 
 
 def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
-    changes = {
-        "algorithm__filtering": {"carry_over": True, "ranking": "issue"},
-        "algorithm__staleness": {"max_staleness": 1},
-    }
+    changes = {"algorithm__filtering": {"carry_over": True, "ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[int]:
@@ -254,14 +242,9 @@ def held_back(released: asyncio.Event) -> Play:
 
 
 @pytest.mark.parametrize(("when_late", "second"), [("wait", [1, 4]), ("drop", [4, 5])])
-def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(
-    when_late: str, second: list[int], tmp_path: Path
-) -> None:
+def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(when_late: str, second: list[int], tmp_path: Path) -> None:
     released = asyncio.Event()
-    changes = {
-        "algorithm__filtering": {"ranking": "issue"},
-        "algorithm__staleness": {"max_staleness": 1, "when_late": when_late},
-    }
+    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1, "when_late": when_late}}
     loop = Loop(tmp_path, held_back(released), **changes)
 
     async def test() -> list[list[int]]:
@@ -284,9 +267,7 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
     class EpisodeRunner:
-        async def play(
-            self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]
-        ) -> list[Member]:
+        async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
             first, *others = asked
             await admitted.wait()
             begins(first)
@@ -368,9 +349,7 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
 
 
 @pytest.mark.parametrize("stale", [1, 2, 4, 8])
-def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(
-    stale: int, tmp_path: Path
-) -> None:
+def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(stale: int, tmp_path: Path) -> None:
     """Later groups have the larger spread, so that ranking alone would let older ones wait until they are stale."""
 
     async def play(loop: Loop, request: PlayRequest) -> Scored:
@@ -523,9 +502,7 @@ def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(t
 
 
 @pytest.mark.parametrize(("fraction", "steps"), [(1.0, 2), (0.5, 3)])
-def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(
-    fraction: float, steps: int, tmp_path: Path
-) -> None:
+def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fraction: float, steps: int, tmp_path: Path) -> None:
     """Five groups are played, two make a step; the sixth task is the last."""
 
     async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
@@ -535,10 +512,7 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(
         loop.production.issuer.quarantined = {task.id for task in loop.production.dataset}
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
-    changes = {
-        "algorithm__staleness": {"max_staleness": 2},
-        "algorithm__filtering": {"min_fraction": fraction, "ranking": "issue"},
-    }
+    changes = {"algorithm__staleness": {"max_staleness": 2}, "algorithm__filtering": {"min_fraction": fraction, "ranking": "issue"}}
     loop = Loop(tmp_path, play, **changes)
     done: list[list[int]] = []
 
@@ -576,9 +550,7 @@ async def crashes(loop: Loop, request: PlayRequest) -> Unscored:
 
 def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: Path) -> None:
     loop = Loop(tmp_path, crashes)
-    with pytest.raises(
-        GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"
-    ):
+    with pytest.raises(GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"):
         loop.run(loop.step)
     assert loop.production.finished.groups, "for the answer that the error quotes"
 
@@ -592,16 +564,12 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 1})
     with pytest.raises(GenerationBudgetSpent) as spent:
         loop.run(loop.step)
-    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(
-        spent.value
-    )
+    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(spent.value)
     assert "repair that first." in str(spent.value)
     assert "loosen filters" not in str(spent.value)
 
 
-def test_a_failure_that_a_replayed_success_displaces_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task succeeds once; when it comes again, its first episode loses its environment, and the others fail."""
     first: list[int] = []
 

@@ -183,9 +183,7 @@ def test_an_engine_that_samples_from_another_distribution_is_noticed(
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
-def test_a_trainer_that_sees_no_pixels_is_noticed(
-    tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = collator._decoded
     monkeypatch.setattr(collator, "_decoded", lambda *a: torch.full_like(decoded(*a), 0.5))
     with pytest.raises(ParityError, match="rollout and trainer disagree"):
@@ -294,9 +292,7 @@ SABOTAGE = {OwnHead: "embedding", StaleLanguage: "language", StaleVision: "visio
 
 
 @pytest.mark.parametrize(("rollout", "part"), SABOTAGE.items())
-def test_a_part_that_stays_stale_is_named(
-    rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path
-) -> None:
+def test_a_part_that_stays_stale_is_named(rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path) -> None:
     with pytest.raises(PublicationError, match=f"publishing changed {part} weights .* this part did not arrive"):
         act(configuration(tmp_path, picture_model), rollout=rollout)
 

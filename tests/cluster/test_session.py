@@ -62,9 +62,7 @@ def test_it_is_given_up_at_last(monkeypatch: pytest.MonkeyPatch, daemons: list[s
     assert len(daemons) == session.STARTS
 
 
-def test_another_failure_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
-) -> None:
+def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
     starting(monkeypatch, daemons, "no space left on device")
     with pytest.raises(Exception, match="no space left"):
         session.start("folder")
@@ -95,9 +93,7 @@ def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monk
         raise Preempted("saved")
 
 
-def test_a_full_disk_names_the_file_that_the_start_could_not_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_file_that_the_start_could_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -109,9 +105,7 @@ def test_a_full_disk_names_the_file_that_the_start_could_not_write(
         pass
 
 
-def test_a_place_that_cannot_be_removed_does_not_replace_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_removed_does_not_replace_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unlink(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 

@@ -162,9 +162,7 @@ def test_two_workers_do_what_one_does(folder: Path, digits_model: Path, undistur
 
 
 @pytest.mark.slow_faults
-def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(
-    folder: Path, digits_model: Path, undisturbed: Stage
-) -> None:
+def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(folder: Path, digits_model: Path, undisturbed: Stage) -> None:
     with started(config(folder, digits_model, "killed", checkpoint_every=1)) as stage:
         stage.has_checkpoint()
         stage.worker.kill()
@@ -174,9 +172,7 @@ def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(
 
 
 @pytest.mark.slow_faults
-def test_a_stopped_stage_goes_on_with_the_same_configuration_only(
-    folder: Path, digits_model: Path, undisturbed: Stage
-) -> None:
+def test_a_stopped_stage_goes_on_with_the_same_configuration_only(folder: Path, digits_model: Path, undisturbed: Stage) -> None:
     settings = config(folder, digits_model, "stopped", checkpoint_every=1)
     with started(settings) as stage:
         stage.has_checkpoint()

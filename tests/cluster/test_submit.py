@@ -34,16 +34,7 @@ def packed(folder: Path) -> set[str]:
 
 def test_a_package_holds_code_and_no_data(tmp_path: Path) -> None:
     folder = tmp_path / "checkout"
-    files(
-        folder,
-        "a/b.py",
-        "c.yaml",
-        "runs/x/metrics.jsonl",
-        "a/checkpoints/w",
-        ".venv/x.py",
-        ".env",
-        "a/__pycache__/b.pyc",
-    )
+    files(folder, "a/b.py", "c.yaml", "runs/x/metrics.jsonl", "a/checkpoints/w", ".venv/x.py", ".env", "a/__pycache__/b.pyc")
     assert packed(folder) == {"a/b.py", "c.yaml"}
 
     files(folder, "ignored.bin", "new.py")
@@ -65,9 +56,7 @@ def test_too_large_a_package_names_the_largest_files(tmp_path: Path, monkeypatch
     monkeypatch.setattr("rayloop.cluster.commands.submit.LIMIT", 2**20)
     files(tmp_path / "checkout", "small.py")
     (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
-    with pytest.raises(
-        ConfigError, match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)"
-    ):
+    with pytest.raises(ConfigError, match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)"):
         packed(tmp_path / "checkout")
 
 

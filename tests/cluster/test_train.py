@@ -139,16 +139,13 @@ def test_a_signal_before_the_run_begins_leaves_nothing(tmp_path: Path, digits_mo
     """Also while ray.init forks its daemons, where an exception raised by a signal handler may be lost."""
     with run(settings(tmp_path, digits_model)) as made:
         made.until(
-            lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(encoding="utf-8"),
-            "the lock",
+            lambda: (made.folder / "run.lock").exists() and (made.folder / "run.lock").read_text(encoding="utf-8"), "the lock"
         )
         time.sleep(delay)
         made.process.send_signal(signal.SIGTERM)
         assert made.wait(30) == 1, made.text
         made.nothing_left_behind()
-    assert (
-        "NotSaved: stopped before anything was trained: there is nothing to save; run again to begin anew" in made.text
-    )
+    assert "NotSaved: stopped before anything was trained: there is nothing to save; run again to begin anew" in made.text
 
 
 @contextmanager
@@ -156,10 +153,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
     """A file system of its own for ``folder``. Skips where it cannot be mounted."""
     folder.mkdir(parents=True)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"no right to mount: {mounted.stderr.strip()}")
@@ -179,9 +173,7 @@ def test_a_full_disk_costs_checkpoints_until_it_is_too_much(tmp_path: Path, digi
             ballast.write(bytes(4 * 2**20))
         made.until_event("checkpoint_failed", failures=1)
         (folder / "ballast").unlink()
-        recovered = made.until(
-            lambda: made.named("checkpoint")[-1]["step"] > 2 and made.named("checkpoint")[-1], "a save"
-        )
+        recovered = made.until(lambda: made.named("checkpoint")[-1]["step"] > 2 and made.named("checkpoint")[-1], "a save")
         with pytest.raises(OSError, match="No space left"), (folder / "ballast").open("wb") as ballast:
             ballast.write(bytes(4 * 2**20))
         made.ends(69)
@@ -224,10 +216,7 @@ def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: py
 CROSS_FIELD = [
     ({"algorithm.group_size": 1}, ["algorithm.group_size is 1"]),
     ({"algorithm.filtering": {"carry_over": True}}, ["max_staleness: 0"]),
-    (
-        {"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}},
-        ["rollout.deterministic", "max_staleness: 3"],
-    ),
+    ({"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}}, ["rollout.deterministic", "max_staleness: 3"]),
     ({"policy.update": {"mini_batches": 5}}, ["mini_batches (5)", "only 2 groups"]),
     ({"policy.loss": {"kl_coef": 0.25}}, ["kl_coef is 0.25", "reference.kind is none"]),
     ({"reference": {"kind": "actor"}}, ["kl_coef is 0.0", "reference.kind is actor"]),

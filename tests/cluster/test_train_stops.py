@@ -41,9 +41,7 @@ class Stage:
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
 
-    def create(
-        self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int, fence: Fence
-    ) -> Any:
+    def create(self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int, fence: Fence) -> Any:
         self.told.append((resume, since))
         assert fence is self.folder.lock.fence, "it must notice when the run is taken from this process"
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
@@ -103,11 +101,7 @@ def dies_at_once(folder: RunFolder) -> None: ...
     ("life", "kind", "says"),
     [
         (lives(1, 2, 3), NotSaved, "stopped after step 3, not saved: .* continue from the beginning"),
-        (
-            lives(1, 2, 3, saves=2),
-            NotSaved,
-            r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)",
-        ),
+        (lives(1, 2, 3, saves=2), NotSaved, r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)"),
         (lives(1, 2, 3, saves=3), Preempted, r"continue from step 3 \(step_000003\)"),
         (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to begin anew"),
     ],
@@ -145,9 +139,7 @@ def test_a_driver_that_no_other_can_replace_ends_the_run(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("ended by the memory monitor")])
-def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
-    monkeypatch: pytest.MonkeyPatch, death: Exception
-) -> None:
+def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(monkeypatch: pytest.MonkeyPatch, death: Exception) -> None:
     """What ``updates`` ends with does not count: what ``main`` ended with does."""
 
     class Driver:
@@ -166,9 +158,7 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
     assert train._follow(driver, quiet, 9.0, train._never, quiet, folder, quiet) == {"main": "ended"}
 
 
-def test_a_driver_that_answers_nothing_is_told_soon_and_given_up_at_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_answers_nothing_is_told_soon_and_given_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def get(call: str, timeout: float) -> Any:
         time.sleep(0.1)
         raise GetTimeoutError
@@ -192,9 +182,7 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(seconds: float) -> None:
-        raise AuthenticationError(
-            "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted."
-        )
+        raise AuthenticationError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
 
     stage = Stage(tmp_path, [lives(1, 2, 3, saves=2)], ask=ask)
     with pytest.raises(HeadGone, match="was started again, and knows nothing of this run") as end:

@@ -93,9 +93,7 @@ def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Pa
     row = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert code == 0, text
     assert f"train.jsonl:1: task {row['id']}, one of 24 usable rows" in text
-    assert (
-        f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
-    )
+    assert f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
     assert f"truth: {sorted(row['digits'])}" in text
     assert "answer 1: " in text
     assert "answer 2: " in text
@@ -139,9 +137,7 @@ def test_a_reward_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
         ({"reward__source": {"use": "math:pi"}}, "math:pi"),
     ],
 )
-def test_a_reward_that_cannot_be_made_is_told_before_the_model_is_loaded(
-    try_it: Try, changes: dict[str, Any], told: str
-) -> None:
+def test_a_reward_that_cannot_be_made_is_told_before_the_model_is_loaded(try_it: Try, changes: dict[str, Any], told: str) -> None:
     code, text = try_it(**changes)
     assert code in (1, 2), text
     assert told in text
@@ -174,9 +170,7 @@ def test_rows_of_which_none_can_be_used_are_told_with_the_first_reason(try_it: T
 
 
 def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
-    code, text = try_it(
-        environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2}
-    )
+    code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2})
     assert code == 1, text
     assert "answer 1 could not be played" in text
     assert text.count('raise TypeError("a step that fails")') == 1
@@ -186,10 +180,7 @@ def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> 
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    mine = {
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "reward__source": {"use": "tests.support.rewards:TokenReward"},
-    }
+    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
     code, text = try_it("--row", "3", **mine)
     assert (code, "truth: NONE" in text, "rows.jsonl:3: task" in text) == (0, True, True), text
     assert "left out: " in text
@@ -218,10 +209,7 @@ def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp
 def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(try_it: Try, tmp_path: Path) -> None:
     row = {"prompt": "a\x1b]0;title\x07", "answer": "\x1b[31m", "id": "\x9b2J"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    rows = {
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "reward__source": {"use": "tests.support.rewards:TokenReward"},
-    }
+    rows = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
     _, text = try_it("rollout.sampling.max_tokens=1", **rows)
     assert "the episode ended as done; CUT at rollout.sampling.max_tokens=1" in text
     assert {c for c in text if ord(c) < 32 or 127 <= ord(c) < 160} == {"\n"}
@@ -252,12 +240,7 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     [("try", "try_", "interrupted"), ("train", "train", "interrupted before anything could be saved")],
 )
 def test_an_interruption_speaks_of_saving_where_something_is_saved(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    module: str,
-    said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, module: str, said: str
 ) -> None:
     def read(*_: Any) -> None:
         raise KeyboardInterrupt

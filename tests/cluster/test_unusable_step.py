@@ -73,18 +73,14 @@ def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) ->
     driver = made_driver(config, tmp_path)
     driver.production, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
-    with pytest.raises(
-        GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"
-    ):
+    with pytest.raises(GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"):
         asyncio.run(driver.produce())
 
 
 def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     why = failed(tmp_path, 4)
-    rows = [
-        json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["group"] for row in rows] == [1, 2, 3, 4]
     assert why.startswith("0 of 8 trajectories survived.")
     assert "task task-1, truth [1, 2], was answered '9': reward 0 (unparsable)" in why
@@ -93,9 +89,7 @@ def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Pa
 
 def test_an_answer_without_a_reward_is_quoted_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    assert "no reward (grader_error: KeyError)" in failed(
-        tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=()
-    )
+    assert "no reward (grader_error: KeyError)" in failed(tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=())
 
 
 def test_without_kept_rollouts_only_the_quote_is_left(tmp_path: Path) -> None:

@@ -140,9 +140,7 @@ def test_bfloat16(tmp_path: Path, picture_model: Path) -> None:
 
 @pytest.mark.slow_faults
 def test_two_epochs_of_two_mini_batches(tmp_path: Path, digits_model: Path) -> None:
-    config = settings(
-        tmp_path, digits_model, steps=STEPS, policy__ranks=2, policy__update={"epochs": 2, "mini_batches": 2}
-    )
+    config = settings(tmp_path, digits_model, steps=STEPS, policy__ranks=2, policy__update={"epochs": 2, "mini_batches": 2})
     made = trained(config)
     for record in made.metrics:
         assert record["actor/updates"] == 4

@@ -18,13 +18,7 @@ from tests.support.vllm_processes import engine_cores, engine_workers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
 
-VLLM = {
-    "kind": "vllm",
-    "dtype": "float32",
-    "kv_cache_bytes": 64 << 20,
-    "extra": {"enforce_eager": True},
-    "max_model_len": 8192,
-}
+VLLM = {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": {"enforce_eager": True}, "max_model_len": 8192}
 START, END = 240.0, 400.0
 """Seconds that a run may take to begin, and altogether: vLLM's processes import for half a minute on two busy cores."""
 

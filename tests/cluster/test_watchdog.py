@@ -30,9 +30,7 @@ def watched(work: Coroutine[Any, Any, Any], folder: Path, **settings: float) -> 
 
     async def run() -> None:
         recovery = RecoverySettings(**settings)
-        watching = asyncio.create_task(
-            watch(recovery, lambda: "gen", lambda event: events.append(event.record()), folder)
-        )
+        watching = asyncio.create_task(watch(recovery, lambda: "gen", lambda event: events.append(event.record()), folder))
         working = asyncio.create_task(work)
         done, pending = await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -111,9 +109,7 @@ def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Pat
 
 def test_a_stall_ends_the_run_at_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"):
-        watched(
-            with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0
-        )
+        watched(with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0)
 
 
 def test_a_wait_ends_at_its_deadline_and_when_the_run_stops() -> None:

@@ -204,9 +204,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(pictures: Served, t
 
 def test_requests_with_different_sampling_do_not_disturb_each_other(text: Served) -> None:
     base = prompt(text.folder, "The answer is")
-    samplings = [
-        Sampling(temperature, max_tokens=n) for n, temperature in enumerate((0.0, 0.5, 1.0, 0.0, 1.5), start=3)
-    ]
+    samplings = [Sampling(temperature, max_tokens=n) for n, temperature in enumerate((0.0, 0.5, 1.0, 0.0, 1.5), start=3)]
     for sampling, done in zip(samplings, text.many(*((base, sampling) for sampling in samplings)), strict=True):
         assert len(done.token_ids) == sampling.max_tokens
         close(text.folder, base, done, sampling)
@@ -290,10 +288,7 @@ def there_and_back(served: Served, requests: list[TokenPrompt], tmp_path: Path) 
 
 def test_weights_loaded_while_a_turn_is_sampled(text: Served, tmp_path: Path) -> None:
     """The turn keeps the version that it began with; each token is of one of the two models, none is lost or repeated."""
-    other, sampling = (
-        moved(text, tmp_path / "other"),
-        dataclasses.replace(GREEDY, max_tokens=150 if text.kind == "page" else 600),
-    )
+    other, sampling = (moved(text, tmp_path / "other"), dataclasses.replace(GREEDY, max_tokens=150 if text.kind == "page" else 600))
     base = prompt(text.folder, "What is 3 + 9?")
     old = hf_greedy(text.folder, base, sampling.max_tokens)
     began = time.monotonic()

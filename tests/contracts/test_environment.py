@@ -68,8 +68,7 @@ def ids(made: Sequence[tuple[Any, ...]]) -> list[str]:
 
 each = pytest.mark.parametrize(("use", "settings", "said"), IMPLEMENTATIONS, ids=ids(IMPLEMENTATIONS))
 programs = [
-    pytest.param(*given, marks=[pytest.mark.env, pytest.mark.timeout(180), needs(*lacking)])
-    for *given, lacking in PROGRAMS
+    pytest.param(*given, marks=[pytest.mark.env, pytest.mark.timeout(180), needs(*lacking)]) for *given, lacking in PROGRAMS
 ]
 isolated = pytest.mark.parametrize("isolation", ISOLATIONS)
 
@@ -108,9 +107,7 @@ def with_one(use: str, isolation: str, test: Callable[[Instance], Awaitable[Any]
 # What every implementation does ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("use", "settings", "said"), [*IMPLEMENTATIONS, *programs], ids=ids([*IMPLEMENTATIONS, *PROGRAMS])
-)
+@pytest.mark.parametrize(("use", "settings", "said"), [*IMPLEMENTATIONS, *programs], ids=ids([*IMPLEMENTATIONS, *PROGRAMS]))
 @isolated
 def test_an_episode(use: str, settings: dict[str, Any], said: str, isolation: str) -> None:
     """Returns what the protocol says, offers tools that a chat template takes, and a second instance begins anew."""
@@ -147,9 +144,7 @@ def test_instances_at_once_do_not_meet(use: str, settings: dict[str, Any], said:
         async with hosted(use, isolation, **settings) as environments:
             instances = await asyncio.gather(*(begun(environments) for _ in range(3)))
             steps = [await one.call("step", said, timeout=30) for one in instances]
-            texts = [
-                s.observation and [p for p in s.observation.messages[0].parts if isinstance(p, str)] for s in steps
-            ]
+            texts = [s.observation and [p for p in s.observation.messages[0].parts if isinstance(p, str)] for s in steps]
             if "Coroutines" not in use:  # counts time
                 assert texts[0] == texts[1] == texts[2]
             for one in instances:

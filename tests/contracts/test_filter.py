@@ -117,12 +117,7 @@ def test_the_order_decides_the_reason_and_nothing_else(group: Group, chosen: lis
 
 def test_each_shipped_filter_refuses_something() -> None:
     """A filter that never does anything would pass all of the above."""
-    worst = {
-        "length": 200_000,
-        "observation_images": 0,
-        "images_consistent": False,
-        "end_reason": EndReason.OVER_LENGTH,
-    }
+    worst = {"length": 200_000, "observation_images": 0, "images_consistent": False, "end_reason": EndReason.OVER_LENGTH}
     cases = [make_group(0, [1.0, 1.0], **worst), make_group(0, [1.0, 0.25, 0.0], **worst)]
     ready = [with_advantages(group, AdvantageSettings()) for group in cases]
     idle = [type(f).__name__ for f in DEFAULTS if not any(f.refused(group) for group in ready)]

@@ -46,27 +46,15 @@ def question() -> list[dict[str, Any]]:
     encoded = io.BytesIO()
     Image.new("RGB", (84, 56), (200, 40, 9)).save(encoded, "PNG")
     url = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
-    return [
-        {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}]}
-    ]
+    return [{"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}]}]
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_an_answer_has_the_engines_tokens_logprobs_and_weights(kind: str, tiny_vlm: Path) -> None:
     served = Served(kind, tiny_vlm)
     direct = Direct(served.engine)
-    settings = PolicySettings(
-        run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024
-    )
-    body = {
-        "model": "r",
-        "messages": question(),
-        "n": 2,
-        "seed": 5,
-        "logprobs": True,
-        "return_token_ids": True,
-        "max_tokens": 6,
-    }
+    settings = PolicySettings(run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024)
+    body = {"model": "r", "messages": question(), "n": 2, "seed": 5, "logprobs": True, "return_token_ids": True, "max_tokens": 6}
 
     async def ask() -> dict[str, Any]:
         await served.load(served.start, WEIGHTS)

@@ -81,10 +81,7 @@ ROWS: dict[str, list[list[Row]]] = {
         ]
     ],
     "rayloop.recipes.pyvision.data:QuestionRows": [
-        [
-            {"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"}
-            for i in range(2)
-        ],
+        [{"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"} for i in range(2)],
         [
             {
                 "mm_hint": {"hint_type": "image", "hint_path": "a.png"},
@@ -100,9 +97,7 @@ ROWS: dict[str, list[list[Row]]] = {
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""
 KINDS = [(use, rows) for use, kinds in ROWS.items() for rows in kinds]
-each = pytest.mark.parametrize(
-    ("use", "rows"), KINDS, ids=[f"{use.split(':')[1]}-{rows[0]!r:.20}" for use, rows in KINDS]
-)
+each = pytest.mark.parametrize(("use", "rows"), KINDS, ids=[f"{use.split(':')[1]}-{rows[0]!r:.20}" for use, rows in KINDS])
 
 
 def dataset(use: str, path: Path) -> tuple[dict[str, Task], list[DataFailure], Dataset]:
@@ -190,9 +185,7 @@ def test_an_empty_row_is_no_task(tmp_path: Path, use: str, rows: list[Row]) -> N
         Dataset(path, Component(use=use).build(), True, bad.append)
 
 
-def test_the_reader_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reader_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_snippets("bring_your_own/reader.md", tmp_path)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)

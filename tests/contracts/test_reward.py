@@ -233,10 +233,7 @@ def test_whatever_a_policy_says_is_an_outcome(case: Case, stub: JudgeStub) -> No
         else:
             assert outcome.reason
     if not isinstance(case.right, float):
-        assert (
-            max([o.value for o in found if isinstance(o, Scored)], default=0.0)
-            <= values(judged(case, stub, case.right))[0]
-        )
+        assert max([o.value for o in found if isinstance(o, Scored)], default=0.0) <= values(judged(case, stub, case.right))[0]
 
 
 @each
@@ -254,11 +251,7 @@ def test_it_says_what_is_infrastructure(case: Case, stub: JudgeStub) -> None:
 def test_a_judge_that_is_gone_is_no_number(stub: JudgeStub) -> None:
     (case,) = [case for case in CASES if case.use.endswith("JudgeReward")]
     gone = Case(
-        case.use,
-        case.right,
-        case.wrong,
-        case.truth,
-        options={**case.options, "on_unavailable": "exclude", "patience": 0.2},
+        case.use, case.right, case.wrong, case.truth, options={**case.options, "on_unavailable": "exclude", "patience": 0.2}
     )
     stub.reset()
     stub.always = None
@@ -284,7 +277,6 @@ def test_the_rewards_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert httpx.HTTPError in around(asked.source(stub))
     made = asked.source(stub)
     made.client = httpx.AsyncClient(
-        base_url="http://grader",
-        transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"score": 0.5})),
+        base_url="http://grader", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"score": 0.5}))
     )
     assert asyncio.run(outcomes(made, asked, ["3"], asked.task())) == [Scored(0.5)]

@@ -36,9 +36,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
 """What stands in the configuration under ``publish.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
-NO_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="cuda_ipc needs a GPU that sender and receivers share"
-)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda_ipc needs a GPU that sender and receivers share")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=NO_GPU if name == "cuda_ipc" else ()) for name in TRANSPORTS])
@@ -91,9 +89,7 @@ def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(ki
     async def play() -> None:
         await on.publish(1)
         await on.policy.ranks[0].lie.remote("layer.3")
-        with pytest.raises(
-            PublicationError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"
-        ):
+        with pytest.raises(PublicationError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
             await on.publish(2)
         assert await on.seen() == [[1], [1]]
         assert not on.named("broadcast_failed"), "another way would bring the same"

@@ -82,16 +82,12 @@ def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, sys.executable, "-c", program, *COMMANDS)
     assert said.startswith(str(installed)), "the checkout was imported"
     assert [word for word in COMMANDS if f"usage: python -m rayloop {word} " not in said] == []
-    assert "usage: python -m rayloop bench " in run(
-        installed, tmp_path, sys.executable, "-m", "rayloop.benchmarks", "--help"
-    )
+    assert "usage: python -m rayloop bench " in run(installed, tmp_path, sys.executable, "-m", "rayloop.benchmarks", "--help")
 
 
 def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, sys.executable, "-m", "rayloop", "slurm", "render")
-    scripts = [
-        Path(word) for word in shlex.split(said.replace("$(", " ").replace(")", " ")) if word.endswith(".sbatch")
-    ]
+    scripts = [Path(word) for word in shlex.split(said.replace("$(", " ").replace(")", " ")) if word.endswith(".sbatch")]
     assert [script.name for script in scripts] == ["ray_head.sbatch", "ray_worker.sbatch"]
     for script in scripts:
         assert script.is_relative_to(installed)
@@ -107,15 +103,6 @@ def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:
 @pytest.mark.slow
 def test_a_shipped_recipe_can_be_tried(installed: Path) -> None:
     """In the folder of the packages: the recipe's paths are relative."""
-    said = run(
-        installed,
-        installed / "rayloop",
-        sys.executable,
-        "-P",
-        "-m",
-        "rayloop",
-        "try",
-        "recipes/arc_vision/quickstart.yaml",
-    )
+    said = run(installed, installed / "rayloop", sys.executable, "-P", "-m", "rayloop", "try", "recipes/arc_vision/quickstart.yaml")
     assert "what the model sees" in said
     assert "answer 2" in said

@@ -26,10 +26,7 @@ OPTIMIZERS = {
     # A larger eps: the first steps of Adam are g / |g|, and some biases have gradients near float32 rounding.
     "adamw": OptimizerSettings(lr=1e-3, weight_decay=0.01, eps=1e-6),
 }
-LOSSES = {
-    "sgd": LossSettings(kl_coef=0.05, entropy_coef=0.01),
-    "adamw": LossSettings(aggregation="seq-mean-token-mean"),
-}
+LOSSES = {"sgd": LossSettings(kl_coef=0.05, entropy_coef=0.01), "adamw": LossSettings(aggregation="seq-mean-token-mean")}
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),
     "three micro-batches": FsdpSettings(micro_batch_tokens=35),
@@ -120,10 +117,7 @@ def _relative(value: Tensor, base: Tensor) -> float:
 
 def table(found: list[Difference]) -> str:
     header = f"{'optimizer':10} {'layout':20} {'ranks':>5} {'loss':>9} {'grad norm':>9} {'parameters':>10}"
-    rows = [
-        f"{d.optimizer:10} {d.layout:20} {d.world_size:5} {d.loss:9.1e} {d.grad_norm:9.1e} {d.parameters:10.1e}"
-        for d in found
-    ]
+    rows = [f"{d.optimizer:10} {d.layout:20} {d.world_size:5} {d.loss:9.1e} {d.grad_norm:9.1e} {d.parameters:10.1e}" for d in found]
     return "\n".join([header, *rows])
 
 

@@ -74,12 +74,7 @@ def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...
         inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in request.images])
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     out = model.generate(
-        **inputs,
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        eos_token_id=None,
-        suppress_tokens=list(banned) or None,
+        **inputs, max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None, suppress_tokens=list(banned) or None
     )
     return out[0, ids.shape[1] :].tolist()
 

@@ -43,11 +43,7 @@ class Hall:
         self.failures = 0
 
     def publish(
-        self,
-        invited: Sequence[int],
-        present: Sequence[int] | None = None,
-        expected: Manifest | None = None,
-        seed: int = 0,
+        self, invited: Sequence[int], present: Sequence[int] | None = None, expected: Manifest | None = None, seed: int = 0
     ) -> list[Any]:
         """What the sender (None) and each present receiver (tensors) returned or raised."""
         packed = self.sender.pack(Version(0, seed), tensors(seed))
@@ -56,9 +52,7 @@ class Hall:
             sending = threads.submit(self.sender.send, packed.manifest, packed.source, meeting)
             receiving = [
                 threads.submit(
-                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack,
-                    expected or packed.manifest,
-                    meeting,
+                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack, expected or packed.manifest, meeting
                 )
                 for serial in (invited if present is None else present)
             ]
@@ -177,9 +171,7 @@ def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-def test_who_waits_in_vain_for_a_member_of_nccl_is_told_within_the_timeout(
-    nccl: list[tuple[int, dict[str, str | None]]],
-) -> None:
+def test_who_waits_in_vain_for_a_member_of_nccl_is_told_within_the_timeout(nccl: list[tuple[int, dict[str, str | None]]]) -> None:
     first, second = Membership("nccl", 0.5), Membership("nccl", 0.5)
     port = first.serve("127.0.0.1")
     began = time.monotonic()

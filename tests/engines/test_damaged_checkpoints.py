@@ -100,10 +100,7 @@ def test_every_flipped_page_is_found_and_walked_back_from(tmp_path: Path, flips:
         assert start.checkpoint is not None
         assert start.checkpoint.step == 1, (number, file, page)
         assert all(torch.equal(start.held[name], tensor) for name, tensor in tensors(1).items())
-        assert (start.damaged.checkpoint, start.damaged.file) == (
-            "step_000002",
-            file.name if file.parent.name else str(file),
-        )
+        assert (start.damaged.checkpoint, start.damaged.file) == ("step_000002", file.name if file.parent.name else str(file))
         assert [c.step for c in CheckpointStore(folder, keep=2).newest_first()] == [1], "it counts no longer"
         assert (folder / "step_000002.damaged").is_dir()
         assert Restored(folder).told == []
@@ -127,16 +124,12 @@ def test_what_the_ranks_wrote_is_what_the_marker_says(tmp_path: Path) -> None:
     assert start.damaged.file == "rank_0.bin"
 
 
-def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``output`` is a disk of its own on a rank's node."""
     monkeypatch.setattr(checkpoints, "SEEN", 0.3)
     own = tmp_path / "of the rank"
     store = CheckpointStore(tmp_path / "run", keep=9)
-    with pytest.raises(
-        CheckpointError, match=r"rank_0\.bin.* written by ranks .* must be a folder that all nodes share"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank_0\.bin.* written by ranks .* must be a folder that all nodes share"):
         asyncio.run(store.save(1, {"step": 1}, lambda folder: write(str(own), 1)))
     assert store.newest_first() == []
     assert not list((tmp_path / "run").iterdir())

@@ -57,9 +57,7 @@ def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Pat
 
 def test_every_probe_is_in_the_readme_with_its_needs_and_limit() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$",
-        (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
+        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$", (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert rows == [(name, probe.needs, f"{probe.limit:g}") for name, probe in PROBES.items()]
     assert len(PROBES) == 11

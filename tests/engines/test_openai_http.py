@@ -36,9 +36,7 @@ def server(tiny_text: Path) -> Iterator[Server]:
 
 def client(server: Server, model: Path, folder: Path, **changes: Any) -> OpenAiHttpEngine:
     settings = {"base_url": f"{server.url}/v1/", "model": "served", **changes}
-    return OpenAiHttpEngine(
-        ModelSettings(path=str(model)), OpenAiHttpEngineSettings.model_validate(settings), Place(str(folder))
-    )
+    return OpenAiHttpEngine(ModelSettings(path=str(model)), OpenAiHttpEngineSettings.model_validate(settings), Place(str(folder)))
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +183,7 @@ def test_an_answer_comes_back_in_our_tokens(
     async def play() -> None:
         engine = client(server, tiny_text, tmp_path)
         sampling = Sampling(1.0, 40, stop=("</answer>",))
-        found = await engine.generate(
-            prompt(tiny_text, "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"), sampling
-        )
+        found = await engine.generate(prompt(tiny_text, "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"), sampling)
         assert engine._tokenizer.decode(found.token_ids, skip_special_tokens=False) == text
         assert found.finish is FinishReason(finish)
         assert len(found.logprobs) == len(found.token_ids)
@@ -198,9 +194,7 @@ def test_an_answer_comes_back_in_our_tokens(
     run(play)
 
 
-def test_failures_say_whose_they_are(
-    server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_say_whose_they_are(server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_KEY", "s3cret")
 
     async def ask(faults: list[int], **changes: Any) -> Any:

@@ -66,18 +66,12 @@ def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> N
 def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
     with pytest.raises(WorkerLost, match="'type': 'abort'"):
         sglang.completion(
-            {"finish_reason": {"type": "abort", "message": "x"}, "prompt_tokens": 7, "output_token_logprobs": []},
-            Version(0, 0),
-            7,
+            {"finish_reason": {"type": "abort", "message": "x"}, "prompt_tokens": 7, "output_token_logprobs": []}, Version(0, 0), 7
         )
 
 
 def test_a_prompt_that_was_tokenized_anew_is_not_trained_on() -> None:
-    meta = {
-        "finish_reason": {"type": "stop", "matched": 5},
-        "prompt_tokens": 9,
-        "output_token_logprobs": [(-0.5, 11, None)],
-    }
+    meta = {"finish_reason": {"type": "stop", "matched": 5}, "prompt_tokens": 9, "output_token_logprobs": [(-0.5, 11, None)]}
     with pytest.raises(DataFailure, match="SGLang read 9 tokens where 7 were sent"):
         sglang.completion(meta, Version(0, 0), 7)
 
@@ -118,9 +112,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
     """The release's wheel, without its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "-d", str(folder)]
-    done = subprocess.run(
-        [*download, f"sglang=={sglang.TESTED}"], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([*download, f"sglang=={sglang.TESTED}"], capture_output=True, text=True, timeout=100, check=False)
     if done.returncode:
         pytest.skip(f"the wheel of sglang {sglang.TESTED} cannot be had here: {done.stderr.splitlines()[-1:]}")
     [path] = folder.glob("*.whl")
@@ -135,11 +127,7 @@ def classes(wheel: zipfile.ZipFile, file: str) -> dict[str, ast.ClassDef]:
 
 def fields(found: dict[str, ast.ClassDef], name: str) -> set[str]:
     """The annotated fields of a class and of its bases in the same file."""
-    own = {
-        item.target.id
-        for item in found[name].body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
+    own = {item.target.id for item in found[name].body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
     bases = [base.id for base in found[name].bases if isinstance(base, ast.Name) and base.id in found]
     return own.union(*(fields(found, base) for base in bases))
 
@@ -188,13 +176,7 @@ def test_the_tokenizer_manager_has_the_methods_that_are_called(wheel: zipfile.Zi
     called = {
         node.func.attr
         for node in ast.walk(ADAPTER)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "self._manager"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self._manager"
     }
-    assert (
-        {"generate_request", "pause_generation", "update_weights_from_tensor", "flush_cache"}
-        <= called
-        <= methods.keys()
-    )
+    assert {"generate_request", "pause_generation", "update_weights_from_tensor", "flush_cache"} <= called <= methods.keys()
     assert all(isinstance(methods[name], ast.AsyncFunctionDef) for name in called - {"abort_request"})

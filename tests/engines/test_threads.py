@@ -121,9 +121,7 @@ def test_a_repeatable_run_times_nothing(tmp_path: Path) -> None:
         assert getattr(config.engine, "threads") == config.trainer.threads == expected  # noqa: B009
 
 
-def test_the_trainer_measures_when_asked_and_takes_what_it_finds(
-    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_measures_when_asked_and_takes_what_it_finds(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, 2)
     monkeypatch.setattr(threads, "medians", took({1: 1.0, 2: 0.5}))
     asked: list[int] = []

@@ -89,9 +89,7 @@ def test_samples_that_disagree_are_not_packed() -> None:
 
 def test_masked_logprobs_are_those_of_the_remaining_tokens() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.5], [1.0, 2.0, 3.0, 0.5]], requires_grad=True)
-    logp = masked_logprobs(
-        logits, torch.tensor([0.5, 2.0]), torch.tensor([True, False]), torch.tensor([0]), torch.tensor([2])
-    )
+    logp = masked_logprobs(logits, torch.tensor([0.5, 2.0]), torch.tensor([True, False]), torch.tensor([0]), torch.tensor([2]))
     assert torch.allclose(logp[0, [1, 3]], (logits[0, [1, 3]] / 0.5).log_softmax(0))
     assert torch.allclose(logp[1, 1:], (logits[1, 1:] / 2.0).log_softmax(0))
     assert logp[0, [0, 2]].exp().tolist() == [0.0, 0.0]
@@ -177,9 +175,7 @@ def test_samples_of_a_group_share_their_prompt_without_effect(tiny_vlm: Path) ->
     lab = Lab(tiny_vlm)
     assert shares_prompts(lab.model)
     shapes = [[(6, (2, 3), 4), (3, (1, 2), 5)], [(140, (2, 2), 3)], [(7, None, 6), (2, None, 2)]]
-    groups = [
-        [_continued(trajectory(tiny_vlm, i, turns), member) for member in range(3)] for i, turns in enumerate(shapes)
-    ]
+    groups = [[_continued(trajectory(tiny_vlm, i, turns), member) for member in range(3)] for i, turns in enumerate(shapes)]
     groups[2].insert(0, dataclasses.replace(groups[2][0], turns=groups[2][0].turns[:1]))
     samples = lab.samples([TrainItem(played, 1.0) for group in groups for played in group])
     shared, repeated = pack(samples, share_images=True, share_prompts=True), pack(samples)
@@ -256,9 +252,7 @@ def test_an_image_that_cannot_be_decoded_is_told_by_its_batch(tiny_vlm: Path) ->
     assert len(lab.collator.batch([again]).pixel_values) == played.images[0].tokens * 4, "another has the bytes"
 
 
-def test_the_next_batch_is_packed_while_the_present_one_is_used(
-    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_batch_is_packed_while_the_present_one_is_used(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches, bit for bit, each packed before it is asked for, and in another thread."""
     lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=1))
     items = [TrainItem(trajectory(tiny_vlm, n, [(4, (2, 3), 5)]), 1.0) for n in range(3)]
@@ -288,9 +282,7 @@ def test_a_batch_that_cannot_be_packed_fails_in_its_turn(tiny_vlm: Path) -> None
     lab = Lab(tiny_vlm)
     played = [trajectory(tiny_vlm, n, [(6, (2, 3), 4)]) for n in range(3)]
     good, _, last = lab.samples([TrainItem(one, 1.0) for one in played])
-    (broken,) = lab.samples(
-        [TrainItem(dataclasses.replace(trajectory(tiny_vlm, 7, [(6, (2, 3), 4)]), image_bytes={}), 1.0)]
-    )
+    (broken,) = lab.samples([TrainItem(dataclasses.replace(trajectory(tiny_vlm, 7, [(6, (2, 3), 4)]), image_bytes={}), 1.0)])
     batches = lab.collator.ahead([[good], [broken], [last]])
     assert next(batches).segment.max() == 0
     with pytest.raises(DataFailure, match="neither bytes nor a path"):

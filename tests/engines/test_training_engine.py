@@ -233,16 +233,7 @@ async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Samp
         answered = Turn("assistant", done.token_ids, (), done.logprobs, done.version)
         data = {shown.ref.sha256: shown.data or b"" for shown in request.images}
         answers.append(
-            Trajectory(
-                TrajectoryId(number, 0),
-                0,
-                "task",
-                number,
-                (asked, answered),
-                sampling,
-                EndReason.DONE,
-                image_bytes=data,
-            )
+            Trajectory(TrajectoryId(number, 0), 0, "task", number, (asked, answered), sampling, EndReason.DONE, image_bytes=data)
         )
     served.close()
     return answers
@@ -325,9 +316,7 @@ def test_swapped_images_change_the_logprobs_of_image_trajectories_only(tiny_vlm:
     ("model", "groups"),
     [("tiny_vlm", {"embedding", "language", "vision", "merger"}), ("tiny_text", {"embedding", "head", "language"})],
 )
-def test_each_parameter_group_is_perturbed_and_restored(
-    request: pytest.FixtureRequest, model: str, groups: set[str]
-) -> None:
+def test_each_parameter_group_is_perturbed_and_restored(request: pytest.FixtureRequest, model: str, groups: set[str]) -> None:
     folder: Path = request.getfixturevalue(model)
     size = (2, 3) if model == "tiny_vlm" else None
     played = [trajectory(folder, 1, [(5, size, 6)])]

@@ -42,9 +42,7 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn), "the random state of the moment when it was saved"
 
 
-def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -142,9 +140,7 @@ def test_an_index_says_the_same_on_every_python(tmp_path: Path) -> None:
         lambda index: index["tensors"]["parameters.torch.float32"]["pieces"][0].update(shape=[3]),
     ],
 )
-def test_an_index_that_does_not_fit_its_tensors_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object]
-) -> None:
+def test_an_index_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     state.save(str(tmp_path), tensors(1), 0)
     index = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
     change(index)

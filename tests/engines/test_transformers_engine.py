@@ -74,11 +74,7 @@ def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -
     )
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     sampling = Sampling(max_tokens=6, banned_tokens=vision_tokens(folder))
-    requests = [
-        prompt(folder, image(84, 56), "zoom"),
-        prompt(folder, "text only"),
-        prompt(folder, image(84, 56), "zoom"),
-    ]
+    requests = [prompt(folder, image(84, 56), "zoom"), prompt(folder, "text only"), prompt(folder, image(84, 56), "zoom")]
     for request, done in zip(requests, many(folder)(*((r, sampling) for r in requests)), strict=True):
         expected = full_logprobs(folder, request, done.token_ids, sampling)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
@@ -195,10 +191,7 @@ def test_requests_keep_their_own_budget_and_the_batch_shrinks(tiny_vlm: Path, mo
 
     monkeypatch.setattr(model_type, "forward", measuring)
     done = many(tiny_vlm)(
-        *(
-            (r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm)))
-            for r, n in zip(base, budgets, strict=True)
-        )
+        *((r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm))) for r, n in zip(base, budgets, strict=True))
     )
     assert [len(completion.token_ids) for completion in done] == budgets
     assert all(close(*pair) for pair in zip(alone, done, strict=True))
@@ -221,9 +214,7 @@ def test_one_broken_prompt_does_not_harm_the_others(tiny_vlm: Path) -> None:
 
     async def go() -> None:
         served = await engine(tiny_vlm)
-        answers = await asyncio.gather(
-            *(served.generate(p, GREEDY) for p in (corrupt, good, stray)), return_exceptions=True
-        )
+        answers = await asyncio.gather(*(served.generate(p, GREEDY) for p in (corrupt, good, stray)), return_exceptions=True)
         assert isinstance(answers[0], DataFailure)
         assert isinstance(answers[1], Completion)
         assert isinstance(answers[2], DataFailure)
@@ -341,9 +332,7 @@ def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypat
 def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> None:
     """Bit-equal log-probs in any order of arrival, with strangers about."""
     sampling = Sampling(max_tokens=10)
-    members = [
-        dataclasses.replace(prompt(tiny_text, "What " + "is " * i, seed=i), cohort=Cohort("g", 3)) for i in range(3)
-    ]
+    members = [dataclasses.replace(prompt(tiny_text, "What " + "is " * i, seed=i), cohort=Cohort("g", 3)) for i in range(3)]
     stranger = prompt(tiny_text, "Click the red button below the dialog and wait", seed=9)
 
     def decode(order: list[int], strangers: int) -> dict[int, Completion]:

@@ -75,8 +75,7 @@ def test_arguments_that_are_ours_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "backend"),
-    [({}, "uni"), ({"tensor_parallel": 2}, "mp"), ({"extra": {"pipeline_parallel_size": 2}}, "mp")],
+    ("settings", "backend"), [({}, "uni"), ({"tensor_parallel": 2}, "mp"), ({"extra": {"pipeline_parallel_size": 2}}, "mp")]
 )
 def test_workers_are_never_started_through_ray(settings: dict[str, object], backend: str) -> None:
     arguments = common_arguments("model", VllmEngineSettings.model_validate(settings))

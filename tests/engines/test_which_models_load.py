@@ -33,13 +33,7 @@ def answer(kind: str) -> str:
         try:
             load_model(ModelSettings(path=folder), weights=False)
         except ConfigError as error:
-            return (
-                EXPERTS
-                if "is a mixture of" in str(error)
-                else OTHER_IMAGES
-                if "images of" in str(error)
-                else str(error)
-            )
+            return EXPERTS if "is a mixture of" in str(error) else OTHER_IMAGES if "images of" in str(error) else str(error)
     return LOADS_IMAGES if has_vision(config) else LOADS_TEXT
 
 

@@ -30,10 +30,7 @@ VERSION = Version(0, 0)
 
 
 def trajectory(
-    folder: Path,
-    number: int,
-    turns: Sequence[tuple[int, tuple[int, int] | None, int]],
-    sampling: Sampling | None = None,
+    folder: Path, number: int, turns: Sequence[tuple[int, tuple[int, int] | None, int]], sampling: Sampling | None = None
 ) -> Trajectory:
     """``turns``: (context tokens, columns and rows of an image in tokens, or None, sampled tokens).
 

@@ -194,11 +194,7 @@ def _cache(seen: Seen) -> bool:
     )
     other, bits, read = seen.sandbox.interpreter(), (0, 1, 0, 1, 1), []
     for bit in bits:
-        said(
-            seen.target,
-            f"{file}; os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)" + "; os.pread(f, 10, 16384)" * bit,
-            5,
-        )
+        said(seen.target, f"{file}; os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)" + "; os.pread(f, 10, 16384)" * bit, 5)
         read.append(said(other, look, 5)[1].strip())
     other.close()
     return read == [str(bit) for bit in bits]

@@ -76,9 +76,7 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
         ]
         if who == "user" and os.geteuid() == 0:  # who can read the Python below /root too
             outer += ["--perms", "0755", "--tmpfs", "/root"]
-            for folder in (
-                Path(path) for path in {sys.prefix, sys.base_prefix, str(ROOT)} if path.startswith("/root/")
-            ):
+            for folder in (Path(path) for path in {sys.prefix, sys.base_prefix, str(ROOT)} if path.startswith("/root/")):
                 for parent in list(reversed(folder.parents))[2:]:
                     outer += ["--perms", "0755", "--dir", str(parent)]
                 outer += ["--ro-bind", str(folder), str(folder)]
@@ -94,9 +92,7 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
         environment = {**os.environ, "HOME": home, "CANARY_SECRET": "x", "PYTHONPATH": str(ROOT)}
         cache = _fonts()
         environment |= {"MPLCONFIGDIR": cache} if cache else {}
-        done = subprocess.run(
-            [*outer, *line], stdout=subprocess.PIPE, text=True, timeout=280, check=False, env=environment
-        )
+        done = subprocess.run([*outer, *line], stdout=subprocess.PIPE, text=True, timeout=280, check=False, env=environment)
     results: dict[str, str | None] = {}
     for text in done.stdout.splitlines():
         record = json.loads(text)
@@ -122,11 +118,7 @@ class Column:
         for path in (self.file, self.folder / ".ray" / "auth_token"):
             path.write_text("secret", encoding="utf-8")
             path.chmod(0o666)
-        self.servers = [
-            socket.create_server(("127.0.0.1", 0)),
-            socket.socket(socket.AF_UNIX),
-            socket.socket(socket.AF_UNIX),
-        ]
+        self.servers = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
         abstract, named = f"attack-{os.getpid()}", str(self.folder / "socket")
         self.servers[1].bind(f"\0{abstract}")
         self.servers[2].bind(named)
@@ -138,11 +130,7 @@ class Column:
         self.older = self.sandbox.interpreter()
         self.older.run("secret = 'mine'\ntry: open('mine.txt', 'w').write('another episode')\nexcept OSError: pass", 10)
         numbers = {name: pair[MACHINE == "aarch64"] for name, pair in NUMBERS.items()}
-        self.filled: dict[str, Any] = {
-            "file": self.file,
-            "folder": self.folder,
-            "port": self.servers[0].getsockname()[1],
-        }
+        self.filled: dict[str, Any] = {"file": self.file, "folder": self.folder, "port": self.servers[0].getsockname()[1]}
         cold = "/usr/share/common-licenses/GPL-3"
         self.filled["cold"] = cold if os.path.exists(cold) else "/usr/bin/openssl"
         os.symlink("SECRET-TEXT", self.folder / "link")

@@ -41,9 +41,7 @@ def _call(arguments: str, before: str = "") -> Attack:
 
 def _forged(data: str) -> Attack:
     """On the interpreter's own connection: the next call must not be answered by it."""
-    return Attack(
-        f"import os, json, struct\nfor fd in range(3, 8):\n  try: os.write(fd, {data})\n  except OSError: pass", 2
-    )
+    return Attack(f"import os, json, struct\nfor fd in range(3, 8):\n  try: os.write(fd, {data})\n  except OSError: pass", 2)
 
 
 _ANSWER = "(lambda h: struct.pack('>I', len(h)) + h)(json.dumps({{'id': ID, 'ok': True, 'text': 'FORGED', 'error': None, 'dropped': 0, 'blobs': []}}).encode())"

@@ -24,9 +24,7 @@ LISTENING = """<div style="width:400px;height:3000px;user-select:none">text to s
 def write(folder: Path, **pages: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name, body in pages.items():
-        (folder / f"{name}.html").write_text(
-            f"<!doctype html><html><body style='margin:0'>{body}</body></html>", encoding="utf-8"
-        )
+        (folder / f"{name}.html").write_text(f"<!doctype html><html><body style='margin:0'>{body}</body></html>", encoding="utf-8")
     return folder
 
 
@@ -40,9 +38,7 @@ CLICK = "Action: click(start_box='(100,100)')"
 
 
 @contextmanager
-def visiting(
-    folder: Path, url: str, check: str = "window.done === true", **settings: Any
-) -> Iterator[tuple[WebPage, Observation]]:
+def visiting(folder: Path, url: str, check: str = "window.done === true", **settings: Any) -> Iterator[tuple[WebPage, Observation]]:
     """An episode on a page of the folder, and what it showed first."""
     environment = WebPage(WebPage.Settings.model_validate({"folder": str(folder), **SETTINGS, **settings}))
     task = Task("t", (Message("user", ("{instruction}",)),), extra={"url": url, "check": check, "instruction": "Go."})

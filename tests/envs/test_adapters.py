@@ -111,9 +111,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def servers() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(child.cmdline())
-    ]
+    return [child for child in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(child.cmdline())]
 
 
 def mcp(**changes: Any) -> McpTools:

@@ -67,9 +67,7 @@ def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path)
     assert any(saved["production"]["finished"]["replay"].values()), "most clicks on this page succeed"
     ledger_closes(next(event["ledger"] for event in folder.events if event["event"] == "finished"))
     played = [
-        json.loads(line)
-        for file in folder.rollouts.files().values()
-        for line in file.read_text(encoding="utf-8").splitlines()
+        json.loads(line) for file in folder.rollouts.files().values() for line in file.read_text(encoding="utf-8").splitlines()
     ]
     assert {record["components"]["success"] for record in played} <= {0.0, 1.0}
     assert all(record["turns"] for record in played)

@@ -70,9 +70,7 @@ def test_an_interpreter_that_comes_too_late_is_ended() -> None:
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        await asyncio.to_thread(
-            eventually, lambda: len(psutil.Process().children(True)) == 1, "only the fork server", 20
-        )
+        await asyncio.to_thread(eventually, lambda: len(psutil.Process().children(True)) == 1, "only the fork server", 20)
 
     played(what)
 

@@ -52,9 +52,7 @@ def browsers(actor: int) -> set[int]:
 
 def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "site", good=button("window.done = true"))
-    rows = [
-        {"prompt": "{instruction}", "environment": "miniwob", "page": page, "seed": n} for n, page in enumerate(PAGES)
-    ]
+    rows = [{"prompt": "{instruction}", "environment": "miniwob", "page": page, "seed": n} for n, page in enumerate(PAGES)]
     own = {"url": "good.html", "check": "window.done === true", "instruction": "Go."}
     rows += [{"prompt": "{instruction}", "environment": "pages", **own, "id": f"own-{n}"} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -33,9 +33,7 @@ print(json.dumps({
 """
 
 
-def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = uids.free_user() if os.geteuid() == 0 else None
     number = user.number if user else None
     if refused := bubblewrap.refused(number):

@@ -260,9 +260,7 @@ def test_a_killed_host_leaves_nothing(how: signal.Signals) -> None:
 def test_a_link_in_the_home_leads_nowhere() -> None:
     secret = Path("/etc/hostname")
     with desktop() as one:
-        found = in_terminal(
-            one, f"ln -s {secret} answer.txt; ln -s / root; mkfifo pipe; cat {secret}; ls /root", "seen"
-        )
+        found = in_terminal(one, f"ln -s {secret} answer.txt; ln -s / root; mkfifo pipe; cat {secret}; ls /root", "seen")
         home = one.tell()
         assert home["answer.txt"].kind == home["root"].kind == home["pipe"].kind == "other"
         assert home["answer.txt"].content is None
@@ -272,9 +270,7 @@ def test_a_link_in_the_home_leads_nowhere() -> None:
 
 
 def test_no_network_no_root_and_no_checks_inside() -> None:
-    script = (
-        "id -u; cat /proc/net/route | wc -l; find / -name 'tasks.yaml' 2>/dev/null | wc -l; ls /proc | grep -c '^[0-9]'"
-    )
+    script = "id -u; cat /proc/net/route | wc -l; find / -name 'tasks.yaml' 2>/dev/null | wc -l; ls /proc | grep -c '^[0-9]'"
     with desktop() as one:
         uid, routes, checks, processes = in_terminal(one, script, "seen").split()
     assert uid != "0"

@@ -19,11 +19,7 @@ from tests.support.models import grounding_model as grounding_model
 from tests.support.runs import eventually, run, settings
 
 LACKS = missing()
-pytestmark = [
-    pytest.mark.env,
-    pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.env, pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}"), pytest.mark.timeout(600)]
 SOLVES = "Action: type(content='sort Data/fruit.txt > sorted.txt\\n')"
 BREAKS = "Action: type(content='kill -9 -1\\n')"
 

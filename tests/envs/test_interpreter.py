@@ -68,10 +68,7 @@ def test_names_and_images_are_kept_from_turn_to_turn(make: Make) -> None:
 
 def test_pictures_come_back_numbered_after_those_of_the_prompt(make: Make) -> None:
     environment = make()
-    result = run(
-        environment,
-        "plt.imshow(image_clue_0.crop((0, 0, 40, 40)).rotate(5)); plt.show(); plt.figure(); plt.plot([1, 2])",
-    )
+    result = run(environment, "plt.imshow(image_clue_0.crop((0, 0, 40, 40)).rotate(5)); plt.show(); plt.figure(); plt.plot([1, 2])")
     assert "<image_clue_1>[picture]</image_clue_1>\n<image_clue_2>[picture]</image_clue_2>\n" in shown(result)
     assert result.observation is not None
     data = result.observation.messages[0].images[0].data
@@ -179,9 +176,7 @@ def test_a_video_may_have_more_frames_than_an_answer_has_figures(make: Make, tmp
     assert "300" in shown(run(environment, "print(len(video_clue_0))"))
 
 
-def test_a_video_that_is_too_large_is_the_datas_failure(
-    make: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_that_is_too_large_is_the_datas_failure(make: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
     monkeypatch.setattr("rayloop.sandbox.frames.MOST_GIVEN", (2, 1 << 20))
     with pytest.raises(DataFailure, match=r"3 images of .* bytes, which may be 2 of"):

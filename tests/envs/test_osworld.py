@@ -37,14 +37,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def of(**changes: Any) -> OSWorld:
         settings = OSWorldSettings.model_validate(
-            {
-                "python": sys.executable,
-                "cache": str(tmp_path),
-                "pause": 0.0,
-                "back_off": 0.05,
-                "step_timeout": 5.0,
-                **changes,
-            }
+            {"python": sys.executable, "cache": str(tmp_path), "pause": 0.0, "back_off": 0.05, "step_timeout": 5.0, **changes}
         )
         made.append(settings)
         return OSWorld(settings)
@@ -92,9 +85,7 @@ def test_typed_text_stays_a_text() -> None:
         turn = read(f"Action: type(content='{quoted}')")
         assert isinstance(turn, Actions)
         program = ast.parse(code(turn.actions[0]))
-        texts = [
-            node.value for node in ast.walk(program) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
+        texts = [node.value for node in ast.walk(program) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         assert text in texts
         names = {node.attr for node in ast.walk(program) if isinstance(node, ast.Attribute)}
         assert names <= {"write", "copy", "hotkey"}
@@ -119,8 +110,7 @@ def test_resets_that_all_fail_are_no_result(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stand_in", "why"),
-    [({"setup_fails": True}, "setup of task t failed 5 times"), ({"screenshot": "none"}, "no screenshot")],
+    ("stand_in", "why"), [({"setup_fails": True}, "setup of task t failed 5 times"), ({"screenshot": "none"}, "no screenshot")]
 )
 def test_an_observation_after_a_failed_setup_is_no_start(make: Make, stand_in: dict[str, Any], why: str) -> None:
     environment = make(attempts=1)
@@ -130,15 +120,9 @@ def test_an_observation_after_a_failed_setup_is_no_start(make: Make, stand_in: d
 
 @pytest.mark.parametrize(
     ("stand_in", "why"),
-    [
-        ({"step": "hangs"}, "no answer within"),
-        ({"step": "dies"}, "closed"),
-        ({"screenshot": "none later"}, "no screenshot"),
-    ],
+    [({"step": "hangs"}, "no answer within"), ({"step": "dies"}, "closed"), ({"screenshot": "none later"}, "no screenshot")],
 )
-def test_a_machine_that_fails_in_a_step_is_replaced(
-    make: Make, tmp_path: Path, stand_in: dict[str, Any], why: str
-) -> None:
+def test_a_machine_that_fails_in_a_step_is_replaced(make: Make, tmp_path: Path, stand_in: dict[str, Any], why: str) -> None:
     environment = make(step_timeout=0.5)
     environment.reset(task(**stand_in))
     with pytest.raises(MachineLost, match=why):

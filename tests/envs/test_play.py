@@ -17,9 +17,7 @@ pytest.importorskip("playwright", reason="make test-env installs playwright")
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 
-def test_a_page_is_played_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_played_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed = "push it\nclick(start_box='(10,200)')\nAction: click(start_box='(10,200)')\nfinished()\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0

@@ -57,9 +57,7 @@ def test_a_run_outlives_its_interpreters(rows: Path, tmp_path: Path) -> None:
     try:
         eventually(lambda: folder.last_step() >= 1, "the first step", 300)
         # Between two turns nobody misses a fork server: the next one starts another. So they are killed until an episode does.
-        eventually(
-            lambda: killed(psutil.Process(run.pid)) and failures(folder), "an episode that lost its interpreter", 60
-        )
+        eventually(lambda: killed(psutil.Process(run.pid)) and failures(folder), "an episode that lost its interpreter", 60)
         assert run.wait(200) == 0
     finally:
         if run.poll() is None:

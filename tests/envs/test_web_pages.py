@@ -52,16 +52,8 @@ def test_each_action_arrives(folder: Path) -> None:
         click = [down, up, ["click", "", *at, 0]]
         assert does("click(start_box='(50,60)')") == click
         assert does("left_single(point='<point>50 60</point>')") == click
-        assert does("left_double(start_box='<|box_start|>(50,60)<|box_end|>')") == [
-            *click,
-            *click,
-            ["dblclick", "", *at, 0],
-        ]
-        assert [kind for kind, *_ in does("right_single(start_box='(50,60)')")] == [
-            "mousedown",
-            "contextmenu",
-            "mouseup",
-        ]
+        assert does("left_double(start_box='<|box_start|>(50,60)<|box_end|>')") == [*click, *click, ["dblclick", "", *at, 0]]
+        assert [kind for kind, *_ in does("right_single(start_box='(50,60)')")] == ["mousedown", "contextmenu", "mouseup"]
         assert does("drag(start_box='(50,60)', end_box='(100,110)')")[:2] == [down, ["mouseup", "", 100, 110, 0]]
         assert does("long_press(start_box='(50,60)')") == click
         assert does("hover(start_box='(50,60)')") == []
@@ -77,12 +69,7 @@ def test_each_action_arrives(folder: Path) -> None:
         assert environment.step("Action: scroll(start_box='(50,60)', direction='down')").error is None
         assert environment._tab is not None
         assert host(environment).run(environment._tab.evaluate("scrollY"), 10) == 100
-        assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == [
-            "a",
-            "B",
-            " ",
-            "Enter",
-        ]
+        assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == ["a", "B", " ", "Enter"]
         assert does("wait()") == []
 
 
@@ -117,10 +104,7 @@ def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
 def test_the_tree_is_given_on_request(folder: Path) -> None:
     for observe, images, texts in ((["tree"], 0, 1), (["screenshot", "tree"], 1, 1), (["screenshot"], 1, 0)):
         with visiting(folder, "form.html", "0", observe=observe) as (environment, first):
-            for parts in (
-                first.messages[-1].parts[1:],
-                environment.step("Action: wait()").observation.messages[-1].parts,
-            ):
+            for parts in (first.messages[-1].parts[1:], environment.step("Action: wait()").observation.messages[-1].parts):
                 found = [part for part in parts if isinstance(part, str)]
                 assert (len(parts) - len(found), len(found)) == (images, texts)
                 assert all('button "Send"' in tree and "[box=" in tree and "[ref=" not in tree for tree in found)

@@ -73,9 +73,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     episode = config["environment"]["episode"]
     episode |= {"max_prompt_tokens": 300, "reset_timeout": 1.5}
     episode["environment"]["with"] = {"reset": {"hangs": "hang"}, "step": {"raises": "raise"}}
-    config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")} | {
-        "crash": "raise"
-    }
+    config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")} | {"crash": "raise"}
     made = finished(config)
 
     assert [record["step"] for record in made.metrics] == list(range(1, 10))
@@ -108,9 +106,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     assert counts["excluded[environment_failure]"] == 2 * 4
     assert all(record["reward/min"] > 0 for record in made.metrics), "a failure became a reward of 0"
     hung = [e for e in made.named("worker_lost", role="environment") if "reset" in e["why"]]
-    assert 2 <= len(hung) <= 3, (
-        "the process of a hung environment is ended, until two of them have shown that the task hangs"
-    )
+    assert 2 <= len(hung) <= 3, "the process of a hung environment is ended, until two of them have shown that the task hangs"
     assert all("hangs gave no answer within 1.5 seconds" in e["why"] for e in hung)
     assert 1 <= len(made.named("episode_failed", trajectory=hung_trajectory(made))) <= 3
 
@@ -128,9 +124,7 @@ def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_mo
 @pytest.mark.slow_faults
 def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path, digits_model: Path) -> None:
     made = finished(settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "raise"}}), code=1)
-    assert (
-        "GraderBroken: the reward tests.support.rewards:TokenReward raised on each of the 4 trajectories" in made.text
-    )
+    assert "GraderBroken: the reward tests.support.rewards:TokenReward raised on each of the 4 trajectories" in made.text
     assert "KeyError: 'no column for train-" in made.text
     [failed] = made.named("failed")
     assert failed["error"] == "GraderBroken"

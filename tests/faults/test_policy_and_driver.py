@@ -57,9 +57,7 @@ def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> N
         next_mark(made, marks, "reset", 8)
         begin, driver = restored(made, "driver actor", "driver_lost", kill(made.actor("DriverActor")))
         assert begin["lineage"] == 3
-        assert (made.folder / "run.fence").read_text(encoding="utf-8") == "2", (
-            "the driver that was lost may write nothing more"
-        )
+        assert (made.folder / "run.fence").read_text(encoding="utf-8") == "2", "the driver that was lost may write nothing more"
         made.ends(0)
     assert [record["step"] for record in made.metrics] == list(range(1, 7))
     counts = made.named("finished")[0]["ledger"]

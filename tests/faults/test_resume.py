@@ -32,9 +32,7 @@ def checkpoints(config: dict[str, Any]) -> list[str]:
     """The checkpoints that the runs so far have reported."""
     path = Path(config["output"]) / config["name"] / "events.jsonl"
     return (
-        [line for line in path.read_text(encoding="utf-8").splitlines() if '"event":"checkpoint"' in line]
-        if path.exists()
-        else []
+        [line for line in path.read_text(encoding="utf-8").splitlines() if '"event":"checkpoint"' in line] if path.exists() else []
     )
 
 
@@ -53,15 +51,7 @@ def trained_ids(made: Run) -> dict[int, Any]:
     return {event["step"]: event["groups"] for event in made.named("trained")}
 
 
-REWARDS = (
-    "reward/mean",
-    "reward/std",
-    "reward/min",
-    "reward/max",
-    "rollout/groups",
-    "rollout/trained",
-    "response_length/mean",
-)
+REWARDS = ("reward/mean", "reward/std", "reward/min", "reward/max", "rollout/groups", "rollout/trained", "response_length/mean")
 TRAINING = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/tokens", "rollout/acceptance")
 
 

@@ -44,9 +44,7 @@ def test_the_older_checkpoint_is_resumed(tmp_path: Path, digits_model: Path, who
         victims = made.actors(who)
         killed, halfway = kill_while_it_writes(made, victims[-1])
         assert complete(halfway) is None
-        begin: dict[str, Any] = made.until(
-            lambda: [e for e in made.named("begin") if e["time"] > killed], "a new lineage"
-        )[0]
+        begin: dict[str, Any] = made.until(lambda: [e for e in made.named("begin") if e["time"] > killed], "a new lineage")[0]
         assert begin["step"] < int(halfway.name.removeprefix("step_"))
         assert begin["restored"] == f"step_{begin['step']:06d}"
         made.ends(0)

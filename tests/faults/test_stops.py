@@ -30,9 +30,7 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
         next_mark(made, marks, "score", 1)
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=30)
-    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], (
-        "during step 2, whose number is not yet reported"
-    )
+    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], "during step 2, whose number is not yet reported"
     assert [e["step"] for e in made.named("evaluated")] == [0]
     assert [record["step"] for record in made.metrics] == [1, 2]
     assert [e["step"] for e in made.named("checkpoint")] == [1, 2]
@@ -48,9 +46,7 @@ def test_two_runs_on_one_machine_do_not_touch_each_other(tmp_path: Path, digits_
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
         folder.mkdir()
-    first, second = (
-        settings(folder, digits_model, steps=12, reward__source__with={"seconds": 0.3}) for folder in folders
-    )
+    first, second = (settings(folder, digits_model, steps=12, reward__source__with={"seconds": 0.3}) for folder in folders)
     with run(first) as killed, run(second) as other:
         killed.until_event("trained", step=2)
         other.until_event("trained", step=2)

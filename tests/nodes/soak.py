@@ -145,10 +145,7 @@ def _summary(made: Run, code: int, ended: bool, told: list[dict[str, Any]]) -> d
 
 def tables(rounds: list[dict[str, Any]]) -> str:
     """Two tables: the runs, and seconds from each fault to the next trained step."""
-    runs = [
-        "| round | steps without faults | with | share | with faults: exit code, in quarantine |",
-        "|---|---|---|---|---|",
-    ]
+    runs = ["| round | steps without faults | with | share | with faults: exit code, in quarantine |", "|---|---|---|---|---|"]
     for number, pair in enumerate(rounds, 1):
         beside, run = pair["undisturbed"], pair["disturbed"]
         ended = f"{run['code']}{' by itself' if run['ended_by_itself'] else ''}, {run['quarantined']}"
@@ -187,8 +184,7 @@ def main() -> None:
         )
         if chosen.out:
             chosen.out.write_text(
-                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1) + "\n",
-                encoding="utf-8",
+                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1) + "\n", encoding="utf-8"
             )
     print("shares of the undisturbed steps:", [found["share_of_steps"] for found in rounds])
 

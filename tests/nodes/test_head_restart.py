@@ -27,9 +27,7 @@ def gcs(nodes: Nodes) -> list[psutil.Process]:
     return [one for one in below if one.name() == "gcs_server" and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
-    tmp_path: Path, digits_model: Path
-) -> None:
+def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(tmp_path: Path, digits_model: Path) -> None:
     config = settings(tmp_path, digits_model, steps=40, checkpoint={"every": 2}, recovery={"start_timeout": 90.0})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
@@ -42,15 +40,7 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
         nodes.start("head")
         nodes.start("worker", "--num-cpus=6")
         train = nodes.start(
-            "worker",
-            "--num-cpus=0",
-            "--requeue=3",
-            "--",
-            sys.executable,
-            "-m",
-            "rayloop",
-            "train",
-            str(tmp_path / "run.yaml"),
+            "worker", "--num-cpus=0", "--requeue=3", "--", sys.executable, "-m", "rayloop", "train", str(tmp_path / "run.yaml")
         )
         before = nodes.head()
         assert before.token is not None

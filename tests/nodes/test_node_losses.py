@@ -55,10 +55,7 @@ def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[s
         checkpoint={"every": 1 if "policy" in carries else EVERY},
     )  # fmt: skip
     for role in ROLES:
-        config.setdefault(role, {})["placement"] = {
-            "num_cpus": 0,
-            "resources": {"lost" if role in carries else "kept": 1},
-        }
+        config.setdefault(role, {})["placement"] = {"num_cpus": 0, "resources": {"lost" if role in carries else "kept": 1}}
     return config
 
 
@@ -124,9 +121,7 @@ def test_the_same_run_goes_on(tmp_path: Path, digits_model: Path, what: str) -> 
             assert made.wait() == 75, made.text
     assert len({e["lineage"] for e in made.named("begin")}) == (1 + len(phases) if "policy" in carries else 1)
     counts = made.named("preempted")[0]["ledger"]
-    assert counts["issued"] == sum(n for name, n in counts.items() if name not in ("issued", "attempts", "replayed")), (
-        counts
-    )
+    assert counts["issued"] == sum(n for name, n in counts.items() if name not in ("issued", "attempts", "replayed")), counts
     played = [record for record in made.metrics if record["rollout/groups"]]  # others train on what was ready
     assert played
     assert all(record["reward/min"] > 0 for record in played), "a failure became a reward of 0"

@@ -34,11 +34,7 @@ def item(number: int, right: bool = True) -> JudgeItem:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rayloop", "judge", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "rayloop", "judge", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
@@ -67,12 +63,7 @@ def test_only_healthz_is_open(judge: Served) -> None:
 def test_it_judges_one_item_or_many(judge: Served) -> None:
     with judge.http() as http:
         (one,) = http.post("/v1/judge", json=item(1).model_dump(mode="json")).json()["results"]
-        assert (one["verdict"], one["decided_by"], one["backend"], one["cached"]) == (
-            "correct",
-            "model",
-            "openai",
-            False,
-        )
+        assert (one["verdict"], one["decided_by"], one["backend"], one["cached"]) == ("correct", "model", "openai", False)
         items = [item(n, right=n % 2 == 0).model_dump(mode="json") for n in range(8)]
         many = http.post("/v1/judge", json={"items": items}).json()["results"]
         assert [result["score"] for result in many] == [1.0, 0.0] * 4
@@ -116,9 +107,7 @@ def test_the_official_client_speaks_with_the_same_model(judge: Served) -> None:
         asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
         said = client.chat.completions.create(model="judge", messages=asked, max_tokens=5)
         assert said.choices[0].message.content == "Four."
-        fetched: Any = [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}]}
-        ]
+        fetched: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}]}]
         with pytest.raises(openai.UnprocessableEntityError, match="image_url"):
             client.chat.completions.create(model="judge", messages=fetched)
 
@@ -304,9 +293,7 @@ def test_all_replicas_gone_for_20_seconds_opens_the_breaker_and_loses_no_verdict
 
 async def _all_killed(judge: Served) -> list[JudgeVerdict | JudgeUnscored]:
     judge.ready(2)
-    client = JudgeClient(
-        judge.settings(batch=4, concurrency=4, breaker_failures=3, read_timeout=5.0, request_timeout=8.0)
-    )
+    client = JudgeClient(judge.settings(batch=4, concurrency=4, breaker_failures=3, read_timeout=5.0, request_timeout=8.0))
     states = set()
     try:
         asking = None

@@ -192,14 +192,10 @@ def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatc
     assert isinstance(poison, JudgeUnscored)
     assert (poison.kind, "HTTP 500" in poison.reason) == (NoVerdict.INVALID, True)
     assert [len(request) for request in stub.requests[:2]] == [8, 8]
-    assert sum(any(one["fresh"] for one in request) for request in stub.requests) == 1, (
-        "one canary is enough for some seconds"
-    )
+    assert sum(any(one["fresh"] for one in request) for request in stub.requests) == 1, "one canary is enough for some seconds"
 
 
-def test_a_judge_that_fails_on_everything_is_not_the_items_doing(
-    stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_fails_on_everything_is_not_the_items_doing(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
     stub.always = status(500)
 
@@ -245,9 +241,7 @@ def test_a_long_retry_after_does_not_starve_new_questions(stub: JudgeStub) -> No
     assert isinstance(using(stub.url, use, concurrency=1), JudgeVerdict)
 
 
-@pytest.mark.parametrize(
-    "url", ["http://h:99999", "http://h:-1", "h:8000", "http://", "http://[::1", "http://a b", "ftp://h", ""]
-)
+@pytest.mark.parametrize("url", ["http://h:99999", "http://h:-1", "h:8000", "http://", "http://[::1", "http://a b", "ftp://h", ""])
 def test_an_address_that_is_none_is_refused_when_the_configuration_loads(url: str) -> None:
     with pytest.raises(ValidationError, match="url"):
         ClientSettings(url=url)
@@ -322,9 +316,7 @@ def test_nothing_is_sent_without_the_key_that_could_not_be_read(stub: JudgeStub,
     assert not stub.requests
 
 
-def test_a_file_system_in_trouble_is_waited_for(
-    stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, times, opened = tmp_path / "key", [], Path.open
     key.write_text("secret", encoding="utf-8")
     key.chmod(0o600)

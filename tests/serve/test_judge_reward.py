@@ -58,9 +58,7 @@ def rewards(url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, *
         source = JudgeReward(JudgeReward.Settings(judge=client, **settings))
         try:
             return [
-                await source.score(
-                    TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout)
-                )
+                await source.score(TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout))
                 for a in answers
             ]
         finally:
@@ -130,10 +128,7 @@ def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp
     blind, seeing = (asked for (asked,) in stub.requests)
     assert (blind["rubric"], blind["images"]) == ("equivalence", [])
     assert (seeing["rubric"], seeing["images"]) == ("seeing", [str(Path.cwd() / "a.png")])
-    for pictures, what in (
-        ((ImageSource(data=b"png"),), "1 images, 0 of them"),
-        ((ImageSource(path="a.png"),) * 9, "9 images"),
-    ):
+    for pictures, what in (((ImageSource(data=b"png"),), "1 images, 0 of them"), ((ImageSource(path="a.png"),) * 9, "9 images")):
         task = dataclasses.replace(TASK, messages=(Message("user", ("Which colour?", *pictures)),))
         with pytest.raises(DataFailure, match=what):
             rewards(stub.url, "crimson", task=task, rubrics=str(tmp_path), rubric="seeing")
@@ -240,13 +235,7 @@ def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(stub: JudgeS
 
     async def blind(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
         found = [verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint) for one in items]
-        refused = {
-            "outcome": "unscored",
-            "kind": "invalid",
-            "reason": "no images",
-            "fingerprint": "stub-1",
-            "backend": "openai",
-        }
+        refused = {"outcome": "unscored", "kind": "invalid", "reason": "no images", "fingerprint": "stub-1", "backend": "openai"}
         found = [refused if asked["images"] else one for one, asked in zip(found, items, strict=True)]
         await body(send, 200, json.dumps({"results": found}).encode())
 
@@ -256,13 +245,7 @@ def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(stub: JudgeS
 
 
 def test_the_rule_backend_pays_only_when_it_is_named(stub: JudgeStub) -> None:
-    said = {
-        "verdict": "incorrect",
-        "score": 0.0,
-        "backend": "rule",
-        "decided_by": "rules",
-        "reason": "none: no rule decides this",
-    }
+    said = {"verdict": "incorrect", "score": 0.0, "backend": "rule", "decided_by": "rules", "reason": "none: no rule decides this"}
     stub.always = results(**said)
     with pytest.raises(ConfigError, match=r"has the backend rule, and this run accepts openai, vllm"):
         rewards(stub.url, "crimson")
@@ -330,9 +313,7 @@ def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 
 
-def test_a_drift_check_that_fails_is_reported(
-    stub: JudgeStub, caplog: pytest.LogCaptureFixture, monkeypatch: Any
-) -> None:
+def test_a_drift_check_that_fails_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     async def broken(watch: DriftWatch) -> float:
         raise ConfigError("the judge's key file is gone")
 
@@ -436,9 +417,7 @@ def test_the_page_shows_a_configuration_that_loads() -> None:
 
 def test_kappa_is_agreement_beyond_chance() -> None:
     items = calibration()
-    right = [one for one in items if one.verdict == "correct"][:4] + [
-        one for one in items if one.verdict == "incorrect"
-    ][:4]
+    right = [one for one in items if one.verdict == "correct"][:4] + [one for one in items if one.verdict == "incorrect"][:4]
 
     def said(*verdicts: str) -> Any:
         return [

@@ -26,9 +26,7 @@ pytestmark = [
 
 
 def item(number: int) -> JudgeItem:
-    return JudgeItem(
-        question="What is shown?", reference=f"A big dog {number}", answer=f"a large dog {number}", fresh=True
-    )
+    return JudgeItem(question="What is shown?", reference=f"A big dog {number}", answer=f"a large dog {number}", fresh=True)
 
 
 @pytest.fixture(scope="module")

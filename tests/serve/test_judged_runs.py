@@ -70,9 +70,7 @@ def test_a_run_waits_while_all_replicas_are_gone_for_20_seconds(
     judge.ready(2)
 
 
-def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(
-    digits_model: Path, tmp_path: Path
-) -> None:
+def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(digits_model: Path, tmp_path: Path) -> None:
     config = judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9"})
     config["reward"]["source"]["with"] |= {"on_unavailable": "stop", "patience": 5.0}
     made = finished(config, code=69)

@@ -67,9 +67,7 @@ def served(live: Run) -> Iterator[Endpoint]:
 
 @pytest.fixture
 def client(served: Endpoint) -> OpenAI:
-    return openai.OpenAI(
-        base_url=served.url, api_key=served.key, max_retries=0, http_client=httpx.Client(trust_env=False)
-    )
+    return openai.OpenAI(base_url=served.url, api_key=served.key, max_retries=0, http_client=httpx.Client(trust_env=False))
 
 
 ASK: dict[str, Any] = {
@@ -140,9 +138,7 @@ def test_several_turns_with_pictures_are_a_trajectory_that_the_trainer_agrees_wi
 def test_the_official_client_reads_a_stream(client: OpenAI) -> None:
     question = [{"role": "user", "content": [{"type": "text", "text": "Sort: 3 1 2"}, shown(9)]}]
     plain = client.chat.completions.create(messages=question, **ASK)
-    stream = client.chat.completions.create(
-        messages=question, stream=True, stream_options={"include_usage": True}, **ASK
-    )
+    stream = client.chat.completions.create(messages=question, stream=True, stream_options={"include_usage": True}, **ASK)
     *said, last = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == plain.choices[0].message.content
     assert said[0].choices[0].token_ids == plain.choices[0].token_ids, "a seed repeats"
@@ -182,13 +178,9 @@ def test_what_is_refused_has_openais_form(served: Endpoint, client: OpenAI) -> N
         assert answer.usage.completion_tokens <= 2
 
 
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "tool"])
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "tool"])
 NAMES = st.sampled_from(["role", "content", "type", "text"])
-VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=8
-)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=8)
 GOOD: dict[str, Any] = {
     "n": st.integers(1, 2), "seed": st.integers(0, 2**64), "stop": st.text(max_size=3) | st.lists(st.text(max_size=3)),
     "temperature": st.floats(0, 2), "max_tokens": st.integers(1, 3), "min_tokens": st.integers(0, 9), "logprobs": st.booleans(),
@@ -256,14 +248,7 @@ def test_a_run_that_is_not_live_is_refused_in_one_line(live: Run, tmp_path: Path
 
 def test_a_run_is_found_by_its_name_and_an_endpoint_is_not_served_twice(live: Run, served: Endpoint) -> None:
     place = json.loads((live.folder / "cluster.json").read_text(encoding="utf-8"))
-    where = [
-        "--address",
-        place["address"],
-        "--token-file",
-        place["token_file"],
-        "--announce",
-        live.folder / "other.json",
-    ]
+    where = ["--address", place["address"], "--token-file", place["token_file"], "--announce", live.folder / "other.json"]
     for name, why in (
         ("run", "Ray Serve has an application named policy-run"),
         ("nobody", "it is not live. Live runs of this cluster: run"),

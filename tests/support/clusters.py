@@ -36,9 +36,7 @@ class Cluster:
     def join(self, name: str, **resources: float) -> None:
         """A node, with a CPU and these resources; returns when it lives."""
         self._nodes[name] = _patient(
-            lambda: self._made.add_node(
-                num_cpus=1, resources=resources, object_store_memory=STORE, include_dashboard=False
-            )
+            lambda: self._made.add_node(num_cpus=1, resources=resources, object_store_memory=STORE, include_dashboard=False)
         )
 
     def lose(self, name: str) -> float:

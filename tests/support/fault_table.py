@@ -48,9 +48,7 @@ def lines() -> list[str]:
     """The table as text."""
     width = max(len(row.fault) for row in ROWS)
     head = f"{'fault':{width}}  detected_s  recovered_s  trajectories_lost"
-    return [head] + [
-        f"{r.fault:{width}}  {r.detected_s:10.3f}  {r.recovered_s:11.3f}  {r.trajectories_lost:17d}" for r in ROWS
-    ]
+    return [head] + [f"{r.fault:{width}}  {r.detected_s:10.3f}  {r.recovered_s:11.3f}  {r.trajectories_lost:17d}" for r in ROWS]
 
 
 def write() -> None:

@@ -74,12 +74,7 @@ def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
         after.callback(process.wait, 60)
         after.callback(process.terminate)
         started = Head(f"http://127.0.0.1:{ports['dashboard-port']}", token, python, tag)
-        eventually(
-            lambda: started.status("/api/v0/nodes") == 200 and b"ALIVE" in started.read("/api/v0/nodes"),
-            "a head",
-            90,
-            0.3,
-        )
+        eventually(lambda: started.status("/api/v0/nodes") == 200 and b"ALIVE" in started.read("/api/v0/nodes"), "a head", 90, 0.3)
         yield started
 
 
@@ -90,9 +85,7 @@ def without_checkout(folder: Path) -> Path:
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     python = folder / "bin" / "python"
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(
-        [python, "-c", "import ray, rayloop"], cwd="/", env=bare, capture_output=True, text=True, check=False
-    )
+    found = subprocess.run([python, "-c", "import ray, rayloop"], cwd="/", env=bare, capture_output=True, text=True, check=False)
     assert "No module named 'rayloop'" in found.stderr, found.stderr
     return python
 

@@ -27,9 +27,7 @@ running = False
 """A test runs; pytest itself looks at every folder of the checkout while it collects."""
 _HOME = os.path.realpath(os.path.expanduser("~"))
 _OWN = tuple(
-    os.path.realpath(path) + "/"
-    for path in (ROOT, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/usr")
-    if path != _HOME
+    os.path.realpath(path) + "/" for path in (ROOT, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/usr") if path != _HOME
 )
 _which = shutil.which
 _stat = os.stat
@@ -69,11 +67,7 @@ def _no_runs(path: str) -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if (
-        event in ("open", "os.listdir", "os.scandir")
-        and arguments
-        and isinstance(arguments[0], str | bytes | os.PathLike)
-    ):
+    if event in ("open", "os.listdir", "os.scandir") and arguments and isinstance(arguments[0], str | bytes | os.PathLike):
         given = os.fsdecode(arguments[0])
         if event == "open" and arguments[1] is None and not os.path.isabs(given):
             return  # of os.open, which may mean a file of an opened folder

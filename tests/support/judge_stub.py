@@ -26,15 +26,9 @@ def verdict(right: bool, fingerprint: str) -> dict[str, Any]:
     return {**found, "probability": None, "cached": False, "backend": "openai", "decided_by": "model"}
 
 
-async def body(
-    send: Send, status: int, content: bytes, headers: Mapping[str, str] = {}, length: int | None = None
-) -> None:
+async def body(send: Send, status: int, content: bytes, headers: Mapping[str, str] = {}, length: int | None = None) -> None:
     """An HTTP answer; ``length`` is what its header claims."""
-    fields = {
-        "content-type": "application/json",
-        "content-length": str(len(content) if length is None else length),
-        **headers,
-    }
+    fields = {"content-type": "application/json", "content-length": str(len(content) if length is None else length), **headers}
     raw = [(k.encode(), v.encode()) for k, v in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": content})
@@ -110,13 +104,7 @@ class JudgeStub:
             return
         if scope["path"] == f"/{self.resets}/version":
             digests = {name: rubric.digest for name, rubric in self.rubrics.items()}
-            about = {
-                "version": "stub",
-                "fingerprint": self.fingerprint,
-                "backend": "openai",
-                "model": "stub",
-                "rubrics": digests,
-            }
+            about = {"version": "stub", "fingerprint": self.fingerprint, "backend": "openai", "model": "stub", "rubrics": digests}
             return await body(send, 200, json.dumps(about).encode())
         if scope["path"] != f"/{self.resets}/v1/judge":
             return await body(send, 404, b"{}")

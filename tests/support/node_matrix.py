@@ -37,10 +37,7 @@ def record(carried: str, phase: str, seconds: float, events: Sequence[Mapping[st
 
 def lines() -> list[str]:
     """The table as Markdown."""
-    head = [
-        "| on the node | lost in | process or node | seconds to recovery | payloads lost |",
-        "|---|---|---|---|---|",
-    ]
+    head = ["| on the node | lost in | process or node | seconds to recovery | payloads lost |", "|---|---|---|---|---|"]
     return head + [f"| {c.carried} | {c.phase} | node | {c.seconds:.1f} | {c.payloads} |" for c in CELLS]
 
 

@@ -117,18 +117,11 @@ class Stage:
         c = self.config = RunConfig.model_validate(settings(folder, folder, publish=publish, **changes))
         self.events: list[dict[str, Any]] = []
         where = str(folder / "weights")
-        sending, receiving = (
-            ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving)
-        )
+        sending, receiving = (ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))
         self.policy = PolicyGroup(c.policy, lambda _: sending.remote(c, where))
         self.policy.ranks = [sending.remote(c, where)]
         self.pool = Pool(
-            "rollout",
-            size,
-            lambda _: receiving.options(max_concurrency=10).remote(c, where),
-            c.recovery,
-            self._tell,
-            self._admit,
+            "rollout", size, lambda _: receiving.options(max_concurrency=10).remote(c, where), c.recovery, self._tell, self._admit
         )
         services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where)
         self.publisher = Publisher(c, services, SimpleNamespace(event=self._tell))  # type: ignore[arg-type]

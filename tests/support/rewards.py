@@ -53,16 +53,12 @@ class TokenRanking(TokenReward):
     An answer that is alone is scored by itself.
     """
 
-    def score_group(
-        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
-    ) -> list[Outcome]:
+    def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         if self._settings.marks is not None:
             (Path(self._settings.marks) / f"group-{time.time_ns()}-{len(trajectories)}").touch()
         shares = [self.score(*pair) for pair in zip(trajectories, [task] * len(contexts), contexts, strict=True)]
         below = [sum(other < share for other in shares) for share in shares]
-        return [
-            Scored(rank / max(len(shares) - 1, 1), {"share": share}) for rank, share in zip(below, shares, strict=True)
-        ]
+        return [Scored(rank / max(len(shares) - 1, 1), {"share": share}) for rank, share in zip(below, shares, strict=True)]
 
 
 class Peak(TokenReward):

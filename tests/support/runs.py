@@ -99,11 +99,7 @@ class Run:
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             return []
-        return [
-            json.loads(line)
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -140,9 +136,7 @@ class Run:
         return eventually(check, f"{what}\n{self.text}", deadline)
 
     def until_event(self, event: str, deadline: float = START, **fields: Any) -> dict[str, Any]:
-        found: list[dict[str, Any]] = self.until(
-            lambda: self.named(event, **fields), f"event {event} {fields}", deadline
-        )
+        found: list[dict[str, Any]] = self.until(lambda: self.named(event, **fields), f"event {event} {fields}", deadline)
         return found[0]
 
     def actors(self, name: str) -> list[psutil.Process]:
@@ -235,8 +229,6 @@ def resume(process: psutil.Process) -> None:
 
 def ledger_closes(counts: Mapping[str, int]) -> None:
     """Every issued trajectory is final, and counted once."""
-    final = {
-        name: n for name, n in counts.items() if name not in ("issued", "in_flight", "ready", "attempts", "replayed")
-    }
+    final = {name: n for name, n in counts.items() if name not in ("issued", "in_flight", "ready", "attempts", "replayed")}
     assert counts["in_flight"] == counts["ready"] == 0, counts
     assert counts["issued"] == sum(final.values()), counts

@@ -154,19 +154,7 @@ class World:
 
     def well(self, request: PlayRequest) -> Summary:
         return Summary(
-            request.id,
-            request.attempt,
-            request.task.id,
-            "",
-            EndReason.DONE,
-            10,
-            5,
-            1,
-            0,
-            0,
-            True,
-            self.version,
-            self.version,
+            request.id, request.attempt, request.task.id, "", EndReason.DONE, 10, 5, 1, 0, 0, True, self.version, self.version
         )
 
     async def finish(self, group: Group) -> Group:
@@ -180,10 +168,7 @@ class World:
 
     async def player(self) -> EpisodeRunner:
         """The run's player, over pools that have started."""
-        rollout, reward = (
-            self._pool("rollout", self.config.rollout.actors),
-            self._pool("reward", self.config.reward.actors),
-        )
+        rollout, reward = (self._pool("rollout", self.config.rollout.actors), self._pool("reward", self.config.reward.actors))
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)

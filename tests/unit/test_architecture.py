@@ -29,9 +29,7 @@ def modules_below(*names: str) -> list[str]:
 
 LIGHT = [
     *modules_below(*(f"rayloop.{name}" for name in ("core", "config", "data", "chat", "envs", "rewards", "measure"))),
-    *modules_below(
-        "rayloop.launch", "rayloop.view", "rayloop.doctor", "rayloop.transports.choose", "rayloop.engines.settings"
-    ),
+    *modules_below("rayloop.launch", "rayloop.view", "rayloop.doctor", "rayloop.transports.choose", "rayloop.engines.settings"),
     *(f"rayloop.transports.{name}" for name in ("object_store", "filesystem", "collective", "cuda_ipc")),
     *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
     *(name for name in modules_below("rayloop.run") if name != "rayloop.run.export"),
@@ -74,8 +72,7 @@ def test_every_module_says_what_it_is() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if path.name not in ("__init__.py", "__main__.py")
-        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if path.name not in ("__init__.py", "__main__.py") and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not silent
 

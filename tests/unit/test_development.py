@@ -31,9 +31,7 @@ def test_every_folder_of_tests_is_on_the_page() -> None:
 
 def test_the_hooks_before_a_commit_check_what_lint_checks() -> None:
     (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
-    checks = {
-        line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check") for line in recipe.splitlines()
-    }
+    checks = {line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check") for line in recipe.splitlines()}
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     hooks = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --fix") for hook in repo["hooks"]}
     assert hooks == checks
@@ -73,10 +71,7 @@ def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> No
     """`make test` reads every file of tests before it leaves out other lanes', and installs nothing but `dev`."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = {re.split(r"[<>=\[]", need)[0] for extra in extras.keys() - {"dev"} for need in extras[extra]}
-    modules = named - {"jsonschema", "websockets", "tensorboard"} | {
-        "Xlib",
-        "kubernetes_validate",
-    }  # the three are in dev
+    modules = named - {"jsonschema", "websockets", "tensorboard"} | {"Xlib", "kubernetes_validate"}  # the three are in dev
     unguarded = set()
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -18,9 +18,7 @@ from rayloop.sft.stage import SftConfig
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOPS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "tests", "docs", "deploy")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that one tells of what is gone
 TEXTS = sorted([*PRESENT, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
 """Pages, and the modules whose docstrings and comments also name files."""
@@ -69,8 +67,7 @@ def test_every_link_leads_somewhere() -> None:
     broken = [
         f"{place}: {match[0]}"
         for page, place, match in places
-        if not (target := page.parent / match[1] if match[1] else page).exists()
-        or (match[2] and match[2] not in anchors(target))
+        if not (target := page.parent / match[1] if match[1] else page).exists() or (match[2] and match[2] not in anchors(target))
     ]
     assert len(places) > 50, "the pattern finds nothing any more"
     assert not broken, "\n".join(broken)
@@ -81,9 +78,7 @@ def test_every_command_that_is_quoted_exists() -> None:
     ours = [(place, match[1]) for _, place, match in modules if match[1].split(".")[0] in (*TOPS, "benchmarks")]
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     wrong = [f"{place}: no module {name}" for place, name in ours if find_spec(name) is None]
-    wrong += [
-        f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS
-    ]
+    wrong += [f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS]
     wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PRESENT) if match[1] not in targets]
     assert len(ours) > 30, "the pattern finds nothing any more"
     assert not wrong, "\n".join(wrong)
@@ -146,19 +141,12 @@ def defined(dotted: str, name: str | None) -> bool:
     if name is None and not (path.is_dir() or path.with_suffix(".py").exists()):
         path, name = path.parent, path.name
     sources = [path.with_suffix(".py"), path / "__init__.py"]
-    return any(
-        file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")))
-        for file in sources
-    )
+    return any(file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))) for file in sources)
 
 
 def test_the_changelog_says_where_modules_are() -> None:
-    rows = re.findall(
-        r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    moved = [
-        f"{folder}.{module.rpartition('now ')[2].rstrip(')')}" for folder, all in rows for module in all.split(", ")
-    ]
+    rows = re.findall(r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    moved = [f"{folder}.{module.rpartition('now ')[2].rstrip(')')}" for folder, all in rows for module in all.split(", ")]
     assert len(moved) > 100
     gone = [module for module in moved if not defined(module, None)]
     assert not gone, f"say in CHANGELOG.md where these are now: {gone}"
@@ -176,16 +164,13 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
-    rows = re.findall(
-        r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     words = [word for names, _ in rows for word in names.split(", ")]
     absent = [
         f"{word}: {file}"
         for names, file in rows
         for word in names.split(", ")
-        if not (ROOT / file).is_file()
-        or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
+        if not (ROOT / file).is_file() or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
     ]
     assert len(words) > 50, "the rows are not found any more"
     assert len(set(words)) == len(words), "a word stands twice"
@@ -200,8 +185,6 @@ def pattern(word: str) -> str:
 def test_every_page_of_what_one_brings_is_short_and_run_by_a_test() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for page in (DOCS / "bring_your_own").glob("[a-z]*.md"):
-        assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), (
-            f"no test runs what {page.name} shows"
-        )
+        assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), f"no test runs what {page.name} shows"
         for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             assert len(program.splitlines()) < 50, f"{page.name}: a program of a page is read in a minute"

@@ -73,13 +73,9 @@ def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
                 yield from (alias.name for alias in node.names if private(alias.name) or alias.name in BINDINGS)
         for module in modules:
             mine = module.split(".")[0] in ("rayloop", "tests", "__future__")
-            if not mine and (
-                any(map(private, module.split("."))) or f"{module}.".startswith(tuple(f"{m}." for m in INTERNAL))
-            ):
+            if not mine and (any(map(private, module.split("."))) or f"{module}.".startswith(tuple(f"{m}." for m in INTERNAL))):
                 yield module
-        if isinstance(node, ast.Attribute) and (
-            node.attr in BINDINGS or (private(node.attr) and node.attr not in ours)
-        ):
+        if isinstance(node, ast.Attribute) and (node.attr in BINDINGS or (private(node.attr) and node.attr not in ours)):
             yield node.attr
         if isinstance(node, ast.keyword) and node.arg and private(node.arg) and node.arg not in ours:
             yield f"{node.arg}="

@@ -17,13 +17,7 @@ from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
 from rayloop.grpo.filters.base import Filter
 from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import (
-    ImagesConsistent,
-    KeepEndReasons,
-    MaxLength,
-    PositiveNegativeAdvantage,
-    ToolImage,
-)
+from rayloop.grpo.filters.members import ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, ReplaySettings
@@ -254,9 +248,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     options |= {option: value for option, value in entry.inputs.items() if option in options}
     table, where = _rows(entry.need("ratios"), entry.inputs.get("mask"), torch.float32)
     advantage = _per_token(entry.need("advantage"), table)[where]
-    settings = LossSettings.model_validate(
-        _aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"}
-    )
+    settings = LossSettings.model_validate(_aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"})
     current = table[where].log()
     old = torch.zeros_like(current)
     with refusals():
@@ -275,9 +267,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
 
 
 LOW_VAR_KL = LossSettings(kl_coef=1.0, kl_bound=20.0, kl_cap=10.0)
-NOT_CAPPED = (
-    "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 and kl_bound: 20 are verl's bounds"
-)
+NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 and kl_bound: 20 are verl's bounds"
 
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:

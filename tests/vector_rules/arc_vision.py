@@ -61,9 +61,7 @@ def step_reward(entry: Entry, file: Sequence[Entry]) -> float | list[float]:
     entry.only("region", "zoom_factor", "duration", "type")
     if any(value is None for value in entry.inputs.values()):
         raise Unknown("an argument that is none")
-    name = {"Zoom": "zoom_ui_element", "Wait": "wait_for_ui", "Inspect": "inspect_element"}[
-        entry.reward.partition("Tool")[0]
-    ]
+    name = {"Zoom": "zoom_ui_element", "Wait": "wait_for_ui", "Inspect": "inspect_element"}[entry.reward.partition("Tool")[0]]
     times = re.search(r"x(\d+)|(\d+) (?:times|calls)|those (\d+)", entry.reward)
     count = int(next(filter(None, times.groups()))) if times else 1
     tools = Simulated()

@@ -25,9 +25,7 @@ ABOUT = ("note", "think_chars", "step_markers", "answer_in_tags", "type_in_tags"
 """What entries say about their completion."""
 
 
-def _scored(
-    texts: Sequence[str], rows: Sequence[Mapping[str, Any]], variant: str = "original", **settings: Any
-) -> list[Scored]:
+def _scored(texts: Sequence[str], rows: Sequence[Mapping[str, Any]], variant: str = "original", **settings: Any) -> list[Scored]:
     """What the reward pays for a batch; ``rows`` have the data set's columns."""
     weights = {} if settings.get("embedder") else {"process": 0}
     reward = ChartReward(ChartReward.Settings(variant=variant, **{"weights": weights} | settings))
@@ -79,9 +77,7 @@ def _shaped(paid: Mapping[str, Sequence[tuple[float, Any]]], entry: Entry) -> An
     values = {variant: [value for value, _ in found] for variant, found in paid.items()}
     if not isinstance(entry.expected, Mapping):
         return _as(values["fork" if "fork" in entry.reward else "original"], entry.expected)
-    return {
-        variant: _as(values[variant], expected) for variant, expected in entry.expected.items() if variant in values
-    }
+    return {variant: _as(values[variant], expected) for variant, expected in entry.expected.items() if variant in values}
 
 
 def _as(values: list[float], expected: Any) -> Any:

@@ -39,11 +39,7 @@ def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str
     """Files of a run that has ended. Raises ConfigError when there are none, or a role is asked for: they do not tell it."""
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
     if role is not None or not files:
-        told = (
-            "and its folder keeps no logs"
-            if not files
-            else "and the names of its files tell no roles: leave out --role"
-        )
+        told = "and its folder keeps no logs" if not files else "and the names of its files tell no roles: leave out --role"
         raise ConfigError(f"{folder.path} is no live run, {told}")
     for path in files:
         text = path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)[-lines:]

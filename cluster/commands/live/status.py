@@ -72,10 +72,7 @@ def told(found: dict[str, Any]) -> str:
         widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
         lines += [
             "",
-            *(
-                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                for row in (COLUMNS, *rows)
-            ),
+            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (COLUMNS, *rows)),
         ]
         lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")
     if found["incidents"]:
@@ -87,17 +84,13 @@ def _state(found: dict[str, Any]) -> str:
     if found["process"] is not None:
         return f"{found['process']} runs it{_ago(found, 'lock_age', 'last sign of life')}"
     if found["end"] is None:
-        return (
-            "nobody runs it, and it did not tell why: its process was killed, or its host. Start it again: it continues"
-        )
+        return "nobody runs it, and it did not tell why: its process was killed, or its host. Start it again: it continues"
     why = found["end"].get("why")
     return f"ended: {found['end']['event']}{f', {why}' if why else ''}"
 
 
 def _ago(found: dict[str, Any], key: str, what: str) -> str:
-    return (
-        "" if found[key] is None else f", {what} {span(max(0.0, found[key]))} ago"
-    )  # clocks of two machines may differ
+    return "" if found[key] is None else f", {what} {span(max(0.0, found[key]))} ago"  # clocks of two machines may differ
 
 
 def _brief(record: dict[str, Any]) -> str:

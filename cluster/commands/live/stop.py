@@ -24,9 +24,7 @@ POLL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>"
-    )
+    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
     parser.add_argument(
         "--within", type=float, default=180.0, metavar="SECONDS",
         help="how long to wait for the end (180): above the run's preemption.grace",

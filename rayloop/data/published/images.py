@@ -84,9 +84,7 @@ class Pictures:
         for place in places:
             if place.is_file() or (or_folder and (place.is_dir() or place.with_suffix("").is_dir())):
                 return place
-        raise DataFailure(
-            where, f"no file {name}; looked for {', '.join(str(place) for place in dict.fromkeys(places))}"
-        )
+        raise DataFailure(where, f"no file {name}; looked for {', '.join(str(place) for place in dict.fromkeys(places))}")
 
 
 def _base64(text: str) -> bytes | None:
@@ -127,9 +125,7 @@ def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[
     if kind != "fractions":
         a, b, c, d = a / width, b / height, c / width, d / height
     if not (0 <= a < c <= 1 and 0 <= b < d <= 1):
-        raise DataFailure(
-            where, f"the box {box} ({kind}) lies outside the image of {width} x {height} pixels, or is empty"
-        )
+        raise DataFailure(where, f"the box {box} ({kind}) lies outside the image of {width} x {height} pixels, or is empty")
     return [a, b, c, d]
 
 

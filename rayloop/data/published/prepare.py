@@ -28,21 +28,11 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     """Parse the options of ``data prepare NAME`` and do it. Returns exit code 0; raises ConfigError."""
     parser = argparse.ArgumentParser(prog=f"python -m rayloop data prepare {name}", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into")
+    parser.add_argument("--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)")
+    parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one")
     parser.add_argument(
-        "--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)"
-    )
-    parser.add_argument(
-        "--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout"
-    )
-    parser.add_argument(
-        "--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one"
-    )
-    parser.add_argument(
-        "--splits",
-        nargs="+",
-        default=[],
-        metavar="SPLIT[=N]",
-        help="published splits to write, or new ones with their rows",
+        "--splits", nargs="+", default=[], metavar="SPLIT[=N]", help="published splits to write, or new ones with their rows"
     )
     parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")

@@ -25,9 +25,7 @@ def folder(how: ColumnMap, local: Path | None, hub: str) -> Path:
         return local
     name = hub or how.hub
     if not name:
-        raise ConfigError(
-            "this data set has no known name on the Hub: download it, and name its folder with --from FOLDER"
-        )
+        raise ConfigError("this data set has no known name on the Hub: download it, and name its folder with --from FOLDER")
     patterns = [*(pattern for many in how.files.values() for pattern in many), *how.archives]
     try:
         from huggingface_hub import snapshot_download

@@ -25,9 +25,7 @@ def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
     return [*names, *[None] * (count - len(names))]
 
 
-def stratified(
-    strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int
-) -> list[str | None]:
+def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
     """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over.
 
     A whole group goes to the split that lacks most, as a share of what it shall have, of the group's strata (after Sechidis et al.,

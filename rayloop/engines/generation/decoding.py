@@ -120,9 +120,7 @@ ROOM = 128
 class _AppendedLayer(DynamicLayer):
     """Keys and values [B, heads, T, d] lie in tensors with room for more; transformers' own layer copies all of them per token."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._roomy: dict[str, Tensor] = {}
@@ -195,9 +193,7 @@ class _Batch:
             mask[i, :padding] = False
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = DynamicCache(config=self._model.config)
-        self._cache.layers = [
-            _AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers
-        ]
+        self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
         self._length = 0
         self._positions = self._next_positions(position_ids).to(self._device)
         return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))

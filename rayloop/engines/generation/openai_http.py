@@ -52,9 +52,7 @@ class OpenAiHttpEngine:
         self._tokenizer = load_tokenizer(Path(model.path))
         self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
         if settings.interface == "chat" and (self._start is None or self._end is None):
-            raise ConfigError(
-                f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no <|im_start|>"
-            )
+            raise ConfigError(f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no <|im_start|>")
         self._image = self._tokenizer.token_to_id(IMAGE)
         self._version: Version | None = None
         self._running = 0
@@ -128,9 +126,7 @@ class OpenAiHttpEngine:
 
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         if prompt.images:
-            raise ConfigError(
-                "rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm"
-            )
+            raise ConfigError("rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm")
         answer = await self._post(
             self._url + "/completions",
             {
@@ -170,9 +166,7 @@ class OpenAiHttpEngine:
             choice = answer["choices"][0]
             text, reason = choice["message"]["content"] or "", FinishReason.END_TOKEN
         except (KeyError, TypeError, IndexError) as error:
-            raise ConfigError(
-                f"{self._url}/chat/completions answered {str(answer)[:200]}, which has no message"
-            ) from error
+            raise ConfigError(f"{self._url}/chat/completions answered {str(answer)[:200]}, which has no message") from error
         if choice["finish_reason"] == "length":
             reason = FinishReason.LENGTH
         if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:

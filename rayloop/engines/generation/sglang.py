@@ -99,9 +99,7 @@ class SglangEngine:
         await asyncio.to_thread(verify, manifest, tensors)
         if missing := sorted(self._names - tensors.keys()):
             few = ", ".join(missing[:3])
-            raise PublicationError(
-                f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}"
-            )
+            raise PublicationError(f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}")
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,

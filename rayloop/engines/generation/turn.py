@@ -16,9 +16,7 @@ class Turn:
 
     def __init__(self, prompt: TokenPrompt, sampling: Sampling, tokenizer: Tokenizer) -> None:
         if prompt.images or not prompt.token_ids:
-            raise DataFailure(
-                "prompt", f"{len(prompt.token_ids)} tokens, {len(prompt.images)} images: only text is read here"
-            )
+            raise DataFailure("prompt", f"{len(prompt.token_ids)} tokens, {len(prompt.images)} images: only text is read here")
         self.ids = list(prompt.token_ids)
         self.finish: FinishReason | None = None
         """Set when the turn has ended."""

@@ -25,15 +25,7 @@ from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
 from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.generation.vllm_process import (
-    VllmLoad,
-    alive,
-    answered,
-    common_arguments,
-    prepare,
-    stat_loggers,
-    usage,
-)
+from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage
 from rayloop.engines.generation.vllm_worker import write
 from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
@@ -215,9 +207,7 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if vision:
-        arguments["mm_processor_kwargs"] = {
-            "size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
-        }
+        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}}
         arguments["limit_mm_per_prompt"] = {"video": 0}
     return arguments | settings.extra
 

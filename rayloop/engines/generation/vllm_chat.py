@@ -84,14 +84,7 @@ class VllmChat:
             "finish_reason": output.finish_reason,
             "logprobs": {"content": _logprobs(output)} if output.logprobs else None,
         }
-        return {
-            "id": "chat",
-            "object": "chat.completion",
-            "created": 0,
-            "model": self._name,
-            "choices": [choice],
-            "usage": usage,
-        }
+        return {"id": "chat", "object": "chat.completion", "created": 0, "model": self._name, "choices": [choice], "usage": usage}
 
 
 def _text(content: Any) -> str:
@@ -153,7 +146,5 @@ def _logprobs(output: Any) -> list[dict[str, Any]]:
     found = []
     for token, options in zip(output.token_ids, output.logprobs, strict=True):
         top = [{"token": option.decoded_token or "", "logprob": option.logprob} for option in options.values()]
-        found.append(
-            {"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top}
-        )
+        found.append({"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top})
     return found

@@ -42,9 +42,7 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault(
-        "VLLM_USE_FLASHINFER_SAMPLER", "0"
-    )  # it is compiled at its first use, by a nvcc that may not be there
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at its first use, by a nvcc that may not be there
     try:
         from vllm import __version__ as found
     except ImportError as error:

@@ -113,10 +113,7 @@ class Collator:
 
     def _position_ids(self, trajectory: Trajectory, flat: FlatTrajectory) -> Tensor:
         """[R, T]. Text that follows all images counts on from the highest position before it."""
-        token_ids, grids = (
-            flat.token_ids,
-            np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3),
-        )
+        token_ids, grids = (flat.token_ids, np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3))
         images = token_ids == self._model.config.image_token_id if self._vision else np.zeros(0, np.bool_)
         start = int(images.nonzero()[0].max(initial=-1)) + 1
         key = sha256(token_ids[:start].tobytes() + grids.tobytes()).hexdigest()

@@ -239,8 +239,7 @@ class FsdpEngine:
         dist.all_reduce(metrics.sums)
         dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
         loss, tokens, sequences = total(
-            [sum(u.loss for u in applied), sum(u.tokens for u in updates), sum(u.sequences for u in updates)],
-            self._device,
+            [sum(u.loss for u in applied), sum(u.tokens for u in updates), sum(u.sequences for u in updates)], self._device
         )
         report = {
             "actor/updates": float(len(applied)),
@@ -265,14 +264,10 @@ class FsdpEngine:
         ``reference``: with the adapter off; ConfigError without LoRA. ``swap_images``: with every image replaced.
         """
         if reference and self._settings.lora is None:
-            raise ConfigError(
-                "reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning"
-            )
+            raise ConfigError("reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning")
 
         def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-            samples = on_all_ranks(
-                lambda: [self._collator.sample(TrainItem(s, 0.0), swap_images=swap_images) for s in segments]
-            )
+            samples = on_all_ranks(lambda: [self._collator.sample(TrainItem(s, 0.0), swap_images=swap_images) for s in segments])
             return [logprobs.numpy() for logprobs in self._score(samples)]
 
         with adapters_off(self._model) if reference else contextlib.nullcontext():
@@ -320,9 +315,7 @@ class FsdpEngine:
         """
         groups = model_groups(self._names.values())
         if group not in groups or self._unperturbed:
-            raise ValueError(
-                f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between"
-            )
+            raise ValueError(f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between")
         chosen = set(groups[group])
         for name, parameter in self._parameters.items():
             if not is_adapter(name) and self._names[base_name(name)] in chosen:
@@ -359,9 +352,7 @@ class FsdpEngine:
 
     def _saved(self, folder: str) -> dict[str, Any]:
         if self._unperturbed:
-            raise CheckpointError(
-                f"{folder}: the weights are perturbed by the publication's self-test; restore them first"
-            )
+            raise CheckpointError(f"{folder}: the weights are perturbed by the publication's self-test; restore them first")
         return self._state()
 
     def load(self, folder: str, sums: Mapping[str, Sum] = state.UNKNOWN) -> None:
@@ -374,11 +365,7 @@ class FsdpEngine:
 
     def _state(self) -> dict[str, Any]:
         trained = {name: p.detach() for name, p in self._parameters.items() if p.requires_grad}
-        return {
-            "parameters": trained,
-            "optimizer": self._optimizer.state(),
-            "updates": torch.tensor(self._optimizer.updates),
-        }
+        return {"parameters": trained, "optimizer": self._optimizer.state(), "updates": torch.tensor(self._optimizer.updates)}
 
     def _choose_trainable(self) -> None:
         """Apply freezing, adapters and gradient checkpointing to the model as loaded. Raises ConfigError."""

@@ -107,9 +107,7 @@ def read_schema_2(file: IO[bytes]) -> dict[str, Entry]:
     try:
         found = _Reader(file).load()
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
-        return {
-            name: _checked(name, _old_entry(name, tensor, places)) for name, tensor in found.state_dict_metadata.items()
-        }
+        return {name: _checked(name, _old_entry(name, tensor, places)) for name, tensor in found.state_dict_metadata.items()}
     except ValueError:
         raise
     except Exception as error:  # of a file that is empty, cut or noise, almost any

@@ -37,9 +37,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_name
         and (settings.vision or checkpoint_names[f"{name}.weight"] not in in_vision)
     ]
     if not targets:
-        raise ConfigError(
-            f"lora.targets {list(settings.targets)}: no linear layer of {type(model).__name__} has such a name"
-        )
+        raise ConfigError(f"lora.targets {list(settings.targets)}: no linear layer of {type(model).__name__} has such a name")
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
     )

@@ -87,9 +87,7 @@ class Optimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a load."""
-        return {
-            name: dict(self._optimizer.state[p]) for name, p in self._parameters.items() if self._optimizer.state[p]
-        }
+        return {name: dict(self._optimizer.state[p]) for name, p in self._parameters.items() if self._optimizer.state[p]}
 
 
 def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:

@@ -86,9 +86,7 @@ class Scorer(nn.Module):
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
         logits = self.model.get_output_embeddings()(hidden[part]).float()
-        logp = masked_logprobs(
-            logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens
-        )
+        logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens)
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
         if not entropy:
             return chosen, None
@@ -96,9 +94,7 @@ class Scorer(nn.Module):
             return chosen, -(logp.exp() * logp).sum(1)
 
 
-def masked_logprobs(
-    logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor
-) -> Tensor:
+def masked_logprobs(logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor) -> Tensor:
     """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
     lowest = torch.finfo(logits.dtype).min
@@ -111,9 +107,7 @@ def masked_logprobs(
 
 
 @torch.no_grad()
-def score(
-    scorer: nn.Module, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]], batches: Iterable[Batch]
-) -> list[Tensor]:
+def score(scorer: nn.Module, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]], batches: Iterable[Batch]) -> list[Tensor]:
     """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
     scored: dict[int, Tensor] = {}
     for group, batch in zip(plan, batches, strict=True):

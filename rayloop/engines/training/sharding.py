@@ -36,14 +36,10 @@ def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> d
         return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         what = "opened" if first else "reached"
-        raise WorkerStartFailed(
-            f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}"
-        ) from error
+        raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
 
 
-def join(
-    device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float
-) -> DeviceMesh:
+def join(device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float) -> DeviceMesh:
     """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met."""
     if init_method is not None:
         where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
@@ -145,9 +141,7 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def total(
-    values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> list[float]:
+def total(values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
     """The values reduced over all ranks, as float64. Collective."""
     reduced = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op)

@@ -218,9 +218,7 @@ class _Reader(StorageReader):
                 tensor = tensor.narrow(dimension, at, size)
             target = planner.resolve_tensor(item).detach()
             if target.size() != tensor.size():
-                raise ValueError(
-                    f"{item.storage_index.fqn} has the shape {tuple(tensor.size())}, not {tuple(target.size())}"
-                )
+                raise ValueError(f"{item.storage_index.fqn} has the shape {tuple(tensor.size())}, not {tuple(target.size())}")
             target.copy_(tensor)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -268,9 +266,7 @@ def _load_random(folder: Path, rank: int, sums: Mapping[str, Sum]) -> None:
     try:
         found = load_safetensors(data) if path == new else _flat(torch.load(io.BytesIO(data), weights_only=True))
         torch.set_rng_state(found["cpu"])
-        if torch.cuda.is_available() and (
-            cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]
-        ):
+        if torch.cuda.is_available() and (cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]):
             torch.cuda.set_rng_state_all(cuda)
     except Exception as error:  # of what is no random state, almost any
         raise ValueError(f"{path.name} holds no random state: {error!r}") from error

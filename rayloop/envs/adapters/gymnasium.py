@@ -72,9 +72,7 @@ class Gymnasium:
         """Raises DataFailure for a seed or options that are none."""
         seed, options = task.extra.get("seed"), task.extra.get("options")
         if not (seed is None or isinstance(seed, int)) or not (options is None or isinstance(options, Mapping)):
-            raise DataFailure(
-                task.id, f"seed {seed!r} and options {options!r}: a whole number and a mapping are expected"
-            )
+            raise DataFailure(task.id, f"seed {seed!r} and options {options!r}: a whole number and a mapping are expected")
         observed, info = self._environment.reset(seed=seed, options=None if options is None else dict(options))
         return Observation((*task.messages, self._seen(observed, info)))
 

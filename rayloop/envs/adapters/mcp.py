@@ -136,9 +136,7 @@ class _Connection:
                 listed = (await client.list_tools()).tools
                 known = {tool.name for tool in listed}
                 if unknown := set(server.only) - known:
-                    raise ValueError(
-                        f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}"
-                    )
+                    raise ValueError(f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}")
                 tools += [_Tool(self, client, tool) for tool in listed if not server.only or tool.name in server.only]
             self._ready.set_result(tools)
             await self._end.wait()

@@ -60,16 +60,12 @@ def check(settings: BrowserSettings) -> Held:
     """What will hold the browser in. Raises EnvironmentFailed when that is less than ``containment`` asks for, or no browser
     is there."""
     if shutil.which(settings.program) is None:
-        remedy = (
-            "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
-        )
+        remedy = "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
         raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
     held = available()
     if LEVELS.index(held.level) < LEVELS.index(settings.containment):
         remedy = "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
-        raise EnvironmentFailed(
-            f"the browser must be held by {settings.containment}, and here is {held}: {remedy}", bug=True
-        )
+        raise EnvironmentFailed(f"the browser must be held by {settings.containment}, and here is {held}: {remedy}", bug=True)
     return held
 
 

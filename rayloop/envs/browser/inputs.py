@@ -5,19 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rayloop.envs.grammar.actions import (
-    Action,
-    Click,
-    Drag,
-    HoldKey,
-    Hotkey,
-    Hover,
-    LongPress,
-    Point,
-    Scroll,
-    Type,
-    Wait,
-)
+from rayloop.envs.grammar.actions import Action, Click, Drag, HoldKey, Hotkey, Hover, LongPress, Point, Scroll, Type, Wait
 
 NOTCH = 100
 """Pixels of a ``scroll``."""

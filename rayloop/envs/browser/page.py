@@ -62,9 +62,7 @@ class PageEnvironment:
     def preflight(cls, settings: PageSettings) -> str:
         """How Chromium is held in on this machine, for the run's header."""
         program = settings.browser.program
-        return (
-            f"{available()} (Chromium)" if shutil.which(program) else f"nothing yet: {program} is not on this machine"
-        )
+        return f"{available()} (Chromium)" if shutil.which(program) else f"nothing yet: {program} is not on this machine"
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes wrong."""

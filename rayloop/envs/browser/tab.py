@@ -26,12 +26,7 @@ ALIVE = 2.0
 """Seconds in which a page or a browser that does not hang answers a question that costs nothing."""
 
 
-BETWEEN = (
-    "Unable to capture screenshot",
-    "Not attached to an active page",
-    "Inspected target navigated",
-    "Cannot find context",
-)
+BETWEEN = ("Unable to capture screenshot", "Not attached to an active page", "Inspected target navigated", "Cannot find context")
 """Chromium's words when a page has drawn nothing yet, or is about to become another one."""
 BLINK = 0.05
 """Seconds until it is asked again."""

@@ -78,9 +78,7 @@ class WebPage(PageEnvironment):
         try:
             _number(await tab.evaluate(self._check))
         except ValueError as error:
-            raise DataFailure(
-                self._url, f"its check must be true, false or a number from the start: {error}"
-            ) from error
+            raise DataFailure(self._url, f"its check must be true, false or a number from the start: {error}") from error
         return self._instruction
 
     def _seen(self, screen: Screen) -> bool:

@@ -37,9 +37,7 @@ class Check(SettingsModel):
     def _asks_something(self) -> Check:
         asked = (self.text, self.number, self.same_as, self.names, self.is_)
         if all(value is None for value in asked) and not (self.contains or self.lacks):
-            raise ValueError(
-                f"the check of {self.path} asks nothing: give text, contains, lacks, number, same_as, names or is"
-            )
+            raise ValueError(f"the check of {self.path} asks nothing: give text, contains, lacks, number, same_as, names or is")
         return self
 
     def holds(self, home: Mapping[str, Entry], start: Mapping[str, bytes]) -> bool:

@@ -114,21 +114,7 @@ class PhoneButton:
     name: Literal["home", "back"]
 
 
-Action = (
-    Click
-    | Hover
-    | LongPress
-    | Drag
-    | Scroll
-    | Hotkey
-    | HoldKey
-    | Type
-    | Wait
-    | Finished
-    | CallUser
-    | OpenApp
-    | PhoneButton
-)
+Action = Click | Hover | LongPress | Drag | Scroll | Hotkey | HoldKey | Type | Wait | Finished | CallUser | OpenApp | PhoneButton
 
 
 @dataclass(frozen=True, slots=True)

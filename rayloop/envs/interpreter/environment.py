@@ -41,9 +41,7 @@ class SandboxSettings(SettingsModel):
 
     @property
     def options(self) -> Options:
-        return Options(
-            memory=self.memory * MIB, scratch=self.scratch * MIB, spares=self.spares, preload=tuple(self.preload)
-        )
+        return Options(memory=self.memory * MIB, scratch=self.scratch * MIB, spares=self.spares, preload=tuple(self.preload))
 
 
 class PythonInterpreter:
@@ -106,9 +104,7 @@ class PythonInterpreter:
         if (answer := text.answer(turn)) is not None:
             return StepResult(done=True, info={"final_answer": answer})
         if code is None:
-            return self._refused(
-                "there is neither code (a ```python block, closed by ```) nor an <answer> in this turn"
-            )
+            return self._refused("there is neither code (a ```python block, closed by ```) nor an <answer> in this turn")
         if text.forbidden(code, self._settings.forbidden):
             return self._refused("there is a call in this code that is forbidden")
         if self._interpreter is None:
@@ -170,9 +166,7 @@ class PythonInterpreter:
                 f"{name}: a PIL image of {width}x{height} pixels."
                 for name, (width, height) in zip(self._images, sizes, strict=True)
             ]
-            inputs += [
-                f"{name}: a video; len({name}), {name}[i] and {name}.get_batch(indices)." for name in self._videos
-            ]
+            inputs += [f"{name}: a video; len({name}), {name}[i] and {name}.get_batch(indices)." for name in self._videos]
             said = text.INSTRUCTIONS.format(inputs="\n".join(inputs) or "There is no image.")
             last = messages[-1]
             messages[-1] = Message(last.role, (*last.parts, f"\n{said}"))

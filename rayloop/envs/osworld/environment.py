@@ -126,9 +126,7 @@ class OSWorld:
             except (OSError, ValueError) as error:
                 raise DataFailure(task.id, f"the OSWorld task {path} cannot be read: {error}") from error
         if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
-            raise DataFailure(
-                task.id, "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON"
-            )
+            raise DataFailure(task.id, "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON")
         return found
 
 

@@ -17,9 +17,7 @@ def code(action: Action) -> str:
         case Hover(at):
             return _calls(f"moveTo({int(at.x)}, {int(at.y)})")
         case Drag(start, end):
-            return _calls(
-                f"moveTo({int(start.x)}, {int(start.y)})", f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)"
-            )
+            return _calls(f"moveTo({int(start.x)}, {int(start.y)})", f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)")
         case Scroll(direction, at):
             moved = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
             wheel = "scroll" if direction in ("up", "down") else "hscroll"

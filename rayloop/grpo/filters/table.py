@@ -10,13 +10,7 @@ from pydantic import Tag
 from rayloop.config.settings import OWN, Component, by_kind
 from rayloop.grpo.filters.base import Filter
 from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import (
-    ImagesConsistent,
-    KeepEndReasons,
-    MaxLength,
-    PositiveNegativeAdvantage,
-    ToolImage,
-)
+from rayloop.grpo.filters.members import ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
 from rayloop.grpo.filters.own import OwnFilter
 
 FilterSettings = Annotated[

@@ -10,16 +10,7 @@ from fractions import Fraction
 
 from rayloop.core.failures import DataFailure
 from rayloop.recipes.chart_rvr.rewards.original import num_token_reward
-from rayloop.recipes.chart_rvr.rewards.reading import (
-    Count,
-    Parts,
-    Table,
-    as_table,
-    parsed_table,
-    parts,
-    steps_of,
-    well_formed,
-)
+from rayloop.recipes.chart_rvr.rewards.reading import Count, Parts, Table, as_table, parsed_table, parts, steps_of, well_formed
 from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
 from rayloop.recipes.chart_rvr.rewards.tables import shares
 from rayloop.recipes.chart_rvr.rewards.values import readable, same_answer

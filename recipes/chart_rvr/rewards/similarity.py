@@ -43,14 +43,9 @@ class Similarity:
         texts = {text for pair in pairs for text in pair if text}
         futures = {text: self._ask(text) for text in texts}
         if futures:
-            await asyncio.wait(
-                futures.values()
-            )  # unlike gather, it leaves them to others when this caller is cancelled
+            await asyncio.wait(futures.values())  # unlike gather, it leaves them to others when this caller is cancelled
         vectors = {text: future.result() for text, future in futures.items()}
-        return [
-            cosine(vectors[said], vectors[true]) if said and true else float(not said and not true)
-            for said, true in pairs
-        ]
+        return [cosine(vectors[said], vectors[true]) if said and true else float(not said and not true) for said, true in pairs]
 
     def _ask(self, text: str) -> asyncio.Future[Vector]:
         loop = asyncio.get_running_loop()

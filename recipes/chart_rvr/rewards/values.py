@@ -55,9 +55,7 @@ def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int
         return got is not None and same_number(got, wanted, Fraction(0) if exact else tolerance)
     if len(true) <= _LONGEST and true.startswith("[") and true.endswith("]"):
         mine, theirs = _items(said), _items(true)
-        return len(mine) == len(theirs) and all(
-            same_answer(a, b, tolerance, years) for a, b in zip(mine, theirs, strict=True)
-        )
+        return len(mine) == len(theirs) and all(same_answer(a, b, tolerance, years) for a, b in zip(mine, theirs, strict=True))
     return readable(said) == readable(true)
 
 

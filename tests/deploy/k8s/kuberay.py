@@ -173,9 +173,7 @@ def _ray_job(spec: Document, annotations: Mapping[str, str]) -> Iterator[str]:
 
 
 def _ending(spec: Document) -> Iterator[str]:
-    ends, seconds, strategy = (
-        spec.get(key) for key in ("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "deletionStrategy")
-    )
+    ends, seconds, strategy = (spec.get(key) for key in ("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "deletionStrategy"))
     if spec.get("suspend") and not ends:
         yield "suspend without shutdownAfterJobFinishes"
     if (seconds or 0) < 0 or (seconds and not ends):

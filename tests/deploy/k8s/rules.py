@@ -307,10 +307,7 @@ def monitors(documents: list[Document]) -> Iterator[str]:
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             without = [pod for pod in chosen if endpoint["port"] not in pod.ports]
             yield from (f"{title}: {pod.title} has no port {endpoint['port']}" for pod in without)
-            if endpoint["port"] == "serve" and (endpoint.get("path"), "authorization" in endpoint) != (
-                "/metrics",
-                True,
-            ):
+            if endpoint["port"] == "serve" and (endpoint.get("path"), "authorization" in endpoint) != ("/metrics", True):
                 yield f"{title}: the judge's /metrics, which asks for its key, is not what port serve is asked for"
     if of_kind(documents, "PodMonitor"):
         yield from (f"{pod.title}: no PodMonitor asks for the judge's own metrics" for pod in _unwatched(documents))
@@ -363,9 +360,7 @@ def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, 
         yield f"entrypoint: {error}"
         return
     free = [dict(node) for node in nodes]
-    choosy_first = sorted(
-        [driver, *bundles(config)], key=lambda bundle: (bundle.get("GPU", 0.0), len(bundle)), reverse=True
-    )
+    choosy_first = sorted([driver, *bundles(config)], key=lambda bundle: (bundle.get("GPU", 0.0), len(bundle)), reverse=True)
     for wanted in choosy_first:
         node = next((n for n in free if all(n.get(name, 0.0) >= amount for name, amount in wanted.items())), None)
         if node is None:

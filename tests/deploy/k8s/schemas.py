@@ -40,9 +40,7 @@ POD_MONITOR = strict_object(
     apiVersion={"const": "monitoring.coreos.com/v1"},
     kind={"const": "PodMonitor"},
     metadata=strict_object(name={"type": "string"}, namespace={"type": "string"}, labels=_LABELS),
-    spec=strict_object(
-        selector=strict_object(matchLabels=_LABELS), podMetricsEndpoints={"type": "array", "items": _ENDPOINT}
-    ),
+    spec=strict_object(selector=strict_object(matchLabels=_LABELS), podMetricsEndpoints={"type": "array", "items": _ENDPOINT}),
 )
 """The part of the Prometheus operator's kind that we use: its CRD is not at hand."""
 

@@ -98,10 +98,7 @@ def _environment(group: dict[str, Any], name: str, value: str) -> None:
 REFUSED: list[tuple[str, Breaks]] = [
     ("backoffLimit with clusterSelector", lambda d: spec(d, "RayJob").update(backoffLimit=3)),
     ("backoffLimit -1", lambda d: spec(d, "RayJob").update(backoffLimit=-1)),
-    (
-        "backoffLimit 1 in Interactive",
-        lambda d: spec(d, "RayJob").update(submissionMode="InteractiveMode", backoffLimit=1),
-    ),
+    ("backoffLimit 1 in Interactive", lambda d: spec(d, "RayJob").update(submissionMode="InteractiveMode", backoffLimit=1)),
     ("neither rayClusterSpec nor clusterSelector", lambda d: spec(d, "RayJob").pop("clusterSelector")),
     ("clusterSelector without ray.io/cluster", lambda d: spec(d, "RayJob").update(clusterSelector={"name": "rayloop"})),
     ("suspend with clusterSelector", lambda d: spec(d, "RayJob").update(suspend=True, shutdownAfterJobFinishes=True)),
@@ -111,10 +108,7 @@ REFUSED: list[tuple[str, Breaks]] = [
     ("activeDeadlineSeconds 0", lambda d: spec(d, "RayJob").update(activeDeadlineSeconds=0)),
     ("runtimeEnvYAML that is no YAML", lambda d: spec(d, "RayJob").update(runtimeEnvYAML="env_vars: [")),
     ("runtimeEnvYAML that is no mapping", lambda d: spec(d, "RayJob").update(runtimeEnvYAML="- pip")),
-    (
-        "deletes a selected cluster",
-        lambda d: spec(d, "RayJob").update(deletionStrategy={"onSuccess": {"policy": "DeleteCluster"}}),
-    ),
+    ("deletes a selected cluster", lambda d: spec(d, "RayJob").update(deletionStrategy={"onSuccess": {"policy": "DeleteCluster"}})),
     (
         "group head: no container",
         lambda d: spec(d, "RayJob").update(rayClusterSpec={**_service(d), "headGroupSpec": {"template": {"spec": {}}}}),
@@ -130,10 +124,7 @@ REFUSED: list[tuple[str, Breaks]] = [
     ("group policy: priority", lambda d: [worker(d).update(priority=1), spec(d).update(rayVersion="2.55.0")]),
     ("group policy: suspend", lambda d: worker(d).update(suspend=True)),
     ("beside RAY_enable_autoscaler_v2", lambda d: _environment(head(d), "RAY_enable_autoscaler_v2", "1")),
-    (
-        "without enableInTreeAutoscaling",
-        lambda d: _environment(_service(d)["headGroupSpec"], "RAY_enable_autoscaler_v2", "1"),
-    ),
+    ("without enableInTreeAutoscaling", lambda d: _environment(_service(d)["headGroupSpec"], "RAY_enable_autoscaler_v2", "1")),
     ("restartPolicy other than Never", lambda d: pod(worker(d)).update(restartPolicy="Always")),
     ("idleTimeoutSeconds below 0", lambda d: spec(d)["autoscalerOptions"].update(idleTimeoutSeconds=-1)),
     ("RAY_REDIS_ADDRESS without", lambda d: _environment(head(d), "RAY_REDIS_ADDRESS", "redis:6379")),
@@ -169,10 +160,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("nothing scales them", lambda d: spec(d).update(enableInTreeAutoscaling=False)),
     ("num-cpus is not '0'", lambda d: head(d)["rayStartParams"].update({"num-cpus": "4"})),
     ("policy: no preStop", lambda d: container(worker(d)).pop("lifecycle")),
-    (
-        "driver: its preStop may take 190 s",
-        lambda d: pod(worker(d, "driver")).update(terminationGracePeriodSeconds=190),
-    ),
+    ("driver: its preStop may take 190 s", lambda d: pod(worker(d, "driver")).update(terminationGracePeriodSeconds=190)),
     ("runs whose process is here are not stopped", lambda d: _leaves(worker(d, "driver"), "ray stop")),
     (
         "--within 60 is not above preemption.grace, 120",
@@ -192,19 +180,13 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("which asks for its key", lambda d: _monitored(d).pop("authorization")),
     ("which asks for its key", lambda d: _monitored(d).update(path="/")),
     ("not above Ray's 30 s", lambda d: pod(worker(d)).update(terminationGracePeriodSeconds=30)),
-    (
-        "is requested 2, limited 4",
-        lambda d: container(worker(d))["resources"]["requests"].update({"nvidia.com/gpu": "2"}),
-    ),
+    ("is requested 2, limited 4", lambda d: container(worker(d))["resources"]["requests"].update({"nvidia.com/gpu": "2"})),
     ("8 slots policy for 4 GPUs", lambda d: worker(d)["resources"].update(policy="8")),
     ("/dev/shm is not in memory", lambda d: pod(head(d))["volumes"][0]["emptyDir"].pop("medium")),
     ("/dev/shm has 1Gi, the object store", lambda d: pod(worker(d))["volumes"][0]["emptyDir"].update(sizeLimit="1Gi")),
     ("mounts runs, which is no volume", lambda d: pod(worker(d))["volumes"].pop(1)),
     ("claims runs, which does not exist", lambda d: d.remove(of_kind(d, "PersistentVolumeClaim")[0])),
-    (
-        "needs the secret huggingface",
-        lambda d: container(head(d))["env"][-1]["valueFrom"]["secretKeyRef"].pop("optional"),
-    ),
+    ("needs the secret huggingface", lambda d: container(head(d))["env"][-1]["valueFrom"]["secretKeyRef"].pop("optional")),
     ("needs the secret ray-token", lambda d: spec(d)["authOptions"].update(secretName="ray-token")),
     ("raylet_subreaper is None", lambda d: container(worker(d))["env"].pop(0)),
     ("podSelector selects nothing", lambda d: spec(d, "NetworkPolicy")["podSelector"]["matchLabels"].update(app="ray")),
@@ -212,10 +194,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("lets in", lambda d: spec(d, "RayJob")["submitterPodTemplate"]["metadata"]["labels"].clear()),
     ("ray-head: selects nothing", lambda d: spec(d, "PodMonitor")["selector"]["matchLabels"].update(app="ray")),
     ("head has no port as-metrics", lambda d: container(head(d))["ports"].pop(3)),
-    (
-        "RayCluster/other, which does not exist",
-        lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"}),
-    ),
+    ("RayCluster/other, which does not exist", lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"})),
     ("may run on the head", lambda d: spec(d, "RayJob").pop("entrypointNumCpus")),
     ("raylet_subreaper is true", lambda d: container(worker(d, "driver"))["env"][0].update(value="true")),
     ("entrypointResources names no driver", lambda d: spec(d, "RayJob").pop("entrypointResources")),
@@ -231,10 +210,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         "no group has room for a replica",
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel: 4", "tensor_parallel: 8"),
     ),
-    (
-        "no port named serve at 9000",
-        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000"),
-    ),
+    ("no port named serve at 9000", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000")),
     ("is not `python -m rayloop train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
     ("without --again", lambda d: replace(spec(d, "RayJob"), "entrypoint", " --again=20", "")),
     ("rollout.actor", lambda d: replace(spec(d, "RayJob"), "entrypoint", "rollout.actors=2", "rollout.actor=2")),

@@ -15,9 +15,7 @@ import pytest
 pytestmark = pytest.mark.k8s
 ROOT = Path(__file__).parents[3]
 UV = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
-UNREACHABLE = re.compile(
-    "error sending request|dns error|connect error|tcp connect|timed out|Failed to fetch", re.IGNORECASE
-)
+UNREACHABLE = re.compile("error sending request|dns error|connect error|tcp connect|timed out|Failed to fetch", re.IGNORECASE)
 CPU_TORCH = re.compile(r"no version of torch(\{[^}]*\})?==[\d.]+\+cpu|torch==[\d.]+\+cpu has no wheels")
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
@@ -26,13 +24,9 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 
 def documented() -> dict[str, str]:
     """Extra (empty: none) -> its file, by README's table."""
-    rows = re.findall(
-        r"^\| (.+) \| `(constraints\S*\.txt)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    rows = re.findall(r"^\| (.+) \| `(constraints\S*\.txt)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        extra: file
-        for names, file in rows
-        for extra in [*(["none"] if "none" in names else []), *re.findall(r"`([\w-]+)`", names)]
+        extra: file for names, file in rows for extra in [*(["none"] if "none" in names else []), *re.findall(r"`([\w-]+)`", names)]
     }
 
 
@@ -93,9 +87,7 @@ def test_a_set_that_cannot_be_installed_is_found(cache: Path) -> None:
 
 def test_the_sets_differ_only_where_vllm_demands_it() -> None:
     def pins(file: str) -> set[str]:
-        return {
-            line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
-        }
+        return {line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
 
     held_back = {line.partition("==")[0] for line in pins("constraints-gpu.txt") ^ pins("constraints.txt")}
     assert held_back == {"fastapi", "numpy", "protobuf"}

@@ -27,9 +27,7 @@ NO_CRDS = "no KubeRay CRDs: set RAYLOOP_CRD_DIR to a folder with rayclusters.yam
 
 def written() -> list[dict[str, Any]]:
     """The documents as they are in the repository, without kustomize: production's shape."""
-    files = [
-        path for name in WRITTEN for path in sorted((FOLDER / name).glob("*.yaml")) if path.stem != "kustomization"
-    ]
+    files = [path for name in WRITTEN for path in sorted((FOLDER / name).glob("*.yaml")) if path.stem != "kustomization"]
     return [document for path in files for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
 
 
@@ -38,10 +36,7 @@ def rendered(*names: str) -> list[dict[str, Any]]:
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
         pytest.skip("neither kustomize nor kubectl is installed: overlays are not rendered")
-    texts = [
-        subprocess.run([*command, str(FOLDER / name)], capture_output=True, text=True, check=True).stdout
-        for name in names
-    ]
+    texts = [subprocess.run([*command, str(FOLDER / name)], capture_output=True, text=True, check=True).stdout for name in names]
     return [document for text in texts for document in yaml.safe_load_all(text)]
 
 
@@ -97,8 +92,7 @@ def test_the_quickstart_needs_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "extras"),
-    [("Dockerfile.cpu", "constraints.txt", set()), ("Dockerfile.gpu", "constraints-gpu.txt", {"gpu"})],
+    ("name", "file", "extras"), [("Dockerfile.cpu", "constraints.txt", set()), ("Dockerfile.gpu", "constraints-gpu.txt", {"gpu"})]
 )
 def test_images_are_built_from_the_tested_versions(name: str, file: str, extras: set[str]) -> None:
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
@@ -128,9 +122,7 @@ def test_the_gpu_image_can_run_vllm() -> None:
 def test_the_readme_builds_the_images_that_are_deployed() -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     for documents in (["overlays", "cpu"], ["overlays", "gpu"]):
-        (image,) = yaml.safe_load(FOLDER.joinpath(*documents, "kustomization.yaml").read_text(encoding="utf-8"))[
-            "images"
-        ]
+        (image,) = yaml.safe_load(FOLDER.joinpath(*documents, "kustomization.yaml").read_text(encoding="utf-8"))["images"]
         assert image["newTag"] == project_version()
         assert f"-t {image['newName']}:{image['newTag']}" in readme
 
@@ -152,9 +144,7 @@ def test_a_server_accepts_the_manifests(which: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     finally:
         if created.returncode == 0:
-            subprocess.run(
-                ["kubectl", "delete", "namespace", namespace["metadata"]["name"], "--wait=false"], check=True
-            )
+            subprocess.run(["kubectl", "delete", "namespace", namespace["metadata"]["name"], "--wait=false"], check=True)
 
 
 @pytest.mark.parametrize("which", ["written", *RENDERED])

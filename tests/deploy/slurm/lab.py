@@ -131,9 +131,7 @@ class Lab:
         return done.stdout.strip()
 
     def idle(self) -> bool:
-        listed = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%N %t"], env=self.environment, capture_output=True, text=True
-        )
+        listed = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.environment, capture_output=True, text=True)
         return len({line for line in listed.stdout.splitlines() if line.endswith(" idle")}) == len(self.nodes)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
@@ -198,9 +196,7 @@ def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
     ), encoding="utf-8")  # fmt: skip
     constrain = "ConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}", encoding="utf-8")
-    hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {
-        a: name for name, a in addresses.items()
-    }
+    hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {a: name for name, a in addresses.items()}
     (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts.items()), encoding="utf-8")
 
 

@@ -112,8 +112,7 @@ class Site:
 
     def text(self) -> str:
         return "\n".join(
-            f"== {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}"
-            for log in sorted((self.folder / "logs").glob("*.out"))
+            f"== {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out"))
         )
 
     def nothing_left_behind(self) -> None:
@@ -165,9 +164,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
 
     site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 180)
     busy = site.nodes(workers)
-    [victim] = [
-        node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")
-    ]
+    [victim] = [node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")]
     cut = site.lab.cut(victim)
     [lost] = site.wait(lambda: site.events("limited", "node_lost"), "the run notices that a node is gone", 120)
     assert victim in lost["name"], lost

@@ -68,8 +68,7 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
         "create(PolicyRank, {}, 3)",
     )
     errors = {
-        number: [line for line in said.splitlines() if f"calls_{number}.py" in line and "error:" in line]
-        for number in range(11)
+        number: [line for line in said.splitlines() if f"calls_{number}.py" in line and "error:" in line] for number in range(11)
     }
     assert not errors[0], said
     assert "Incompatible types in assignment" in errors[1][0], "the answer has a type"

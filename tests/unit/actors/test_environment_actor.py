@@ -102,9 +102,7 @@ def raising(error: BaseException, at: int = 1) -> Callable[[int], Awaitable[None
     return fault
 
 
-def actor(
-    folder: Path, environment: dict[str, Any] | None = None, timeout: float = 60.0, **settings: Any
-) -> EnvironmentActor:
+def actor(folder: Path, environment: dict[str, Any] | None = None, timeout: float = 60.0, **settings: Any) -> EnvironmentActor:
     chosen = {"environment": environment or SCRIPTED, "max_turns": 3, **settings}
     return EnvironmentActor(ModelSettings(path=str(folder)), EpisodeSettings.model_validate(chosen), timeout=timeout)
 
@@ -123,9 +121,7 @@ EIGHT = [request(sample=sample) for sample in range(8)]
 Played = tuple[Summary | PlayFailed, Trajectory | None]
 
 
-def run(
-    player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: PlayRequest | None = None
-) -> Played:
+def run(player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: PlayRequest | None = None) -> Played:
     [[summary], trajectory] = group(player, [asked or request()], engine, driver)
     return summary, trajectory
 
@@ -238,9 +234,7 @@ def test_whose_fault_a_failure_was_is_told(text_folder: Path) -> None:
     assert (engine.own, engine.hung, engine.bug) == (False, False, False)
 
 
-def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(
-    text_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
     player = actor(text_folder)
     monkeypatch.setattr("rayloop.actors.environment.hanging", lambda: 2)
@@ -299,9 +293,7 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
 
 def test_a_member_that_fails_is_a_value_beside_the_others(text_folder: Path) -> None:
     faulty = {"use": FAULTY, "with": {"step": {"sick": "raise"}}}
-    summaries, *trajectories = group(
-        actor(text_folder, faulty), [named("well", 0), named("sick", 1), named("well", 2)], Engine()
-    )
+    summaries, *trajectories = group(actor(text_folder, faulty), [named("well", 0), named("sick", 1), named("well", 2)], Engine())
     assert [type(summary) for summary in summaries] == [Summary, PlayFailed, Summary]
     assert [summary.id.sample for summary in summaries] == [0, 1, 2]
     assert [trajectory and trajectory.id.sample for trajectory in trajectories] == [0, None, 2]
@@ -331,15 +323,9 @@ def test_members_of_a_group_have_a_task_each(text_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_answers(
-    text_folder: Path, isolation: str
-) -> None:
+def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_answers(text_folder: Path, isolation: str) -> None:
     """The deadline of its call is longer: what it hangs in costs itself only, or its actor after the answer."""
-    faulty = {
-        "use": f"{ENVIRONMENTS}:Fault",
-        "isolation": isolation,
-        "with": {"tasks": ["slow"], "does": "hang", "seconds": 20.0},
-    }
+    faulty = {"use": f"{ENVIRONMENTS}:Fault", "isolation": isolation, "with": {"tasks": ["slow"], "does": "hang", "seconds": 20.0}}
     player = actor(text_folder, faulty, timeout=6.0, step_timeout=60.0)
     began = time.monotonic()
     well, slow = group(player, [named("well", 0), named("slow", 1)], Engine())[0]
@@ -401,9 +387,7 @@ def test_who_waits_for_the_same_prompt_waits_its_own_time(text_folder: Path) -> 
     before = hanging()
     summaries = group(player, EIGHT, Engine())[0]
     assert hanging() == before + 1
-    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, PlayFailed)] == [
-        True
-    ] * 8
+    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, PlayFailed)] == [True] * 8
 
 
 def test_what_is_immediate_is_played_without_a_thread_of_its_own(text_folder: Path) -> None:
@@ -528,9 +512,7 @@ def test_coroutines_can_be_played(text_folder: Path, isolation: str) -> None:
 def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_folder: Path, fault: str) -> None:
     """The neighbours have begun before it breaks, and end after."""
     settings = {"tasks": ["sick"], "does": fault}
-    player = actor(
-        text_folder, {"use": f"{ENVIRONMENTS}:Fault", "isolation": "process", "with": settings}, step_timeout=0.5
-    )
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:Fault", "isolation": "process", "with": settings}, step_timeout=0.5)
     gate = asyncio.Event()
 
     async def wait(number: int) -> None:
@@ -547,12 +529,7 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
 
     sick, neighbours = asyncio.run(all_of_them())
     failure = failed(sick)
-    assert (failure.own, failure.hung, failure.contained, failure.bug) == (
-        True,
-        fault == "hang",
-        fault == "hang",
-        False,
-    )
+    assert (failure.own, failure.hung, failure.contained, failure.bug) == (True, fault == "hang", fault == "hang", False)
     assert all(isinstance(summary, Summary) for summary in neighbours)
     assert player.health() == 0
 

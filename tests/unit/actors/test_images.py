@@ -89,11 +89,7 @@ class Driver:
 
 
 def episode(
-    lease: Lease[Engine],
-    had: SentImages,
-    driver: Driver | None = None,
-    cohort: int | None = None,
-    first: FirstTurn | None = None,
+    lease: Lease[Engine], had: SentImages, driver: Driver | None = None, cohort: int | None = None, first: FirstTurn | None = None
 ) -> LeasedEngine:
     request = PlayRequest(Task("t", ()), TrajectoryId(3, 1), 0, 42, Sampling(), cohort)
     return LeasedEngine(request, lease, cast(Any, LocalActor(driver or Driver())), 5.0, had, first)
@@ -131,9 +127,7 @@ def test_each_image_is_sent_with_the_first_turn_that_shows_it() -> None:
     run(turns(asking, [A], [A, B], [A, B, C], [A, B, C]))
     assert asking.sent == ImagesSent(images=3, bytes=300)
     cohort = Cohort("3", 4)
-    assert server.engine.prompts == [
-        replace(prompt(*images), cohort=cohort) for images in ([A], [A, B], [A, B, C], [A, B, C])
-    ]
+    assert server.engine.prompts == [replace(prompt(*images), cohort=cohort) for images in ([A], [A, B], [A, B, C], [A, B, C])]
     assert server.bytes == 300
 
 
@@ -302,9 +296,7 @@ def test_an_image_that_is_shown_twice_is_sent_once() -> None:
     server = Server(limit=0)
     asking = episode(server.lease(), SentImages())
     run(turns(asking, [A, A], [A, A, B, B]))
-    assert asking.sent == ImagesSent(images=1 + 2 + 1, bytes=400, again=1), (
-        "nothing is kept: B came, and A was asked for with it"
-    )
+    assert asking.sent == ImagesSent(images=1 + 2 + 1, bytes=400, again=1), "nothing is kept: B came, and A was asked for with it"
     assert server.engine.prompts == [prompt(A, A), prompt(A, A, B, B)]
 
 
@@ -352,8 +344,6 @@ def test_many_episodes_at_once_get_whole_prompts_whatever_is_forgotten(limit: in
     assert sent.bytes == 100 * sent.images
     if limit == 50_000:
         assert sent.again == 0
-        assert len(distinct) <= sent.images <= len(distinct) + 20, (
-            "members that begin at the same moment, in two processes"
-        )
+        assert len(distinct) <= sent.images <= len(distinct) + 20, "members that begin at the same moment, in two processes"
     else:
         assert sent.again > 0

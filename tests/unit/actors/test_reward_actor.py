@@ -137,9 +137,7 @@ def test_a_source_that_asks_for_it_sees_all_that_followed_the_prompt(text_folder
     said = trajectory(text_folder)
     shown = Turn("tool", tuple(load_tokenizer(text_folder).encode("<|im_start|>It is 4<|im_end|>").ids))
     played = replace(said, turns=(*said.turns, shown, said.turns[-1]))
-    actor = RewardActor(
-        ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:Reader"))
-    )
+    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:Reader")))
     asyncio.run(actor.score(TASK, 5, played))
     turn = "The answer is 3<|im_end|>"
     assert Reader.read == [f"{turn}<|im_start|>It is 4<|im_end|>{turn}"]
@@ -156,9 +154,7 @@ def popping(solution_str: str, extra_info: dict[str, Any]) -> float:
 
 
 def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(text_folder: Path) -> None:
-    actor = RewardActor(
-        ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping"))
-    )
+    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping")))
     task = Task("t1", (), extra={"level": "easy", "tags": ["a"]})
     assert asyncio.run(actor.score(task, 5, *[trajectory(text_folder)] * 2)) == [Scored(1.0)] * 2
 
@@ -205,9 +201,7 @@ def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, o
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)], ids=repr)
-def test_a_source_that_cancels_or_exits_does_not_end_the_actor(
-    text_folder: Path, grader: str, error: BaseException
-) -> None:
+def test_a_source_that_cancels_or_exits_does_not_end_the_actor(text_folder: Path, grader: str, error: BaseException) -> None:
     outcome = score(text_folder, grader, [error, error])
     assert isinstance(outcome, Unscored)
     assert outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.REWARD_UNAVAILABLE)
@@ -270,9 +264,7 @@ def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
     assert outcome.kind is UnscoredKind.TIMEOUT
 
 
-def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
-    text_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
     while hanging():  # of the tests before
         time.sleep(0.05)

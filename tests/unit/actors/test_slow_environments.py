@@ -120,9 +120,7 @@ def test_no_member_of_a_group_waits_for_another_between_turns() -> None:
 
     async def run() -> tuple[int, list[Summary | PlayFailed]]:
         engine = Engine()
-        playing = asyncio.create_task(
-            played(actor({"use": f"{HERE}:Waits", "with": {"hold": True}}), requests(4), engine)
-        )
+        playing = asyncio.create_task(played(actor({"use": f"{HERE}:Waits", "with": {"hold": True}}), requests(4), engine))
         until = time.monotonic() + 15
         while len(engine.prompts) < 1 + 3 * 3 and time.monotonic() < until:
             await asyncio.sleep(0.01)

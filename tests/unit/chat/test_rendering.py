@@ -192,9 +192,7 @@ def test_end_and_banned_tokens(renderer: Renderer, hf: Any) -> None:
     names = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
     vision = hf.convert_tokens_to_ids(names)
     assert set(vision) < set(renderer.banned_tokens)
-    assert {*renderer.banned_tokens} - {*vision} == set(
-        range(len(hf), -(-len(hf) // 64) * 64)
-    )  # padding of the embedding
+    assert {*renderer.banned_tokens} - {*vision} == set(range(len(hf), -(-len(hf) // 64) * 64))  # padding of the embedding
     assert renderer.end_tokens == (hf.convert_tokens_to_ids("<|im_end|>"), hf.convert_tokens_to_ids("<|endoftext|>"))
     completed = renderer.sampling(Sampling(banned_tokens=(300,)))
     assert set(completed.banned_tokens) == {*renderer.banned_tokens, 300}
@@ -320,11 +318,7 @@ def with_tools(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> t
 def test_tools_are_what_transformers_makes_of_them(with_tools: tuple[Renderer, Any]) -> None:
     """At the beginning; and what follows a turn continues the conversation as the template would write it as a whole."""
     ours, theirs = with_tools
-    said = (
-        {"role": "user", "content": "Click."},
-        {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "ok"},
-    )
+    said = ({"role": "user", "content": "Click."}, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "ok"})
     tools = [tool("Cuts a part out.")]
     prompt = ours.prompt([Message("user", ("Click.",))], tools).token_ids
     asked = theirs.apply_chat_template(said[:1], tools=tools, tokenize=False, add_generation_prompt=True)

@@ -59,9 +59,7 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(
-        json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}), encoding="utf-8"
-    )
+    (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}), encoding="utf-8")
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", "rows.jsonl", "--checkpoint", str(tmp_path / "model")]
     assert main(arguments) == 0, capsys.readouterr().err
     assert (seen[0].model.path, seen[0].model.revision) == (str(tmp_path / "model"), None)
@@ -88,9 +86,7 @@ def command(folder: Path, *words: str, module: str = "rayloop") -> tuple[int, st
 def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(tmp_path: Path, module: str) -> None:
     for name in ("recipes", "benchmarks", "judge", "tests", "cluster", "serve_apps"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(
-            "raise RuntimeError('imported in place of ours')", encoding="utf-8"
-        )
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported in place of ours')", encoding="utf-8")
     (tmp_path / "actors.py").write_text("raise RuntimeError('imported in place of ours')", encoding="utf-8")
     code, text = command(tmp_path, "train", "absent.yaml", module=module)
     assert code == 2
@@ -125,9 +121,7 @@ def test_train_without_a_configuration_asks_for_that_only(capsys: pytest.Capture
         (["train", "run.yaml", "--insecure", "steps=3"], ("config", Path("run.yaml")), ("overrides", ["steps=3"])),
     ],
 )
-def test_options_leave_the_words_behind_them_alone(
-    words: list[str], positional: tuple[str, Any], option: tuple[str, Any]
-) -> None:
+def test_options_leave_the_words_behind_them_alone(words: list[str], positional: tuple[str, Any], option: tuple[str, Any]) -> None:
     found = vars(parsed(words))
     assert found[positional[0]] == positional[1]
     assert found[option[0]] == option[1]
@@ -213,6 +207,4 @@ def test_no_option_swallows_the_words_that_follow(word: str) -> None:
     found = dict(options(of(word), word))
     greedy = {name.rpartition(" ")[0] for name, a in found.items() if a.option_strings and a.nargs in ("*", "+")}
     own = {name.rpartition(" ")[0] for name, a in found.items() if not a.option_strings}
-    assert not greedy & own - {"bench scale"}, (
-        "give the option action=append"
-    )  # of numbers; what is no number is refused by name
+    assert not greedy & own - {"bench scale"}, "give the option action=append"  # of numbers; what is no number is refused by name

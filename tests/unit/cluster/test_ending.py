@@ -138,9 +138,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("error", [*ERRORS, *OTHERS], ids=lambda error: type(error).__name__)
-def test_75_is_true_whatever_fails_while_a_run_stops(
-    config: RunConfig, tmp_path: Path, error: Exception, fault: str
-) -> None:
+def test_75_is_true_whatever_fails_while_a_run_stops(config: RunConfig, tmp_path: Path, error: Exception, fault: str) -> None:
     """SIGTERM has come; the machines, or the run itself, fail in any way at any moment."""
     run = Driving(config, tmp_path / "run", **FAULTS[fault])
     run.stopping.set()
@@ -156,9 +154,7 @@ def test_75_is_true_whatever_fails_while_a_run_stops(
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("error", ERRORS[1:], ids=lambda error: type(error).__name__)
-def test_a_run_that_the_machines_end_is_saved_if_it_can_be(
-    config: RunConfig, tmp_path: Path, error: Exception, fault: str
-) -> None:
+def test_a_run_that_the_machines_end_is_saved_if_it_can_be(config: RunConfig, tmp_path: Path, error: Exception, fault: str) -> None:
     run = Driving(config, tmp_path / "run", **FAULTS[fault])
     end = run.ends(error)
     found = run.origin.find()
@@ -179,9 +175,7 @@ def classes() -> list[type[RayloopError]]:
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_every_typed_error_keeps_its_type_and_is_told(
-    config: RunConfig, tmp_path: Path, kind: type[RayloopError]
-) -> None:
+def test_every_typed_error_keeps_its_type_and_is_told(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
     """Also from within an actor. What cannot be trusted is not saved: the older checkpoint stays the newest."""
     run = Driving(config, tmp_path / "run")
     error = kind.__new__(kind)
@@ -194,9 +188,7 @@ def test_every_typed_error_keeps_its_type_and_is_told(
 
 
 @pytest.mark.parametrize("kind", SUSPECT)
-def test_a_stop_saves_nothing_that_cannot_be_trusted(
-    config: RunConfig, tmp_path: Path, kind: type[RayloopError]
-) -> None:
+def test_a_stop_saves_nothing_that_cannot_be_trusted(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
     run = Driving(config, tmp_path / "run")
     run.stopping.set()
     end = run.ends(kind("bad"))

@@ -25,12 +25,7 @@ def played(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> int:
 def test_an_episode_is_played_from_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        played(
-            monkeypatch, "one\n\ntwo\nthree\nfour\n", "scripted:three-turns", "--seed", "4", "--pictures", str(tmp_path)
-        )
-        == 0
-    )
+    assert played(monkeypatch, "one\n\ntwo\nthree\nfour\n", "scripted:three-turns", "--seed", "4", "--pictures", str(tmp_path)) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "user: Turn 1 of seed 4."
     assert [line for line in said if line.startswith("> ")] == ["> one", "> ", "> two", "> three"]
@@ -46,9 +41,7 @@ def test_an_episode_may_be_left(
     assert capsys.readouterr().out.splitlines()[-1] == "result: 1"
 
 
-def test_a_row_of_a_run_is_played(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_a_run_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n', encoding="utf-8")
     Path("run.yaml").write_text(
@@ -78,9 +71,7 @@ def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.endswith("\n  scripted:three-turns\n")
 
 
-def test_a_family_whose_packages_are_missing_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_whose_packages_are_missing_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(catalog, "FAMILIES", {"gone": "no_such_package:GONE"})
     with pytest.raises(ConfigError, match="gone: No module named 'no_such_package'"):
         family("gone")

@@ -63,9 +63,7 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
     stage.error = AuthenticationError(
         "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.. Ensure"
     )
-    with pytest.raises(
-        HeadGone, match=r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .* restarted\)"
-    ):
+    with pytest.raises(HeadGone, match=r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .* restarted\)"):
         watch.decide()
 
 

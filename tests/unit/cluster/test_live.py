@@ -39,9 +39,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_status_tells_step_checkpoint_roles_and_incidents(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_tells_step_checkpoint_roles_and_incidents(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with folder.acquired():
         assert main(["status", str(folder.path)]) == 0
     text = re.sub(r"\d+ s ago", "N s ago", capsys.readouterr().out)
@@ -65,9 +63,7 @@ def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.Cap
     assert found["incidents"][0]["event"] == "worker_lost"
 
 
-def test_status_of_a_run_that_nobody_runs_says_how_it_ended(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["status", str(folder.path)])
     assert "nobody runs it, and it did not tell why" in capsys.readouterr().out
     folder.events.append(events.Failed("Stalled", "nothing moved", {}), 12)
@@ -82,9 +78,7 @@ def test_status_of_no_run_says_what_is_wanted(tmp_path: Path, capsys: pytest.Cap
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_logs_of_a_run_that_ended_are_those_of_its_folder(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_of_a_run_that_ended_are_those_of_its_folder(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.logs.mkdir()
     (folder.logs / "worker-1.err").write_text("".join(f"line {n}\n" for n in range(50)), encoding="utf-8")
     assert main(["logs", str(folder.path), "--lines", "2"]) == 0
@@ -119,11 +113,7 @@ with folder.acquired():
 
 @pytest.mark.parametrize(
     ("how", "code", "says"),
-    [
-        ("saves", 0, "a checkpoint is there to continue from"),
-        ("fails", 1, "full disk"),
-        ("deaf", 1, "has not ended in time"),
-    ],
+    [("saves", 0, "a checkpoint is there to continue from"), ("fails", 1, "full disk"), ("deaf", 1, "has not ended in time")],
 )
 def test_stop_asks_the_process_and_waits_for_its_end(
     how: str, code: int, says: str, folder: RunFolder, capfd: pytest.CaptureFixture[str]
@@ -170,9 +160,7 @@ class Ended:
         (Ended(ray.exceptions.GetTimeoutError()), False),
     ],
 )
-def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(
-    found: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(found: Any, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def get_actor(name: str, namespace: str) -> Any:
         if isinstance(found, Exception):
             raise found

@@ -127,9 +127,7 @@ def test_the_minimum_ends_the_run_after_the_start_timeout(monkeypatch: pytest.Mo
     live(test())
 
 
-def test_a_wait_for_an_engine_lasts_as_long_as_its_replacement_is_being_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_for_an_engine_lasts_as_long_as_its_replacement_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt takes nearly all of ``start_timeout`` and fails; the second began in time."""
 
     async def test() -> None:

@@ -48,17 +48,13 @@ def started(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> tuple[Pool
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, MEMORY], ids=lambda error: type(error).__name__)
-def test_an_actor_that_is_lost_while_it_starts_is_started_again(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_an_actor_that_is_lost_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     pool, told = started(monkeypatch, error)
     assert len(pool.workers) == len(told) == 1
 
 
 @pytest.mark.parametrize("error", [exceptions.RpcError("deadline exceeded", 4), exceptions.RaySystemError(OSError())])
-def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """The head is away: at the start, and when an actor is to be replaced."""
     monkeypatch.setattr(ray, "kill", lambda handle: None)
     failures, told = [error], list[Any]()

@@ -37,9 +37,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Asked:
 def file(tmp_path: Path) -> Callable[..., Path]:
     def write(*rows: Any) -> Path:
         path = tmp_path / "rows.jsonl"
-        path.write_text(
-            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8"
-        )
+        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
         return path
 
     return write
@@ -76,9 +74,7 @@ def test_the_summary_has_means_with_intervals_and_counts(asked: Asked, file: Cal
 
 def test_what_has_no_reward_says_why(asked: Asked, file: Callable[..., Path]) -> None:
     good = {"completion": "<think></think><answer>1</answer>", "label": "1"}
-    path = file(
-        good, "{no json", [1], {"label": "1"}, {"completion": "x"}, good | {"table": [1]}, good | {"label": " "}
-    )
+    path = file(good, "{no json", [1], {"label": "1"}, {"completion": "x"}, good | {"table": [1]}, good | {"label": " "})
     lines, err = asked("chart_rvr", path)
     assert [line.get("unscored") for line in lines] == [None] + ["bad_data"] * 6
     assert all("value" not in line and line["reason"] for line in lines[1:])
@@ -96,9 +92,7 @@ def test_the_process_reward_needs_an_embedder_and_takes_one(
     words = "embedder.use=rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"
     (line,), _ = asked("chart_rvr", path, "--reward", "process_style_reward", "--with", words)
     assert line["value"] == pytest.approx(1.0)
-    gone = (
-        "embedder={use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://127.0.0.1:9/v1}}"
-    )
+    gone = "embedder={use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://127.0.0.1:9/v1}}"
     (line,), _ = asked("chart_rvr", path, "--reward", "process", "--with", gone)
     assert line["unscored"] == "reward_unavailable"
 
@@ -162,13 +156,7 @@ def test_an_interval_of_many_items_picks_them_in_blocks(monkeypatch: pytest.Monk
 
 
 BOXED = "<answer>\n\\boxed{blue}\n</answer>"
-CODE = {
-    "role": "assistant",
-    "text": "<code>\n```python\nx\n```\n</code>",
-    "sampled": True,
-    "executed": True,
-    "images": [],
-}
+CODE = {"role": "assistant", "text": "<code>\n```python\nx\n```\n</code>", "sampled": True, "executed": True, "images": []}
 SEEN = {"role": "user", "text": "...", "sampled": False, "images": [{"width": 9, "height": 9}]}
 
 

@@ -141,13 +141,11 @@ def test_every_problem_is_listed_with_its_line(write: Write) -> None:
         "house.yaml:7: pets.0.lives: got 'zero', expected a whole number",
         "house.yaml:8: pets.1.kind: got 'bird', expected one of cat, dog",
         "house.yaml:9: pets.2: needs a `kind`",
-        "house.yaml:10: favourite.lives: unknown key; it is a key of pets.*.lives and favourite.lives. "
-        "Keys here: kind, tricks",
+        "house.yaml:10: favourite.lives: unknown key; it is a key of pets.*.lives and favourite.lives. Keys here: kind, tricks",
         "house.yaml:3: garden.size: got 1000000.0, expected a number less than 100",
         "house.yaml:4: garden.suny: unknown key; did you mean `sunny`? Keys here: size, sunny",
         "command line: stairs: got 'perhaps', expected true or false",
-        "house.yaml:1: nam: unknown key; did you mean `name`? "
-        "Keys here: name, pets, favourite, garden, rooms, stairs, part",
+        "house.yaml:1: nam: unknown key; did you mean `name`? Keys here: name, pets, favourite, garden, rooms, stairs, part",
     ]
 
 
@@ -275,9 +273,7 @@ def test_a_component_that_is_none_is_named(write: Write, use: str) -> None:
 
 
 def test_dump_loads_to_an_equal_object(write: Write) -> None:
-    text = (
-        "name: 'on'\npets: []\ngarden: {size: 1e-7}\nrooms: {'1': .5}\npart: {use: 'a:B', with: {x: [1, null, 'y']}}\n"
-    )
+    text = "name: 'on'\npets: []\ngarden: {size: 1e-7}\nrooms: {'1': .5}\npart: {use: 'a:B', with: {x: [1, null, 'y']}}\n"
     house = load(write(text), [], House)
     expanded = dump(house)
     again = load(write(expanded, "again.yaml"), [], House)
@@ -323,10 +319,7 @@ def test_the_home_folder_is_expanded_in_every_path_of_a_run(write: Write) -> Non
 @pytest.mark.parametrize("key", ["output", "model.path", "data.train", "data.eval"])
 def test_an_environment_variable_in_a_path_is_refused(write: Write, key: str, value: str) -> None:
     (problem,) = refused(write(RUN), f"{key}={value}", model=RunConfig)
-    assert (
-        problem
-        == f"command line: {key}: got {value!r}, but environment variables are not expanded here; write the path itself"
-    )
+    assert problem == f"command line: {key}: got {value!r}, but environment variables are not expanded here; write the path itself"
 
 
 def test_a_default_component_can_be_set_in_part(write: Write) -> None:
@@ -365,9 +358,7 @@ def test_a_module_in_another_directory_is_named(write: Write, tmp_path: Path, mo
         with pytest.raises(ConfigError) as caught:
             check_components(load(path, [], House))
         assert f"looked for in the current directory, {tmp_path / 'elsewhere'}, and" in str(caught.value)
-        assert (
-            f"far_grader lies beside the configuration: run the command in {tmp_path}" in str(caught.value)
-        ) == beside
+        assert (f"far_grader lies beside the configuration: run the command in {tmp_path}" in str(caught.value)) == beside
 
 
 def test_the_folder_of_a_module_is_written_without_detours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,9 +378,7 @@ def test_a_module_that_a_component_imports_and_lacks_is_named(
     (tmp_path / "lacking_grader.py").write_text("import no_such_helper", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = str(tmp_path / "lacking_grader.py") if by_path else "lacking_grader"
-    with pytest.raises(
-        ConfigError, match=r"lacking_grader.* imports no_such_helper, which is neither installed nor"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"lacking_grader.* imports no_such_helper, which is neither installed nor") as caught:
         Component(use=f"{module}:score").resolve()
     assert ("a file given by its path finds none that lies beside it" in str(caught.value)) == by_path
 
@@ -408,13 +397,9 @@ def test_a_project_may_name_its_folders_like_ours(tmp_path: Path, name: str) -> 
     (tmp_path / name / "mine.py").write_text("def score(): return 7", encoding="utf-8")
     program = f"from rayloop.config.settings import Component; print(Component(use='{name}.mine:score').resolve()())"
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/rayloop").symlink_to(
-        Path(__file__).parents[3] / "rayloop"
-    )  # as installed: nothing lies beside it
+    (tmp_path / "site/rayloop").symlink_to(Path(__file__).parents[3] / "rayloop")  # as installed: nothing lies beside it
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "7\n", done.stderr
 
 
@@ -464,9 +449,7 @@ def test_every_key_says_what_it_is_for_and_when_to_change_it() -> None:
     found = meanings(RunConfig, SftConfig, ServeFile)
     assert len(found) > 200
     short = [key for key, meaning in found.items() if says_little(key, meaning, least=8)]
-    assert not short, (
-        f"{short}: a docstring of at least 8 words beside the key's own name: what it is, when to change it"
-    )
+    assert not short, f"{short}: a docstring of at least 8 words beside the key's own name: what it is, when to change it"
 
 
 def test_every_setting_of_a_shipped_component_says_what_it_is_for() -> None:
@@ -510,11 +493,7 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
     [
         ({"publish.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
         (
-            {
-                "publish.transport": {"kind": "cuda_ipc"},
-                "policy.placement": {"num_gpus": 1},
-                "rollout.placement": {"num_gpus": 1},
-            },
+            {"publish.transport": {"kind": "cuda_ipc"}, "policy.placement": {"num_gpus": 1}, "rollout.placement": {"num_gpus": 1}},
             "cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU",
         ),
         (
@@ -536,9 +515,7 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
         ),
     ],
 )
-def test_transports_that_the_placement_does_not_allow_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_transports_that_the_placement_does_not_allow_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = settings(tmp_path, tmp_path)
     for key, value in changes.items():
         set_key(config, key, value)

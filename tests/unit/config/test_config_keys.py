@@ -38,9 +38,7 @@ def run_with(folder: Path, key: str, value: Any) -> RunConfig:
     config = settings(folder, folder)
     if key.startswith("rollout.engine."):
         kind = kind_with(key)
-        config["rollout"]["engine"] = {"kind": kind} | (
-            {"base_url": "http://h/v1", "model": "m"} if kind == "openai_http" else {}
-        )
+        config["rollout"]["engine"] = {"kind": kind} | ({"base_url": "http://h/v1", "model": "m"} if kind == "openai_http" else {})
     if key.startswith("loggers."):
         config["loggers"] = [{"kind": "wandb", "project": "p", key.split(".")[-1]: value}]
     elif key.startswith("algorithm.filtering.filters."):
@@ -53,9 +51,7 @@ def run_with(folder: Path, key: str, value: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(("key", "value"), GONE.items(), ids=list(GONE))
-def test_a_removed_key_is_refused_by_name_unless_it_says_what_holds_anyway(
-    tmp_path: Path, key: str, value: Any
-) -> None:
+def test_a_removed_key_is_refused_by_name_unless_it_says_what_holds_anyway(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"no key any more \(was .* by default\): .*Leave it out") as caught:
         run_with(tmp_path, key, 7.5)
     assert key.split(".")[-1] in str(caught.value)
@@ -82,22 +78,7 @@ PATHS = paths()
 SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-1]} - {"*"}
 FOREIGN = {"logprobs.content"}
 """A field of OpenAI's answers."""
-ENDINGS = {
-    "py",
-    "md",
-    "yaml",
-    "json",
-    "jsonl",
-    "png",
-    "safetensors",
-    "parquet",
-    "pt",
-    "html",
-    "txt",
-    "key",
-    "bin",
-    "sh",
-}
+ENDINGS = {"py", "md", "yaml", "json", "jsonl", "png", "safetensors", "parquet", "pt", "html", "txt", "key", "bin", "sh"}
 
 
 def exists(text: str) -> bool:

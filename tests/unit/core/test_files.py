@@ -24,9 +24,7 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path, durabl
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     path = tmp_path / "head.json"
     path.write_bytes(b"old")
 
@@ -41,9 +39,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert [file.name for file in tmp_path.iterdir()] == ["head.json"]
 
 
-@pytest.mark.parametrize(
-    ("below", "kind"), [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)]
-)
+@pytest.mark.parametrize(("below", "kind"), [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)])
 def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kind: type[CheckpointError]) -> None:
     """torch raises a RuntimeError of its own while it handles the system's."""
     error = RuntimeError("unexpected pos 704 vs 598")

@@ -88,9 +88,7 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     (hub / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     weights(hub, "one.safetensors", a=(2,))
     assert resolve(NAME).folder == hub, "its configuration is there"
-    with pytest.raises(
-        ConfigError, match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError"
-    ):
+    with pytest.raises(ConfigError, match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError"):
         resolve(NAME, weights=True)
     weights(hub, "two.safetensors", b=(3,))
     assert resolve(NAME, weights=True).folder == hub
@@ -117,9 +115,7 @@ def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: py
     assert resolve(NAME, weights=True).identity() == before
 
 
-def test_a_run_goes_on_with_the_commit_that_it_began_with(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its identity is the same before and after the weights are there, and when main has moved since."""
     (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
     values = settings(tmp_path, tmp_path)
@@ -135,9 +131,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(
     assert (identity(again), asked) == (before, [])
 
 
-def test_another_commit_than_the_cached_one_is_downloaded(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_commit_than_the_cached_one_is_downloaded(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights(hub, a=(1,))
     asked, real = answering(monkeypatch, OTHER), []
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}

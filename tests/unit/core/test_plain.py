@@ -50,9 +50,7 @@ SUMMARY = Summary(
     env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
-SAMPLED = Turn(
-    "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True, True
-)
+SAMPLED = Turn("assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True, True)
 TRAJECTORY = Trajectory(
     ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
     Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5)), EndReason.TOOL_DEADLINE, 0.1, {"3fa2": b"\x00png", "77": b""},
@@ -60,9 +58,7 @@ TRAJECTORY = Trajectory(
 REFERENCE = np.array([0.5, -0.25, 1e-7], np.float32)
 MEMBERS = (
     Member(SUMMARY, Scored(0.3, {"iou": 0.1}, ("unparsable",), "Traceback"), TRAJECTORY, -1.25, REFERENCE, True),
-    Member(
-        SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), fate=Fate(TrajectoryState.EXCLUDED, "timeout")
-    ),
+    Member(SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), fate=Fate(TrajectoryState.EXCLUDED, "timeout")),
 )
 GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2))
 

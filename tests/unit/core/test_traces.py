@@ -70,9 +70,7 @@ def test_what_does_not_agree_with_itself_is_refused(changes: dict[str, Any], why
         broken.trajectory(TrajectoryId(0, 0), "task", Sampling(), image_token=PAD)
 
 
-@pytest.mark.parametrize(
-    "data", [{}, {"token_ids": 3}, {**TRACE.json(), "versions": ["one"]}, {**TRACE.json(), "images": [{}]}]
-)
+@pytest.mark.parametrize("data", [{}, {"token_ids": 3}, {**TRACE.json(), "versions": ["one"]}, {**TRACE.json(), "images": [{}]}])
 def test_what_is_no_trace_is_bad_data(data: dict[str, Any]) -> None:
     with pytest.raises(DataFailure, match="is not one"):
         Trace.from_json(data)

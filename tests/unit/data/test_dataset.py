@@ -87,9 +87,7 @@ def test_a_prompt_may_be_a_json_string_or_a_text(tmp_path: Path) -> None:
     assert [task.messages for task in dataset] == [(Message("user", ("hi",)),)] * 2
 
 
-@pytest.mark.parametrize(
-    "text", ["[INST] hi", "[1, 2, 3] sorted is?", "[1,2,3]", "[1", "[]", '[{"a": 1}]', "[" * 100_000]
-)
+@pytest.mark.parametrize("text", ["[INST] hi", "[1, 2, 3] sorted is?", "[1,2,3]", "[1", "[]", '[{"a": 1}]', "[" * 100_000])
 def test_a_text_in_brackets_is_a_text(tmp_path: Path, text: str) -> None:
     dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": text, "answer": "x"}))
     assert not bad
@@ -191,15 +189,9 @@ BAD = [
     (row(prompt=5), "cannot read the row"),
     (row(prompt="[{'role': 'user', 'content': 'hi'}]"), "begins like a list of messages, but is no JSON"),
     (row(prompt=" \n"), "'prompt' is missing or empty"),
-    (
-        row(prompt=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]),
-        "ends with the assistant's turn",
-    ),
+    (row(prompt=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]), "ends with the assistant's turn"),
     (row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), "must be a text, or a list of"),
-    (
-        {"question": "hi", "level": 3},
-        "no column 'prompt'; the row's: question, level. Name the right one with data.reader.with.p",
-    ),
+    ({"question": "hi", "level": 3}, "no column 'prompt'; the row's: question, level. Name the right one with data.reader.with.p"),
     (row(prompt=[{"role": "user", "content": "<image>"}]), "1 <image> placeholders for 0 images"),
     (row(images=["a.png", "b.png"], prompt="<image>"), "1 <image> placeholders for 2 images"),
     (row(images=[{"url": "x"}]), "an image must be"),
@@ -313,9 +305,7 @@ def test_the_answer_is_found_under_its_usual_names(tmp_path: Path, fields: dict[
 
 def test_the_answers_column_can_be_named(tmp_path: Path) -> None:
     reader = ChatRows(ChatRows.Settings(truth="meta.correct"))
-    path = write(
-        tmp_path / "t.jsonl", {"prompt": "hi", "answer": "b", "meta": {"correct": "a"}}, {"prompt": "hi", "answer": "b"}
-    )
+    path = write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "b", "meta": {"correct": "a"}}, {"prompt": "hi", "answer": "b"})
     bad: list[str] = []
     dataset = Dataset(path, reader, False, lambda failure: bad.append(str(failure)))
     assert [task.ground_truth for task in dataset] == ["a"]
@@ -391,10 +381,7 @@ def test_an_image_that_cannot_be_had_is_refused_in_few_words(tmp_path: Path, ent
 
 
 def test_messages_shorten_what_they_quote(tmp_path: Path) -> None:
-    lines = (
-        {"prompt": [{"role": "user", "content": ["x" * 9000]}]},
-        {"prompt": [{"role": ["y" * 9000], "content": "x"}]},
-    )
+    lines = ({"prompt": [{"role": "user", "content": ["x" * 9000]}]}, {"prompt": [{"role": ["y" * 9000], "content": "x"}]})
     with pytest.raises(ConfigError, match="no usable row"):
         Dataset(write(tmp_path / "t.jsonl", *lines), READER, False, (bad := []).append)
     assert all(len(failure.reason) < 400 for failure in bad)
@@ -409,9 +396,7 @@ def test_a_row_names_its_kind_of_environment(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_environment_is_refused_with_its_line(tmp_path: Path) -> None:
     """Not quarantined: the configuration and the rows do not fit. Without kinds the column means nothing."""
     path = write(tmp_path / "rows.jsonl", row(0, environment="web"), row(1, environment="destop"))
-    refused = (
-        r"rows\.jsonl:2: the row names the environment 'destop', and environment\.kinds has web, desktop\. Add it there"
-    )
+    refused = r"rows\.jsonl:2: the row names the environment 'destop', and environment\.kinds has web, desktop\. Add it there"
     with pytest.raises(ConfigError, match=refused):
         Dataset(path, READER, False, lambda failure: None, ["web", "desktop"])
     assert len(read(path)[0]) == 2

@@ -39,7 +39,5 @@ def test_a_run_evaluates_that_many_rows(tmp_path: Path) -> None:
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 1, "limit": 4}
     made = RunConfig.model_validate(config)
-    every = held_out_rows(
-        made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}), Told()
-    )
+    every = held_out_rows(made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}), Told())
     assert held_out_rows(made, Told()) == evenly(every, 4) != every[:4]

@@ -27,9 +27,7 @@ def rows(path: Path, *asked: tuple[str, int]) -> str:
     return str(path)
 
 
-def validated(
-    folder: Path, capsys: pytest.CaptureFixture[str], train: str, held_out: str, **changes: Any
-) -> tuple[int, str]:
+def validated(folder: Path, capsys: pytest.CaptureFixture[str], train: str, held_out: str, **changes: Any) -> tuple[int, str]:
     config = {
         "name": "a", "steps": 1, "model": {"path": str(ROOT / "recipes/arc_vision/tiny"), "max_pixels": 37632},
         "data": {"train": train, "eval": held_out},

@@ -21,9 +21,7 @@ NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @pytest.mark.parametrize(("said", "gpu", "cpu"), [(None, True, False), (False, False, False), (True, True, True)])
-def test_activations_are_computed_again_on_a_gpu_unless_somebody_says_otherwise(
-    said: bool | None, gpu: bool, cpu: bool
-) -> None:
+def test_activations_are_computed_again_on_a_gpu_unless_somebody_says_otherwise(said: bool | None, gpu: bool, cpu: bool) -> None:
     settings = FsdpSettings(gradient_checkpointing=said)
     assert (settings.recomputes(on_gpu=True), settings.recomputes(on_gpu=False)) == (gpu, cpu)
 

@@ -52,9 +52,7 @@ class Llm:
         await self.add_request(number, prompt, parameters)
         await self.answering.wait()
         reason = self.reasons.pop(0) if self.reasons else "length"
-        output = SimpleNamespace(
-            token_ids=[8], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason, stop_reason=None
-        )
+        output = SimpleNamespace(token_ids=[8], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason, stop_reason=None)
         yield SimpleNamespace(outputs=[output])
 
     async def pause_generation(self, **options: Any) -> None:
@@ -99,9 +97,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        engine = VllmEngine(
-            ModelSettings(path="x"), VllmEngineSettings.model_validate(options), Place(scratch=lambda: "folder")
-        )
+        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), Place(scratch=lambda: "folder"))
         assert engine._llm.log == ["offline"], "the device decides how many tokens a step holds"
         await load(engine, OLD)
         engine._llm.log.clear()
@@ -206,9 +202,7 @@ def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(monkeypatch: 
     run(test)
 
 
-def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: VllmEngine, llm: Llm) -> None:
         llm.answering.clear()
         asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
@@ -243,9 +237,7 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
     run(test)
 
 
-def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor that prepares 256 images of 8 megapixels answers health checks, and a publication meanwhile is the newer one."""
     preparing, go_on = threading.Event(), threading.Event()
 
@@ -281,9 +273,7 @@ def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(given: d
     assert common_arguments("model", VllmEngineSettings.model_validate(given))["gpu_memory_utilization"] == fraction
 
 
-def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.28.0", raising=False)
     monkeypatch.setattr(os, "environ", {})
     prepare(VllmEngineSettings(), str(tmp_path))

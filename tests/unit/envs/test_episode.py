@@ -256,9 +256,7 @@ def test_a_sampled_image_token_makes_the_summary_inconsistent(renderer: Renderer
     trajectory, _ = run(renderer, scripted(), [("a", END)])
     turn = trajectory.turns[1]
     forged = type(turn)("assistant", (renderer.image_token or 0,), logprobs=(-1.0,), version=Version(0, 1))
-    broken = Trajectory(
-        trajectory.id, 0, "t1", 0, (trajectory.turns[0], forged), trajectory.sampling, trajectory.end_reason
-    )
+    broken = Trajectory(trajectory.id, 0, "t1", 0, (trajectory.turns[0], forged), trajectory.sampling, trajectory.end_reason)
     assert not summarize(broken, TASK, 0.0, renderer.image_token).images_consistent
 
 
@@ -437,10 +435,7 @@ def tools() -> ImageTools:
 def test_a_crop_returns_an_image_of_its_own_size(renderer: Renderer) -> None:
     trajectory, _ = run(renderer, tools(), [(CROP, STOP), ("done", END)], request(stop=("</tool_call>",)))
     assert trajectory.end_reason is EndReason.DONE
-    assert [(image.width, image.height, image.grid) for image in trajectory.images] == [
-        (56, 56, (1, 4, 4)),
-        (56, 28, (1, 2, 4)),
-    ]
+    assert [(image.width, image.height, image.grid) for image in trajectory.images] == [(56, 56, (1, 4, 4)), (56, 28, (1, 2, 4))]
     assert trajectory.turns[2].role == "tool"
 
 

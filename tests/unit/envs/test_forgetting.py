@@ -43,15 +43,7 @@ def test_the_oldest_images_become_words_and_the_policys_turns_stay(renderer: Ren
     heights = [[shown.ref.height for shown in prompt.images] for prompt, _ in engine.requests]
     assert heights[4:] == [[56, 84, 112], [56, 84, 112, 140], [56, 140, 168]]
     text = renderer.decode(engine.requests[4][0].token_ids)
-    order = [
-        "Click the button",
-        "look 0",
-        "screen 0" + FORGOTTEN,
-        "look 1",
-        "screen 1" + FORGOTTEN,
-        "look 2",
-        "screen 2",
-    ]
+    order = ["Click the button", "look 0", "screen 0" + FORGOTTEN, "look 1", "screen 1" + FORGOTTEN, "look 2", "screen 2"]
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
     assert text.count(FORGOTTEN) == 2
 

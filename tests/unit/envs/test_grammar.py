@@ -202,9 +202,7 @@ def test_any_text_gives_a_typed_result(pieces: list[str]) -> None:
     assert isinstance(read("Action: " + "".join(pieces)), Actions | Mistake)
 
 
-@pytest.mark.parametrize(
-    "part", ["Action:\n", "Action: ", "click(start_box='", "'", "\\", "' , x", " ", "(", "' )", "wait()"]
-)
+@pytest.mark.parametrize("part", ["Action:\n", "Action: ", "click(start_box='", "'", "\\", "' , x", " ", "(", "' )", "wait()"])
 def test_long_texts_are_read_in_time_proportional_to_their_length(part: str) -> None:
     began = time.process_time()
     read("Action: type(content='" + part * (200_000 // len(part)))

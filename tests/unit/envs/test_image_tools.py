@@ -174,11 +174,7 @@ def test_inspect_measures_the_box_and_marks_it_in_the_whole_image() -> None:
     marked, text = call(made(image), "inspect", box=[0.25, 0.25, 0.5, 0.5])
     assert text.startswith("100x50 pixels at (100, 50), 6.2% of the image; mean colour #8080ff, contrast 8.6; image 1")
     assert marked is not None
-    assert (marked.size, marked.getpixel((99, 60)), marked.getpixel((101, 60))) == (
-        (400, 200),
-        (255, 0, 0),
-        (0, 0, 255),
-    )
+    assert (marked.size, marked.getpixel((99, 60)), marked.getpixel((101, 60))) == ((400, 200), (255, 0, 0), (0, 0, 255))
 
 
 def test_waiting_takes_its_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,7 @@ def qwen3b() -> Shape:
     for layer in range(36):
         at = f"model.layers.{layer}"
         sizes |= {
-            f"{at}.self_attn.{name}_proj.weight": (out, 2048)
-            for name, out in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
+            f"{at}.self_attn.{name}_proj.weight": (out, 2048) for name, out in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
         }
         sizes |= {f"{at}.mlp.{name}_proj.weight": (11008, 2048) for name in ("gate", "up")}
         sizes[f"{at}.mlp.down_proj.weight"] = (2048, 11008)
@@ -89,9 +88,7 @@ def test_a_rank_holds_its_part_of_master_weights_gradients_and_moments() -> None
     lora = parts(run_of(policy__engine__lora={"rank": 8}), "policy")
     assert lora["weights"] == 4 * (shape.parameters + 14_966_784)
     assert (lora["gradients"], lora["optimizer"]) == (4 * 14_966_784, 8 * 14_966_784)
-    assert (
-        parts(run_of(policy__optimizer__kind="sgd", policy__optimizer__schedule="constant"), "policy")["optimizer"] == 0
-    )
+    assert parts(run_of(policy__optimizer__kind="sgd", policy__optimizer__schedule="constant"), "policy")["optimizer"] == 0
 
 
 def test_activations_follow_what_is_computed_at_once() -> None:
@@ -103,10 +100,7 @@ def test_activations_follow_what_is_computed_at_once() -> None:
     assert parts(run_of(**on), "policy")["activations"] == whole
     small = parts(run_of(policy__engine__micro_batch_tokens=2000), "policy")["activations"]
     assert small == pytest.approx(whole / 8, rel=0.3)
-    assert (
-        parts(run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy")["activations"]
-        == whole // 2
-    )
+    assert parts(run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy")["activations"] == whole // 2
     assert parts(run_of(policy__engine__freeze_vision=True), "policy")["activations"] < whole
 
 
@@ -152,15 +146,11 @@ def smollm2() -> Shape:
         (Lengths(46, 36, 0), 1024, 6.6, 2.2),
     ],
 )
-def test_a_cpu_run_takes_the_memory_that_was_measured(
-    lengths: Lengths, tokens: int, policy: float, rollout: float
-) -> None:
+def test_a_cpu_run_takes_the_memory_that_was_measured(lengths: Lengths, tokens: int, policy: float, rollout: float) -> None:
     """GB of PSS, at most, of full training of a 135M model with 8 x 8 answers, whose random weights (53 tokens read and
     56 written) or trained ones ran on two cores."""
     found = memory(
-        run_of(algorithm__groups_per_step=8, algorithm__group_size=8, policy__engine__micro_batch_tokens=tokens),
-        smollm2(),
-        lengths,
+        run_of(algorithm__groups_per_step=8, algorithm__group_size=8, policy__engine__micro_batch_tokens=tokens), smollm2(), lengths
     )
     assert {one.name: one.bytes / 1e9 for one in found if one.name in ("policy", "rollout")} == {
         "policy": pytest.approx(policy, rel=0.1),
@@ -227,14 +217,13 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
     except ConfigError:
         pytest.skip("not a run's file")
     monkeypatch.setattr(
-        "rayloop.cluster.commands.estimate.read_shape",
-        lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b(),
+        "rayloop.cluster.commands.estimate.read_shape", lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b()
     )
     assert main(["estimate", name]) == 0
     said = capsys.readouterr().out
-    assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (
-        config.rollout.placement.num_gpus > 0
-    ) + (config.reference.kind == "actor" and config.reference.placement.num_gpus > 0)
+    assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (config.rollout.placement.num_gpus > 0) + (
+        config.reference.kind == "actor" and config.reference.placement.num_gpus > 0
+    )
     assert "FITS NO CARD" not in said
     assert "141 GB" not in said
 

@@ -62,9 +62,7 @@ def test_the_binarised_baselines_mean_and_std_are_reported() -> None:
 
 
 @given(rewards, settings, st.integers(-50, 50).map(float))
-def test_a_constant_added_to_all_rewards_changes_nothing(
-    values: list[float], settings: AdvantageSettings, shift: float
-) -> None:
+def test_a_constant_added_to_all_rewards_changes_nothing(values: list[float], settings: AdvantageSettings, shift: float) -> None:
     shifted = advantages([value + shift for value in values], settings)
     assert shifted.values == pytest.approx(advantages(values, settings).values, abs=1e-9)
 

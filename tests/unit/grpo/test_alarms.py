@@ -22,9 +22,7 @@ CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Trace
 
 
 def member(outcome: Outcome = Scored(1.0), source: str = "chart", length: int = 100, **changes: Any) -> Member:
-    summary = Summary(
-        TrajectoryId(1, 0), 0, "t", source, EndReason.DONE, length, 10, 1, 0, 0, True, Version(0, 0), Version(0, 0)
-    )
+    summary = Summary(TrajectoryId(1, 0), 0, "t", source, EndReason.DONE, length, 10, 1, 0, 0, True, Version(0, 0), Version(0, 0))
     return replace(Member(summary, outcome), **changes)
 
 
@@ -125,11 +123,7 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_gro
 @pytest.mark.parametrize(
     ("settings", "bad", "message"),
     [
-        (
-            {"unscored": {"stop": 0.3}},
-            member(LOST),
-            r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3",
-        ),
+        ({"unscored": {"stop": 0.3}}, member(LOST), r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3"),
         (
             {"excluded": {"stop": 0.3}},
             member(LOST, fate=Fate(TrajectoryState.EXCLUDED)),
@@ -230,9 +224,7 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
     watch = Watched()
     watch.observe([never_played])
-    with pytest.raises(
-        GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \("
-    ) as broken:
+    with pytest.raises(GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \(") as broken:
         watch.observe([member(CRASHED)] * 3 + [never_played])
     assert "reward.on_error=fail" in str(broken.value)
     assert "try CONFIG" in str(broken.value)
@@ -242,9 +234,7 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
 @pytest.mark.parametrize("given", [None, float("nan"), "0.5"])
 def test_a_reward_that_returns_no_number_for_all_of_the_first_group_ends_the_run(given: object) -> None:
     none = member(as_outcome(given))
-    with pytest.raises(
-        GraderBroken, match=r"my:Reward returned no number on each of the 3 .*: the reward source returned"
-    ):
+    with pytest.raises(GraderBroken, match=r"my:Reward returned no number on each of the 3 .*: the reward source returned"):
         Watched().observe([none] * 3)
     silent = member(Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None"))
     assert Watched().observe([silent] * 3) == [], "of an environment or a judge, which may recover"

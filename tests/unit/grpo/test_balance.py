@@ -19,9 +19,7 @@ def group(prompt: int, rests: Iterable[int]) -> list[Length]:
 
 GROUP = st.builds(group, st.integers(0, 40), st.lists(st.integers(0, 40), min_size=1, max_size=5))
 GROUPS = st.lists(GROUP, max_size=12)
-UNLIKE = st.lists(
-    st.lists(st.builds(Length, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), max_size=9
-)
+UNLIKE = st.lists(st.lists(st.builds(Length, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), max_size=9)
 """Groups whose members begin differently: an environment may do that."""
 
 
@@ -46,9 +44,7 @@ def test_the_fullest_rank_has_no_more_than_with_whole_groups(groups: Groups, wor
 def test_pieces_of_the_row_are_as_short_as_can_be(groups: Groups, world_size: int) -> None:
     row = [(number, i) for number, members in enumerate(groups) for i in range(len(members))]
     ways = itertools.combinations_with_replacement(range(len(row) + 1), world_size - 1)
-    best = min(
-        max(packed(groups, row[a:b]) for a, b in itertools.pairwise((0, *borders, len(row)))) for borders in ways
-    )
+    best = min(max(packed(groups, row[a:b]) for a, b in itertools.pairwise((0, *borders, len(row)))) for borders in ways)
     assert fullest(groups, cut_groups(groups, world_size)) == best
 
 

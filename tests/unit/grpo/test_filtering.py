@@ -15,24 +15,11 @@ from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
 from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import (
-    ImagesConsistent,
-    KeepEndReasons,
-    MaxLength,
-    PositiveNegativeAdvantage,
-    ToolImage,
-)
+from rayloop.grpo.filters.members import ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.unit.groups import make_group
 
-ALL = (
-    EqualRewards(),
-    ToolImage(),
-    ImagesConsistent(),
-    MaxLength(tokens=10),
-    KeepEndReasons(),
-    PositiveNegativeAdvantage(),
-)
+ALL = (EqualRewards(), ToolImage(), ImagesConsistent(), MaxLength(tokens=10), KeepEndReasons(), PositiveNegativeAdvantage())
 
 
 def scored(issue: int, rewards: Sequence[float | None], **changes: object) -> Group:
@@ -171,9 +158,7 @@ def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -
     assert [group.issue for group in chosen.train] == [5], "of one version, the largest spread"
     replayed = new.map({i: replace(member, replayed=True) for i, member in enumerate(new.members)})
     assert select([replayed, *old], 4, FilteringSettings(), oldest_first=True).left_over == (replayed,)
-    partial = new.map(
-        {0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))}
-    )
+    partial = new.map({0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))})
     assert select([partial, *old], 2, FilteringSettings(), oldest_first=True).train == (partial,)
     without = partial.map({0: replace(partial.members[0], fate=Fate(TrajectoryState.FILTERED, "max_length"))})
     assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (without,)

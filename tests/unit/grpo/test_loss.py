@@ -62,9 +62,7 @@ def test_no_gradient_where_the_clip_holds() -> None:
 def test_decoupled_weighs_by_the_capped_drift_and_bypass_compares_with_behaviour() -> None:
     current = torch.tensor([-1.0, -1.0], requires_grad=True)
     old, behaviour, advantage = torch.tensor([-1.1, -1.0]), torch.tensor([-1.3, -3.0]), torch.ones(2)
-    (decoupled,) = torch.autograd.grad(
-        policy_loss(current, old, behaviour, advantage, LossSettings()).loss.sum(), current
-    )
+    (decoupled,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, LossSettings()).loss.sum(), current)
     assert decoupled.tolist() == pytest.approx([-math.exp(0.1) * math.exp(0.2), -2.0])
     bypass = LossSettings(correction="bypass", clip_high=100.0)
     (bypassed,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, bypass).loss.sum(), current)
@@ -159,12 +157,7 @@ def test_a_term_without_its_input_is_an_error() -> None:
 
 def test_aggregations_by_hand() -> None:
     loss, segment = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
-    expected = {
-        "token-mean": 2.5,
-        "seq-mean-token-sum": 5.0,
-        "seq-mean-token-mean": 3.0,
-        "seq-mean-token-sum-norm": 0.2,
-    }
+    expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, "seq-mean-token-sum-norm": 0.2}
     for aggregation, value in expected.items():
         weights = token_weights(segment, settings_for(aggregation), Denominator(tokens=4, sequences=2))
         assert (weights * loss).sum().item() == pytest.approx(value)

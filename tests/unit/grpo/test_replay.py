@@ -15,9 +15,7 @@ from tests.unit.groups import make_group
 ON = ReplaySettings(enabled=True)
 
 
-def buffer_with_success(
-    settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object
-) -> ReplayBuffer:
+def buffer_with_success(settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object) -> ReplayBuffer:
     buffer = ReplayBuffer(settings, seed=1, rules=rules)
     buffer.store(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes))
     return buffer
@@ -58,9 +56,7 @@ def test_results_are_compared_as_they_are_written() -> None:
     """0.05 and 0.15 lie exactly 0.05 around their mean, 0.1 and 0.3 exactly around 0.2; as binary fractions they would not."""
     buffer = buffer_with_success()
     assert buffer.inject(make_group(1, [0.05, 0.15]), step=1).displaced is None
-    assert (
-        buffer_with_success(rules=ReplayRules(max_std=0.2)).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
-    )
+    assert buffer_with_success(rules=ReplayRules(max_std=0.2)).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
     assert buffer.inject(make_group(1, [0.05, 0.14]), step=1).displaced is not None
 
 

@@ -14,30 +14,7 @@ from rayloop.judge.rules.question import Question
 
 HINTS = {name: hint for name, hint in vars(rules).items() if isinstance(hint, rules._Hint)}
 QUESTIONS = sorted({labelled.item.question for labelled in calibration()})
-PIECES = (
-    "1",
-    "2",
-    "20",
-    ".",
-    ",",
-    " ",
-    ")",
-    ":",
-    "is",
-    "(",
-    "A",
-    "①",
-    "-",
-    "x",
-    "1.5",
-    "-5",
-    "\u00a0",
-    "\n",
-    ";",
-    "]",
-    "=",
-    "³",
-)
+PIECES = ("1", "2", "20", ".", ",", " ", ")", ":", "is", "(", "A", "①", "-", "x", "1.5", "-5", "\u00a0", "\n", ";", "]", "=", "³")
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 NUMBERS = st.sampled_from(("1", "2", "20", "1.5", "-5", "+2", ".5", "1,000"))
 
@@ -48,9 +25,7 @@ def test_a_hint_is_found_in_any_case(name: str) -> None:
     texts = [form for question in QUESTIONS for form in (question, question.upper(), question.title(), question + "…")]
     found = [re.search(hint.small.pattern, text, re.IGNORECASE) is not None for text in texts]
     assert [hint.within(text) for text in texts] == found
-    assert hint.small.pattern == re.sub(r"(?<!\\)[A-Z]", "", hint.small.pattern), (
-        "capitals are never found in small letters"
-    )
+    assert hint.small.pattern == re.sub(r"(?<!\\)[A-Z]", "", hint.small.pattern), "capitals are never found in small letters"
 
 
 def test_small_letters_are_those_of_ascii() -> None:

@@ -97,9 +97,7 @@ def test_no_source_is_a_chart_by_accident(source: str) -> None:
 
 
 def test_a_source_is_known_by_whole_words() -> None:
-    assert {RUBRIC.tolerance_for(name) for name in ("chart", "ChartQA", "my/chart_qa", "plotqa-v2", "evochart")} == {
-        0.05
-    }
+    assert {RUBRIC.tolerance_for(name) for name in ("chart", "ChartQA", "my/chart_qa", "plotqa-v2", "evochart")} == {0.05}
     assert all(RUBRIC.is_formula(name) for name in ("math_8k", "gsm8k", "geometry3k", "mathvista"))
     assert RUBRIC.family("hr_bench_4k") == RUBRIC.family("v_star") == "visual_search"
     assert RUBRIC.family("tv_starwars") == "default"
@@ -199,18 +197,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 HOSTILE: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
     "boxes that never close": (boxed, lambda n: "\\boxed{" * n),
-    "boxes in an answer block": (
-        lambda text: extract(text, "tagged_box"),
-        lambda n: "<answer>" + "\\boxed{" * n + "</answer>",
-    ),
+    "boxes in an answer block": (lambda text: extract(text, "tagged_box"), lambda n: "<answer>" + "\\boxed{" * n + "</answer>"),
     "boxes that all close": (boxed, lambda n: "\\boxed{" * n + "}" * n),
     "tags that never close": (lambda text: extract(text, "tag"), lambda n: "<answer>" * n),
     "tokens in tokens": (lambda text: sanitise(text, 10**6), lambda n: "<s" * n + ">" * n),
     "bars in bars": (lambda text: sanitise(text, 10**6), lambda n: "<|" * n + "|>" * n),
-    "a list": (
-        lambda text: decide(text, text + ", x", max_length=10**6),
-        lambda n: ",".join(f"w{i}" for i in range(n)),
-    ),
+    "a list": (lambda text: decide(text, text + ", x", max_length=10**6), lambda n: ",".join(f"w{i}" for i in range(n))),
     "a reversed list": (lambda text: decide(text, text[::-1], max_length=10**6), lambda n: "a, b" * n),
     "mark-up": (plain, lambda n: "the answer is **\\text{" * n),
     "slashes": (lambda text: decide("1 m", text, max_length=10**6), lambda n: "1 m" + "/m" * n),
@@ -219,9 +211,7 @@ HOSTILE: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
 
 
 @pytest.mark.parametrize(("work", "text"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_time_grows_with_the_length_not_with_its_square(
-    work: Callable[[str], object], text: Callable[[int], str]
-) -> None:
+def test_time_grows_with_the_length_not_with_its_square(work: Callable[[str], object], text: Callable[[int], str]) -> None:
     """Four times the text takes four times as long; sixteen times would be quadratic."""
     short, long = text(4_000), text(16_000)
     assert _seconds(lambda: work(long)) < 9 * _seconds(lambda: work(short)) + 0.01
@@ -301,9 +291,7 @@ def test_special_tokens_do_not_reach_a_model(token: str) -> None:
     assert token not in sanitise(f"{token[:2]}{token}{token[2:]}", 100), "nor come about by a removal"
 
 
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "a[0][1]", "x ]~ y", "<b>bold</b>", "[[1,2],[3,4]]", "a < b > c", "<row>", "<file>"]
-)
+@pytest.mark.parametrize("text", ["[1, 2]", "a[0][1]", "x ]~ y", "<b>bold</b>", "[[1,2],[3,4]]", "a < b > c", "<row>", "<file>"])
 def test_what_only_looks_alike_stays(text: str) -> None:
     assert sanitise(text, 100) == text
 

@@ -38,9 +38,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ("codes", "ends", "left"),
     [("0 5", 0, "5"), ("69 69 0 5", 0, "5"), ("69 69 69 5", 69, "5"), ("69 1 5", 1, "5"), ("75 5", 75, "5")],
 )
-def test_what_the_machines_failed_is_started_again_and_not_for_ever(
-    tmp_path: Path, codes: str, ends: int, left: str
-) -> None:
+def test_what_the_machines_failed_is_started_again_and_not_for_ever(tmp_path: Path, codes: str, ends: int, left: str) -> None:
     (tmp_path / "codes").write_text(codes, encoding="utf-8")
     assert supervised([sys.executable, "-S", "-c", COUNTS, str(tmp_path / "codes")], 2) == ends
     assert (tmp_path / "codes").read_text(encoding="utf-8") == left

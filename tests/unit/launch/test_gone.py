@@ -244,9 +244,7 @@ def test_a_head_that_was_told_to_end_is_not_started_again(led: Callable[..., tup
         led([node.RayEnded("Ray ended"), 0], told)
 
 
-def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, ends = [0.0], [69, node.NodeFailed("Ray ended"), 69, 0]
 
     def role(*_: object) -> int:
@@ -261,9 +259,7 @@ def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(
     monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(node, "prctl", lambda *_: None)
     monkeypatch.setattr(slurm_job, "job", lambda: None)
-    asks = argparse.Namespace(
-        rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999"
-    )
+    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
     assert node.run_node(asks) == 0
     assert now[0] == pytest.approx(15 + 30 + 60, abs=1)
     ends[:] = [69] * 5

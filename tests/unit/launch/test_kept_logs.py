@@ -32,9 +32,7 @@ def test_the_newest_bytes_are_kept(tmp_path: Path) -> None:
     assert (target / "raylet.out").read_bytes() == b"old" * 10
 
 
-def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_logs, "ENDS", 2)
     for number in range(4):
         temporary = tmp_path / f"ray-{number}"

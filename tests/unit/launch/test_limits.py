@@ -73,9 +73,7 @@ def test_ray_is_told_what_it_cannot_see(tmp_path: Path) -> None:
     told = ray_memory(None, limit)
     assert told["--object-store-memory"] <= 0.3 * GIB
     assert told["--memory"] + told["--object-store-memory"] == GIB
-    assert ray_memory(None, MemoryLimit(GIB // 8, None, "a small one"))["--object-store-memory"] == 75 * 2**20, (
-        "Ray takes no less"
-    )
+    assert ray_memory(None, MemoryLimit(GIB // 8, None, "a small one"))["--object-store-memory"] == 75 * 2**20, "Ray takes no less"
     assert ray_memory(5, limit) == {"--object-store-memory": 5, "--memory": GIB - 5}
     assert ray_memory(None, None) == {}
     assert ray_memory(5, None) == {"--object-store-memory": 5}

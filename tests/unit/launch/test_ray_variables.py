@@ -17,9 +17,6 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused_before_ray_starts(
     deep = tmp_path / ("long" * 12)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with (
-        pytest.raises(ConfigError, match=r"too long paths\. Set TMPDIR to a folder of at most \d+ characters"),
-        private_cluster(),
-    ):
+    with pytest.raises(ConfigError, match=r"too long paths\. Set TMPDIR to a folder of at most \d+ characters"), private_cluster():
         pass
     assert not any(deep.iterdir())

@@ -51,9 +51,7 @@ def nobody() -> str:
 def test_a_published_head_is_found(place: Rendezvous, listening: str) -> None:
     head = published(place, listening)
     assert place.wait(1) == head
-    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], (
-        "written aside and renamed"
-    )
+    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], "written aside and renamed"
 
 
 def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, listening: str) -> None:
@@ -69,9 +67,7 @@ def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, 
 
 def test_a_head_that_does_not_answer_is_stale(place: Rendezvous) -> None:
     published(place, nobody())
-    with pytest.raises(
-        NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"
-    ):
+    with pytest.raises(NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"):
         place.wait(0.1)
 
 
@@ -195,9 +191,7 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
     assert not ends
 
 
-def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm ends the job's processes when it takes a job back, and the node's own exit code is still wanted."""
     asked, missed = list[int](), list[int]()
 
@@ -215,9 +209,7 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
     monkeypatch.setattr(slurm_job, "requeue", requeue)
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "prctl", lambda *_: None)
-    asks = argparse.Namespace(
-        rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999"
-    )
+    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
     with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
         assert node.run_node(asks) == 75
     assert (asked, missed) == ([1], [])
@@ -264,9 +256,7 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "prctl", lambda *_: None)
-    asks = argparse.Namespace(
-        rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999"
-    )
+    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999")
     assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
     assert len(asked) == requeued
     assert now[0] == pytest.approx(waits if told is None else 0.5, abs=0.5)

@@ -34,12 +34,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\nHERE={tmp_path}\n{body}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = {
-        "cluster": "mine",
-        "rendezvous": str(tmp_path / "shared"),
-        "logs": str(tmp_path / "logs"),
-        "worker": {"count": 3},
-    }
+    site = {"cluster": "mine", "rendezvous": str(tmp_path / "shared"), "logs": str(tmp_path / "logs"), "worker": {"count": 3}}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
     return tmp_path
 
@@ -57,9 +52,7 @@ def test_the_shipped_site_is_valid_and_its_scripts_exist() -> None:
 
 
 def test_jobs_of_a_cluster() -> None:
-    site = SiteSettings(
-        cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]}
-    )
+    site = SiteSettings(cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]})
     head, worker, train = plan(site, ["run.yaml", "steps=3"], together=False)
     assert not [option for option in head.command("17") if option.startswith("--dependency")]
     assert {"--array=1-3", "--gres=gpu:8", "--account=a", "--dependency=after:17"} <= set(worker.command("17"))
@@ -104,9 +97,7 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(fake, "down") == 0, "nothing is there, and that is what was asked for"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_submitted(
-    fake: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_submitted(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm(fake, "up", "--together") == 2
     assert slurm(fake, "up", "--set", "worker.count=0") == 2
     assert slurm(fake, "up", str(SCRIPTS / "site.yaml")) == 2, "not the configuration of a run"
@@ -139,9 +130,7 @@ def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def knows(fake: Path, address: str) -> None:
     """Slurm's word for where this node is."""
-    (fake / "scontrol").write_text(
-        f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1", encoding="utf-8"
-    )
+    (fake / "scontrol").write_text(f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1", encoding="utf-8")
     (fake / "scontrol").chmod(0o755)
 
 
@@ -159,9 +148,7 @@ def test_an_address_that_others_cannot_reach_is_not_published(fake: Path, outwar
     assert slurm_job.node_address() == outward
 
 
-def test_a_name_that_only_the_controller_knows_is_not_published(
-    fake: Path, outward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_only_the_controller_knows_is_not_published(fake: Path, outward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
         raise OSError(f"{name}: Name or service not known")
 
@@ -224,9 +211,7 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     text = capsys.readouterr().out
     assert "there is no scontrol" in text
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
-    assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, (
-        "before anything hangs"
-    )
+    assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, "before anything hangs"
 
 
 def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path) -> None:
@@ -252,9 +237,7 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
         "RAYLOOP_CONTAINER": "contain --nv", "RAYLOOP_PYTHON": "python", "SLURM_JOB_NUM_NODES": "2",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["bash", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("yes --nv python -m rayloop node ")
 
 

@@ -35,9 +35,7 @@ from tests.support.runs import ROOT
 
 
 def task(name: str, source: str, image: bytes, box: tuple[float, ...] = (0, 0, 1, 1), instruction: str = "Go.") -> Task:
-    return Task(
-        name, (Message("user", (instruction, ImageSource(data=image))),), box, source, {"instruction": instruction}
-    )
+    return Task(name, (Message("user", (instruction, ImageSource(data=image))),), box, source, {"instruction": instruction})
 
 
 TASKS = [task(f"{page}{i}", page, f"{page}{i}".encode()) for page in ("a", "b", "c") for i in range(4)]
@@ -95,9 +93,7 @@ def test_pairing_removes_what_items_have_in_common() -> None:
 
 
 def items(arm: str, values: list[float | None]) -> list[Item]:
-    return [
-        Item(arm, str(i), "page", reward=v, components={} if v is None else {"iou": v}) for i, v in enumerate(values)
-    ]
+    return [Item(arm, str(i), "page", reward=v, components={} if v is None else {"iou": v}) for i, v in enumerate(values)]
 
 
 def test_a_policy_looks_only_if_every_control_is_worse() -> None:
@@ -142,12 +138,8 @@ def test_sampled_answers_have_a_curve_of_their_own_with_bounds() -> None:
 
 
 def test_the_gain_is_over_the_tasks_that_both_evaluations_have() -> None:
-    before = items(RIGHT, [0.1] * 10) + [
-        Item(SAMPLED, str(n), "page", k, reward=0.2) for n in range(10) for k in range(4)
-    ]
-    after = items(RIGHT, [0.4] * 9) + [
-        Item(SAMPLED, str(n), "page", k, reward=0.1 * k) for n in range(10) for k in range(4)
-    ]
+    before = items(RIGHT, [0.1] * 10) + [Item(SAMPLED, str(n), "page", k, reward=0.2) for n in range(10) for k in range(4)]
+    after = items(RIGHT, [0.4] * 9) + [Item(SAMPLED, str(n), "page", k, reward=0.1 * k) for n in range(10) for k in range(4)]
     found = gain(after, before, greedy=True)
     assert (found["greedy"]["tasks"], found["sampled"]["tasks"]) == (9, 10)
     assert (found["greedy"]["before"], found["greedy"]["after"]) == pytest.approx((0.1, 0.4))
@@ -188,9 +180,7 @@ def test_the_table_shows_arms_sources_and_differences() -> None:
 def test_the_blind_prior_is_the_best_constant_box_of_an_instruction() -> None:
     prior = BlindBox(BlindBox.Settings())
     left, right = (0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 1.0, 1.0)
-    rows = [task(f"l{i}", "a", b"", left, "Left.") for i in range(3)] + [
-        task(f"r{i}", "a", b"", right, "Right.") for i in range(5)
-    ]
+    rows = [task(f"l{i}", "a", b"", left, "Left.") for i in range(3)] + [task(f"r{i}", "a", b"", right, "Right.") for i in range(5)]
     with pytest.raises(ValueError, match="fit"):
         prior.score(rows[0])
     prior.fit(rows)

@@ -51,13 +51,7 @@ def test_means_by_a_column_are_of_the_right_image() -> None:
     assert {kind: scores["click"][0] for kind, scores in rows.items()} == {"mobile": 1.0, "web": 0.5}
     text = "\n".join(
         table(
-            {
-                **summarise(made, 0),
-                "by": {"platform": rows},
-                "pass_at": {1: (0.25, None, None)},
-                "cut": 2,
-                "solved": "click >= 1",
-            }
+            {**summarise(made, 0), "by": {"platform": rows}, "pass_at": {1: (0.25, None, None)}, "cut": 2, "solved": "click >= 1"}
         )
     )
     assert "by platform, right image:" in text

@@ -90,16 +90,7 @@ def test_components_say_what_was_asked_and_answered(truth: Box, small: float, ed
     components = arc_vision([CROP + ZOOM + said(truth)], truth, DEFAULTS).components
     area = (truth[2] - truth[0]) * (truth[3] - truth[1])
     penalties = 0 if small or edge else 1
-    expected = {
-        "iou": 1,
-        "click": 1,
-        "format": 1,
-        "asked": 2,
-        "tools": 2,
-        "known_tools": 2,
-        "penalties": penalties,
-        "area": area,
-    }
+    expected = {"iou": 1, "click": 1, "format": 1, "asked": 2, "tools": 2, "known_tools": 2, "penalties": penalties, "area": area}
     expected |= {"small": small, "edge": edge}
     assert {name: components[name] for name in expected} == pytest.approx(expected)
     assert set(components) == {*expected, "r_task", "r_tool", "r_gate"}
@@ -184,9 +175,7 @@ def test_the_library_takes_calls_beyond_two_from_the_tool_term() -> None:
 
 
 TRUTHS = st.sampled_from([SMALL, EDGE, LARGE])
-PARTS = st.lists(
-    st.sampled_from([ZOOM, WAIT, LOOK, CROP, said(SMALL), said(EDGE), said(LARGE), "<bbox>", "[1]", "text"])
-)
+PARTS = st.lists(st.sampled_from([ZOOM, WAIT, LOOK, CROP, said(SMALL), said(EDGE), said(LARGE), "<bbox>", "[1]", "text"]))
 
 
 @given(parts=PARTS, truth=TRUTHS)
@@ -288,9 +277,7 @@ def test_what_tools_earn_fades(step: int, share: float) -> None:
     assert arc_vision([ZOOM + said(SMALL)], SMALL, fading, step=step).value == pytest.approx(0.6 + 0.3 * 0.4 * share)
 
 
-@pytest.mark.parametrize(
-    ("step", "value", "flags"), [(50, 0.0, ("tool_only",)), (51, -0.2, ("tool_only", "incomplete"))]
-)
+@pytest.mark.parametrize(("step", "value", "flags"), [(50, 0.0, ("tool_only",)), (51, -0.2, ("tool_only", "incomplete"))])
 def test_calls_without_a_box_cost_something_later(step: int, value: float, flags: tuple[str, ...]) -> None:
     strict = ArcVisionReward.Settings.model_validate({"completion": {"penalty": 0.2}})
     scored = arc_vision([ZOOM], SMALL, strict, step=step)
@@ -314,21 +301,13 @@ def test_confidence_is_logged_and_never_paid(said_of_itself: str, confidence: fl
 def test_a_row_may_have_weights_of_its_own() -> None:
     row = {"reward_weights": {"task": 1.0, "tool": 0.0, "gate": 0.0}}
     values = []
-    for settings in (
-        DEFAULTS,
-        DEFAULTS.model_copy(update={"row_weights": False}),
-        ArcVisionReward.Settings(variant="original"),
-    ):
-        scored = ArcVisionReward(settings).score(
-            PLAYED, Task("t", (), SMALL, extra=row), ScoreContext(0, [said(SMALL)])
-        )
+    for settings in (DEFAULTS, DEFAULTS.model_copy(update={"row_weights": False}), ArcVisionReward.Settings(variant="original")):
+        scored = ArcVisionReward(settings).score(PLAYED, Task("t", (), SMALL, extra=row), ScoreContext(0, [said(SMALL)]))
         assert isinstance(scored, Scored)
         values.append(scored.value)
     assert values == pytest.approx([1.0, 0.6, 0.6])
     with pytest.raises(DataFailure, match="reward_weights"):
-        ArcVisionReward(DEFAULTS).score(
-            PLAYED, Task("t", (), SMALL, extra={"reward_weights": 3}), ScoreContext(0, ["x"])
-        )
+        ArcVisionReward(DEFAULTS).score(PLAYED, Task("t", (), SMALL, extra={"reward_weights": 3}), ScoreContext(0, ["x"]))
 
 
 def test_the_reader_gives_the_rows_weights_to_the_reward(tmp_path: Path) -> None:
@@ -361,9 +340,7 @@ def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None
     step = environment.step(f"<reasoning>Tiny.</reasoning>{call}")
     assert step.error is None
     assert step.observation is not None
-    assert step.observation.messages == (
-        Message("user", ("image 1: 320x120 pixels", step.observation.messages[0].parts[1])),
-    )
+    assert step.observation.messages == (Message("user", ("image 1: 320x120 pixels", step.observation.messages[0].parts[1])),)
     assert environment.step(said(SMALL)).done
 
     reward = config.reward.source.build()
@@ -395,8 +372,6 @@ def test_a_benchmark_reads_the_boxes_that_training_pays(pixels: str, text: str, 
     scored = reward.score(PLAYED, task, ScoreContext(0, [text]))
     assert isinstance(scored, Scored)
     assert scored.value == pytest.approx(iou)
-    nobody_says = reward.score(
-        PLAYED, Task("t", (), [0.2, 0.2, 0.4, 0.4]), ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40]}'])
-    )
+    nobody_says = reward.score(PLAYED, Task("t", (), [0.2, 0.2, 0.4, 0.4]), ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40]}']))
     assert isinstance(nobody_says, Scored)
     assert nobody_says.flags == {"none": ("unparsable",), "shown": ("unknown_size",), "thousandths": ()}[pixels]

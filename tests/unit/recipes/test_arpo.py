@@ -72,9 +72,7 @@ def test_the_shipped_tasks_are_those_that_prepare_writes(tmp_path: Path) -> None
 
 
 def test_splits_share_pages_and_no_seed() -> None:
-    made = {
-        split: [json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open(encoding="utf-8")] for split in ROWS
-    }
+    made = {split: [json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open(encoding="utf-8")] for split in ROWS}
     assert {row["page"] for row in made["train"]} == {row["page"] for row in made["val"]} == set(PAGES)
     seeds = [row["seed"] for split in made.values() for row in split]
     assert len(set(seeds)) == len(seeds) == sum(ROWS.values())
@@ -86,12 +84,7 @@ def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read(prompt: str) -> N
     assert ("call_user()" in prompt) is (prompt is UI_TARS_OR_FAIL)
     space = prompt.split("## Action Space\n")[1].split("\n\n## Note")[0]
     for line in space.splitlines():
-        call = (
-            line.split(" #")[0]
-            .replace("x1,y1", "1,2")
-            .replace("x3,y3", "3,4")
-            .replace("down or up or right or left", "down")
-        )
+        call = line.split(" #")[0].replace("x1,y1", "1,2").replace("x3,y3", "3,4").replace("down or up or right or left", "down")
         assert isinstance(read(f"Action: {call}"), Actions), call
 
 
@@ -124,10 +117,7 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         check_components(config)
         pointing = config.environment.episode.environment.with_["pointing"]
         if pointing["coordinates"] == "absolute":
-            assert (pointing["min_pixels"], pointing["max_pixels"]) == (
-                config.model.min_pixels,
-                config.model.max_pixels,
-            )
+            assert (pointing["min_pixels"], pointing["max_pixels"]) == (config.model.min_pixels, config.model.max_pixels)
     warm = load(RECIPE / "warm.yaml", [], SftConfig)
     check_components(warm)
 

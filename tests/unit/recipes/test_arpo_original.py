@@ -116,8 +116,7 @@ def test_box_tokens_are_put_back_where_there_is_no_blank(text: str, made: str) -
 
 
 @pytest.mark.parametrize(
-    ("size", "made"),
-    [((1080, 1920), (1092, 1932)), ((720, 1280), (728, 1288)), ((2160, 3840), (1064, 1932)), ((20, 20), (56, 56))],
+    ("size", "made"), [((1080, 1920), (1092, 1932)), ((720, 1280), (728, 1288)), ((2160, 3840), (1064, 1932)), ((20, 20), (56, 56))]
 )
 def test_a_screen_is_resized_within_the_originals_limits(size: tuple[int, int], made: tuple[int, int]) -> None:
     assert resized(*size) == made
@@ -132,12 +131,8 @@ def score(variant: str, result: float | None, text: str) -> object:
 def test_the_variants_differ_where_the_original_is_wrong() -> None:
     press = "Action: press(key='enter')"
     assert score("corrected", 1.0, press) == Scored(1.0, {"success": 1.0, "format": 0.0})
-    assert score("original", 1.0, press) == Scored(
-        0.5, {"success": 1.0, "format": -1.0}, ("unparsable", "UnboundLocalError")
-    )
+    assert score("original", 1.0, press) == Scored(0.5, {"success": 1.0, "format": -1.0}, ("unparsable", "UnboundLocalError"))
     tokens = "Action: click(start_box='<|box_start|>(1,2)<|box_end|>')"
-    assert score("original", 0.0, tokens) == Scored(
-        -0.5, {"success": 0.0, "format": -1.0}, ("unparsable", "ValueError")
-    )
+    assert score("original", 0.0, tokens) == Scored(-0.5, {"success": 0.0, "format": -1.0}, ("unparsable", "ValueError"))
     assert score("corrected", 0.0, tokens) == Scored(0.0, {"success": 0.0, "format": 0.0})
     assert score("original", None, "Action: wait()") == Scored(0.0, {"success": 0.0, "format": 0.0}, ("no_result",))

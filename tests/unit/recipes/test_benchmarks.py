@@ -43,22 +43,15 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
     assert config.data.eval != read(QUICKSTART, []).data.eval
     first = path.read_text(encoding="utf-8").splitlines()[:3]
     shipped = not config.data.eval.startswith("runs/")
-    assert (ROOT / config.data.eval).is_file() if shipped else f"data prepare {name}" in " ".join(first), (
-        "how its rows are made"
-    )
+    assert (ROOT / config.data.eval).is_file() if shipped else f"data prepare {name}" in " ".join(first), "how its rows are made"
     assert evaluation_folder(config, None, name).name == f"quickstart-{name}"
 
 
 def test_screenspot_reads_qwens_own_boxes_and_has_a_cell_of_each_platform_and_element() -> None:
     config = read(ROOT / "recipes/arc_vision/arc_vision.yaml", [], [recipes.benchmarks()["screenspot"]])
     kinds = {"platform": "web", "element": "icon", "image_size": [100, 100]}
-    tasks = [
-        Task("a", (), [0.2, 0.2, 0.4, 0.4], extra=kinds),
-        Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"}),
-    ]
-    outcome = config.reward.source.build().score(
-        PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}'])
-    )
+    tasks = [Task("a", (), [0.2, 0.2, 0.4, 0.4], extra=kinds), Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"})]
+    outcome = config.reward.source.build().score(PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}']))
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.components["click"]) == (pytest.approx(1.0), 1.0)
     cells = _more(config, tasks, [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks])["by"]
@@ -75,9 +68,7 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
     config = read(ROOT / "recipes/pyvision/quickstart.yaml", [f"model.path={ROOT}/recipes/pyvision/tiny"], [over])
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
     length = len(Renderer(config.model).prompt(task.messages).token_ids)
-    assert 96 < length < config.environment.episode.max_prompt_tokens - 32, (
-        "room for what the environment puts around an image"
-    )
+    assert 96 < length < config.environment.episode.max_prompt_tokens - 32, "room for what the environment puts around an image"
 
 
 def test_a_mistake_in_a_benchmark_is_told_with_its_line(tmp_path: Path) -> None:

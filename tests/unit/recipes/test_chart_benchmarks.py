@@ -38,12 +38,7 @@ ROWS: dict[str, dict[str, Any]] = {
 """As ``data prepare NAME`` writes them."""
 
 
-PRO = {
-    "Question": ["How many?", "And in 2010?"],
-    "Answer": ["5", "2010"],
-    "Question Type": "Conversational",
-    "Year": ["NO", "YES"],
-}
+PRO = {"Question": ["How many?", "And in 2010?"], "Answer": ["5", "2010"], "Question Type": "Conversational", "Year": ["NO", "YES"]}
 BENCH = {"image": "./data/a.png", "type": {"chart": "radar", "task": "CR", "QA": "Acc+"},
          "conversation": [{"query": "Is it so?", "label": "Yes"}, {"query": "Is it not?", "label": "No"}]}  # fmt: skip
 LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str, str]]]] = {
@@ -108,8 +103,7 @@ def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) 
     assert ("yes/no" in question) == (name in ("chartfc", "chartbench"))
     measure = config.reward.source.build()
     right, wrong = (
-        measure.score(PLAYED, task, ScoreContext(0, [f"<answer>\n{said}\n</answer>"]))
-        for said in (row["label"], "other")
+        measure.score(PLAYED, task, ScoreContext(0, [f"<answer>\n{said}\n</answer>"])) for said in (row["label"], "other")
     )
     assert isinstance(right, Scored)
     assert right.components == {"accuracy": 1.0, "relaxed": 1.0, "exact": 1.0}

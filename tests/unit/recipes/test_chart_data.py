@@ -91,9 +91,7 @@ def test_answers_follow_from_the_table(kind: str) -> None:
         items = [item for item in by_item if f" {item}" in made.question.replace("?", " ?")]
         names = [name for name in made.columns[1:] if f" {name} " in made.question.replace("?", " ?")]
         values = [by_item[item] for item in items]
-        word = next(
-            w for w in ("difference", "sum", "larger", "highest", "lowest", "total", "value") if w in made.question
-        )
+        word = next(w for w in ("difference", "sum", "larger", "highest", "lowest", "total", "value") if w in made.question)
         asked.add(word)
         if word == "total":
             assert int(made.answer) == sum(values[0].values())
@@ -133,12 +131,8 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_columns_and_prompt_are_settings() -> None:
-    reader = ChartRows(
-        ChartRows.Settings(query="question", label="answers", template="direct", suffix=" Answer yes or no.")
-    )
-    task = reader.task(
-        row(question="Is it?", answers=["Yes", "yes"], table='{"columns": [], "rows": []}'), "rows:1", Path()
-    )
+    reader = ChartRows(ChartRows.Settings(query="question", label="answers", template="direct", suffix=" Answer yes or no."))
+    task = reader.task(row(question="Is it?", answers=["Yes", "yes"], table='{"columns": [], "rows": []}'), "rows:1", Path())
     system, user = task.messages
     assert "<think>" not in system.parts[0]
     assert user.parts[1] == "Is it? Answer yes or no."

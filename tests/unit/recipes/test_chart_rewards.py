@@ -97,9 +97,7 @@ def test_a_true_table_is_left_as_it_is() -> None:
 
 def test_what_made_the_original_raise_pays_nothing_and_is_flagged() -> None:
     longer = GOOD.replace('["2020", "20"]', '["2020", "20"], ["2021", "30"]')
-    outcome = scored(
-        reward(variant="original", embedder=WORDS).score(PLAYED, row(table=TABLE), ScoreContext(0, [longer]))
-    )
+    outcome = scored(reward(variant="original", embedder=WORDS).score(PLAYED, row(table=TABLE), ScoreContext(0, [longer])))
     assert outcome.components["table"] == 0.75
     assert outcome.components["process"] == 0.0
     assert outcome.flags == ("comparison_failed", "process_raised")
@@ -136,9 +134,7 @@ def test_the_papers_length_is_the_number_of_sampled_tokens_where_it_is_known() -
 def test_the_papers_process_compares_steps_one_by_one_and_the_rest() -> None:
     def process(reasoning: str) -> float:
         task = row(reasoning=reasoning)
-        return scored(reward(variant="paper", embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))).components[
-            "process"
-        ]
+        return scored(reward(variant="paper", embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))).components["process"]
 
     assert process("<step-1>: read data <step-2>: 20-10=10") == pytest.approx(2.0)
     assert process("<step-1>: read data <step-2>: 20-10=10 <step-3>: verify") == pytest.approx(1.0)

@@ -134,10 +134,7 @@ def test_the_shipped_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -
     for stage in stages:
         check_components(stage)
         assert stage.data.reader == config.data.reader
-        assert (stage.model.min_pixels, stage.model.position_tint) == (
-            config.model.min_pixels,
-            config.model.position_tint,
-        )
+        assert (stage.model.min_pixels, stage.model.position_tint) == (config.model.min_pixels, config.model.position_tint)
 
 
 def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:

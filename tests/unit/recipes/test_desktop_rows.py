@@ -14,9 +14,7 @@ from rayloop.recipes.desktop.prepare import main
 
 def test_each_task_is_in_one_split(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--prompt", "ui-tars"]) == 0
-    train, val = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")] for name in ("train", "val")
-    )
+    train, val = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")] for name in ("train", "val"))
     assert (len(train), len(val)) == (12, 4)
     assert sorted(row["desktop"] for row in train + val) == sorted(task_file(SHIPPED).tasks)
     assert all("## Action Space" in row["prompt"] and row["prompt"].endswith("{instruction}") for row in train)

@@ -88,10 +88,7 @@ def test_validate_names_bad_rows_by_file_and_row(tmp_path: Path, capsys: pytest.
 
 def test_differences_name_row_and_field(splits: dict[str, list[Row]]) -> None:
     shipped = splits["val"][:3]
-    ours = [
-        dataclasses.replace(shipped[0], png=shipped[1].png),
-        dataclasses.replace(shipped[1], box=(0.0, 0.0, 0.5, 0.5)),
-    ]
+    ours = [dataclasses.replace(shipped[0], png=shipped[1].png), dataclasses.replace(shipped[1], box=(0.0, 0.0, 0.5, 0.5))]
     found = sorted(differences(ours, shipped))
     assert len(found) == 3
     assert any(shipped[0].id in line and "pixels differ" in line for line in found)
@@ -123,9 +120,7 @@ def test_pages_render_as_they_were_shipped(tmp_path: Path) -> None:
         assert "pixels" not in compared(tmp_path, "val")
 
 
-def test_validate_reads_a_configuration_with_its_own_reader_and_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_reads_a_configuration_with_its_own_reader_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = {
         "name": "run", "steps": 1, "model": {"path": "nowhere"},
         "data": {

@@ -29,8 +29,6 @@ from tests.support.runs import ROOT
 )
 def test_what_is_said_to_be_another_value_is_one(name: str, said: str, key: str, original: object) -> None:
     file = ROOT / f"recipes/{name}.yaml"
-    first = " ".join(
-        line.lstrip("# ") for line in file.read_text(encoding="utf-8").partition("\nname:")[0].splitlines()
-    )
+    first = " ".join(line.lstrip("# ") for line in file.read_text(encoding="utf-8").partition("\nname:")[0].splitlines())
     assert said in first
     assert reduce(getattr, key.split("."), read(file, [])) != original

@@ -79,12 +79,7 @@ def episode(*executed: bool | None, images: int = 0) -> Trajectory:
 
 
 def outcome(
-    reward: Any,
-    texts: list[str],
-    played: Trajectory,
-    truth: Any = "blue",
-    source: str = "vstar",
-    transcript: str | None = None,
+    reward: Any, texts: list[str], played: Trajectory, truth: Any = "blue", source: str = "vstar", transcript: str | None = None
 ) -> Any:
     task = Task("t", (Message("user", ("What colour is it?",)),), truth, source)
     found = reward.score(played, task, ScoreContext(0, texts, transcript=transcript))
@@ -200,9 +195,7 @@ def test_the_published_sources_of_numbers_are_compared_by_rule() -> None:
         ((True, None), [CODE + "<answer>no</answer>", answered("blue")], 0),
     ],
 )
-def test_the_original_counts_code_that_raised(
-    executed: tuple[bool | None, ...], texts: list[str], calls: float
-) -> None:
+def test_the_original_counts_code_that_raised(executed: tuple[bool | None, ...], texts: list[str], calls: float) -> None:
     reward = pyvision(variant="original", accuracy=use(Right))
     scored = outcome(reward, texts, episode(*executed), transcript=answered("blue"))
     assert (scored.value, scored.components["calls"]) == (pytest.approx(1 + 0.1 * calls), calls)

@@ -25,9 +25,7 @@ def test_every_recipe_brings_its_data_and_its_benchmark() -> None:
     assert recipes.having("prepare") == folders
     trained = [name for name in folders if name != "desktop"]  # whose rows are an environment's, and no policy's yet
     assert recipes.having("benchmark") == recipes.having("score") == trained
-    assert all(
-        (ROOT / "recipes" / name / file).is_file() for name in trained for file in ("README.md", "quickstart.yaml")
-    )
+    assert all((ROOT / "recipes" / name / file).is_file() for name in trained for file in ("README.md", "quickstart.yaml"))
     assert recipes.having("nothing") == []
 
 

@@ -45,9 +45,5 @@ def test_steps_make_the_epochs_that_are_named(preset: str, rows: int, epochs: in
 def test_pyvision_trains_the_published_numbers_of_trajectories() -> None:
     config = read(ROOT / "recipes/pyvision/pyvision.yaml", [])
     algorithm = config.algorithm
-    assert (algorithm.target, algorithm.filtering.groups_per_generation, config.policy.update.mini_batches) == (
-        512,
-        32,
-        4,
-    )
+    assert (algorithm.target, algorithm.filtering.groups_per_generation, config.policy.update.mini_batches) == (512, 32, 4)
     assert config.environment.episode.max_tokens == 32000 + 20480

@@ -32,9 +32,7 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 
 
 def grounding(split: str, **settings: Any) -> Dataset:
-    reader = Component.model_validate(
-        {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}
-    ).build()
+    reader = Component.model_validate({"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}).build()
     return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda failure: None)
 
 
@@ -112,9 +110,7 @@ def boxes() -> st.SearchStrategy[Box]:
 
 @pytest.mark.parametrize("loose", [0.0, 0.4])
 def test_the_boxes_of_a_hasty_annotator_lie_outside_the_true_one_and_vary(loose: float) -> None:
-    answers = Component.model_validate(
-        {"use": "rayloop.recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}
-    ).build()
+    answers = Component.model_validate({"use": "rayloop.recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}).build()
     for task in grounding("test"):
         x1, y1, x2, y2 = task.ground_truth
         said = [parse_box(answers.answer(task, random.Random(seed))) for seed in range(20)]
@@ -186,9 +182,7 @@ def test_rows_without_digits_are_refused(digits: Any) -> None:
 
 @pytest.mark.parametrize("recipe", ["arc_vision", "pyvision", "arpo", "chart_rvr"])
 def test_what_shows_a_feature_is_there(recipe: str) -> None:
-    table = (
-        (ROOT / f"recipes/{recipe}/README.md").read_text(encoding="utf-8").partition("## Features of the original")[2]
-    )
+    table = (ROOT / f"recipes/{recipe}/README.md").read_text(encoding="utf-8").partition("## Features of the original")[2]
     shown = [name for name in re.findall(r"`([\w/.]+)`", table) if "/" in name and not name.endswith("/")]
     places = [ROOT, ROOT / f"recipes/{recipe}"]
     assert len(shown) > 5

@@ -22,9 +22,7 @@ def said(box: list[float]) -> str:
 
 
 def record(truth: Any, *texts: str, sample: int = 0) -> RolloutRecord:
-    turns = [
-        turn for text in texts for turn in (RolloutTurn("assistant", text, True), RolloutTurn("tool", ZOOM, False))
-    ]
+    turns = [turn for text in texts for turn in (RolloutTurn("assistant", text, True), RolloutTurn("tool", ZOOM, False))]
     return RolloutRecord(
         3,
         sample,
@@ -46,10 +44,7 @@ def written(folder: Path, *records: RolloutRecord) -> dict[str, list[dict[str, A
     RolloutDump(folder / "rollouts").write(7, records, {})
     telemetry(folder)
     return {
-        name: [
-            json.loads(line)
-            for line in (folder / "telemetry" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        name: [json.loads(line) for line in (folder / "telemetry" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in FILES
     }
 
@@ -58,25 +53,12 @@ def test_a_good_answer_after_two_calls(tmp_path: Path) -> None:
     text = "<reasoning>It is hard to see.</reasoning>" + ZOOM
     found = written(tmp_path, record(SMALL, text, WAIT, said(SMALL)))
     (trace,), (effect,), (pattern,), (odd,) = (found[name] for name in FILES)
-    assert {key: trace[key] for key in ("step", "group", "sample", "task")} == {
-        "step": 7,
-        "group": 3,
-        "sample": 0,
-        "task": "row-1",
-    }
+    assert {key: trace[key] for key in ("step", "group", "sample", "task")} == {"step": 7, "group": 3, "sample": 0, "task": "row-1"}
     assert (trace["prompt_length"], trace["response_length"]) == (70, 20)
-    assert (trace["reasoning_text"], trace["reasoning_length"], trace["has_reasoning"]) == (
-        "It is hard to see.",
-        18,
-        True,
-    )
+    assert (trace["reasoning_text"], trace["reasoning_length"], trace["has_reasoning"]) == ("It is hard to see.", 18, True)
     assert (trace["tools_used"], trace["tool_invocations"], trace["has_tool_calls"]) == (["zoom", "wait"], 2, True)
     assert (trace["actual_iou"], trace["ground_truth_bbox"]) == (1.0, SMALL)
-    assert (effect["tool_effective"], effect["performance_category"], effect["difficulty_category"]) == (
-        True,
-        "excellent",
-        "hard",
-    )
+    assert (effect["tool_effective"], effect["performance_category"], effect["difficulty_category"]) == (True, "excellent", "hard")
     assert effect["bbox_area"] == pattern["ground_truth_area"] == pytest.approx(0.01)
     assert [pattern[f"used_{tool}"] for tool in ("zoom", "wait", "inspect")] == [True, True, False]
     assert pattern["multiple_tools"]

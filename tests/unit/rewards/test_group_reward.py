@@ -122,9 +122,7 @@ def test_each_outcome_is_looked_at_by_itself(text_folder: Path, use: str) -> Non
 
 
 @kinds
-@pytest.mark.parametrize(
-    "given", [[1.0, 2.0], [1.0] * 4, 1.0, None, {"a": 1.0}, "abc", iter([1.0] * 3), {1.0, 2.0, 3.0}]
-)
+@pytest.mark.parametrize("given", [[1.0, 2.0], [1.0] * 4, 1.0, None, {"a": 1.0}, "abc", iter([1.0] * 3), {1.0, 2.0, 3.0}])
 def test_another_number_of_outcomes_is_the_graders_error(text_folder: Path, use: str, given: Any) -> None:
     outcomes = judge(text_folder, use, TEXTS, [given, given])
     assert [type(o) for o in outcomes] == [Unscored] * 3

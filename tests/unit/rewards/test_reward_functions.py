@@ -142,9 +142,7 @@ def test_trl_gets_every_column_of_the_row(tmp_path: Path, name: str) -> None:
     task = ChatRows(ChatRows.Settings(prompt="question")).task(row, "rows.jsonl:1", tmp_path)
     seen: list[Any] = []
     wanted: dict[str, Any] = {}
-    exec(
-        f"def reward(completions, {name}, **kwargs):\n    seen.append({name})\n    return [1.0]", {"seen": seen}, wanted
-    )
+    exec(f"def reward(completions, {name}, **kwargs):\n    seen.append({name})\n    return [1.0]", {"seen": seen}, wanted)
     assert outcome(wanted["reward"], "3", task=task) == Scored(1.0)
     assert seen == [[row.get(name, "few")]]
 
@@ -159,9 +157,7 @@ def test_verl_gets_the_rows_own_extra_info(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "returned",
-    [(0.5,), np.array([0.5]), torch.tensor([0.5]), (value for value in [0.5])],
-    ids=lambda one: type(one).__name__,
+    "returned", [(0.5,), np.array([0.5]), torch.tensor([0.5]), (value for value in [0.5])], ids=lambda one: type(one).__name__
 )
 def test_any_sequence_of_one_number_is_a_reward(returned: Any) -> None:
     assert outcome(lambda completions, **_: returned, "x") == Scored(0.5)
@@ -191,9 +187,7 @@ def test_trl_gets_the_ground_truth_under_its_usual_names_when_the_row_has_no_suc
 
 
 def test_trl_none_is_no_reward_and_no_failure() -> None:
-    assert outcome(only_math, "3") == Unscored(
-        UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row"
-    )
+    assert outcome(only_math, "3") == Unscored(UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row")
 
 
 def test_trl_functions_may_be_coroutines_and_log() -> None:
@@ -248,9 +242,7 @@ def test_verl_gets_its_extra_info_when_the_reader_keeps_all_columns() -> None:
 
 def test_a_dict_without_a_score_is_told() -> None:
     found = outcome(lambda data_source, solution_str, ground_truth, extra_info=None: {"acc": 1.0}, "x")
-    assert found == Unscored(
-        UnscoredKind.INVALID_REWARD, "the reward function returned a dict without score; its keys are acc"
-    )
+    assert found == Unscored(UnscoredKind.INVALID_REWARD, "the reward function returned a dict without score; its keys are acc")
 
 
 # What the configuration refuses ---------------------------------------------------------------------------------------------
@@ -361,9 +353,7 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded: FileNotFoundError"):
         Component(use=f"{tmp_path}/gone.py:f").resolve()
     file.with_name("broken.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"cannot be loaded: ModuleNotFoundError: No module named 'nothing_of_this_name'"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be loaded: ModuleNotFoundError: No module named 'nothing_of_this_name'"):
         Component(use=f"{tmp_path}/broken.py:f").resolve()
 
 

@@ -74,13 +74,7 @@ def test_the_example_of_a_group_pays_what_others_did_not_say(tmp_path: Path) -> 
 
 def test_the_configuration_of_the_page_is_one() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    lines = [
-        line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()
-    ]
+    lines = [line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()]
     head, *sources = lines
     uses = [yaml.safe_load(f"{head}\n{source}")["reward"]["source"] for source in sources]
-    assert [Component.model_validate(use).use for use in uses] == [
-        "my_reward:score",
-        "path/to/file.py:score",
-        "my_reward:score",
-    ]
+    assert [Component.model_validate(use).use for use in uses] == ["my_reward:score", "path/to/file.py:score", "my_reward:score"]

@@ -40,11 +40,7 @@ def _of_ray() -> Iterator[str]:
     assert found is not None
     assert found.origin is not None
     for node in ast.walk(ast.parse(Path(found.origin).read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "id", "") == "Gauge"
-            and isinstance(node.args[0], ast.Constant)
-        ):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Gauge" and isinstance(node.args[0], ast.Constant):
             yield str(node.args[0].value)
 
 
@@ -93,9 +89,7 @@ def test_every_recovery_metric_is_drawn() -> None:
     assert {f"ray_{m.prometheus}" for m in METRICS if m.name.startswith("recovery/")} <= drawn
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)")
 @pytest.mark.parametrize("arguments", [["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]])
 def test_promtool_accepts_the_rules_and_each_fires_when_it_should(arguments: list[str]) -> None:
     done = subprocess.run(["promtool", *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=60)
@@ -111,16 +105,10 @@ def test_the_made_up_series_try_every_alert() -> None:
     assert {sample["labels"].split('"')[1] for sample in samples} == names
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)")
 def test_promtool_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
     queries = [t["expr"].replace("$run", ".*") for panel in dashboard()["panels"] for t in panel.get("targets", ())]
     recorded = [{"record": f"panel:q{n}", "expr": query} for n, query in enumerate(queries)]
-    (tmp_path / "rules.yaml").write_text(
-        yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}), encoding="utf-8"
-    )
-    done = subprocess.run(
-        ["promtool", "check", "rules", str(tmp_path / "rules.yaml")], capture_output=True, text=True, timeout=60
-    )
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}), encoding="utf-8")
+    done = subprocess.run(["promtool", "check", "rules", str(tmp_path / "rules.yaml")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -110,10 +110,7 @@ def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: 
 
 
 def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: Path) -> None:
-    rows = [
-        {"id": str(number), "prompt" if number > 9_000 else "question": "1 + 1", "answer": "2"}
-        for number in range(9_100)
-    ]
+    rows = [{"id": str(number), "prompt" if number > 9_000 else "question": "1 + 1", "answer": "2"} for number in range(9_100)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, data={"train": str(tmp_path / "rows.jsonl")}))
     reporter = Reporter(config, tmp_path, open_logger)

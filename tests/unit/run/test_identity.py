@@ -122,8 +122,7 @@ def schema(number: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         marker = run.checkpoint.folder / MARKER
         marker.write_text(
-            json.dumps({**json.loads(marker.read_text(encoding="utf-8")), "schema": number, "own_crc32": None}),
-            encoding="utf-8",
+            json.dumps({**json.loads(marker.read_text(encoding="utf-8")), "schema": number, "own_crc32": None}), encoding="utf-8"
         )
 
     return change

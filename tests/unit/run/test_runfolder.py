@@ -93,9 +93,7 @@ def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_hos
     assert not elsewhere.gone(silence=lock.SILENCE - 1)
 
 
-def test_the_heart_beats_on_after_a_moment_without_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats, again, touch = [], threading.Event(), os.utime
 
     def utime(path: Path, *times: None) -> None:
@@ -176,9 +174,7 @@ def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> N
 
 def _member(sample: int, outcome: Scored | Unscored, fate: Fate | None = None) -> Member:
     version = Version(1, 4)
-    summary = Summary(
-        TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version
-    )
+    summary = Summary(TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version)
     return Member(summary, outcome, advantage=0.5 if isinstance(outcome, Scored) else None, fate=fate)
 
 
@@ -189,15 +185,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4))
     anew = Turn("context", (1, 2, 3, 4), (image,), restart=True)
     trajectory = Trajectory(
-        TrajectoryId(7, 0),
-        0,
-        "task-a",
-        11,
-        (prompt, answer, anew, answer),
-        Sampling(),
-        EndReason.DONE,
-        None,
-        {image.sha256: png},
+        TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer, anew, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
     )
     members = (
         _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(TrajectoryState.FILTERED, "too_long")),
@@ -267,11 +255,7 @@ def test_what_is_held_at_the_end_is_tried_once_more(tmp_path: Path) -> None:
 
 def test_a_full_disk_at_the_start_is_a_typed_error(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "run")
-    with (
-        full(0),
-        pytest.raises(StorageFailed, match=r"File too large, with [\d,]+ bytes free\. Make room"),
-        folder.acquired(),
-    ):
+    with full(0), pytest.raises(StorageFailed, match=r"File too large, with [\d,]+ bytes free\. Make room"), folder.acquired():
         pass
     with folder.acquired(), full(3), pytest.raises(StorageFailed, match=r"config\.yaml cannot be used: File too large"):
         folder.write_config("steps: 3\n")

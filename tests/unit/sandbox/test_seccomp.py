@@ -11,9 +11,7 @@ ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def verdict(
-    machine: str, number: int, *arguments: int, pid: int = 7, threads: bool = True, writing: bool = True
-) -> int:
+def verdict(machine: str, number: int, *arguments: int, pid: int = 7, threads: bool = True, writing: bool = True) -> int:
     """What the kernel would make of a call."""
     return run(seccomp.program(pid, threads, writing, machine), number, ARCHITECTURES[machine], *arguments)
 

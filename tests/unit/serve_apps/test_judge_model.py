@@ -216,12 +216,7 @@ def test_a_score_outside_its_scale_is_no_verdict(score: str) -> None:
 def test_verdicts_are_read() -> None:
     assert parse(f" {RIGHT}\n", "binary").score == 1
     assert parse('{"verdict": "incorrect", "reason": "no"}', "binary").score == 0
-    assert [parse(f'{{"reason": "x", "score": {s}}}', "scored").score for s in ("0", "0.25", "1", "1.0")] == [
-        0,
-        0.25,
-        1,
-        1,
-    ]
+    assert [parse(f'{{"reason": "x", "score": {s}}}', "scored").score for s in ("0", "0.25", "1", "1.0")] == [0, 0.25, 1, 1]
 
 
 @given(st.text(max_size=80))
@@ -270,9 +265,7 @@ def test_special_tokens_of_any_family_are_taken_out(token: str) -> None:
     assert sanitise(f"a{token}b", 100) == "ab"
 
 
-@pytest.mark.parametrize(
-    "text", ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"]
-)
+@pytest.mark.parametrize("text", ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"])
 def test_what_only_looks_like_a_token_stays(text: str) -> None:
     assert sanitise(text, 100) == text
 
@@ -310,13 +303,7 @@ def test_examples_follow_the_schema() -> None:
 
 def test_data_sources_choose_the_examples() -> None:
     rubric = RUBRICS["equivalence"]
-    names = {
-        "vstar": "visual_search",
-        "chartqa": "chart",
-        "vsi_numerical": "spatial",
-        "mathverse": "math",
-        "barc": "default",
-    }
+    names = {"vstar": "visual_search", "chartqa": "chart", "vsi_numerical": "spatial", "mathverse": "math", "barc": "default"}
     assert {name: rubric.family(name) for name in names} == names
     assert {one: rubric.family(one) for one in rubric.examples} == {one: one for one in rubric.examples}
 
@@ -360,9 +347,7 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "equivalence.yaml", tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="calls itself 'equivalence'"):
         load_rubrics(tmp_path)
-    (tmp_path / "other.yaml").write_text(
-        "name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n", encoding="utf-8"
-    )
+    (tmp_path / "other.yaml").write_text("name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="no set named default"):
         load_rubrics(tmp_path)
     (tmp_path / "other.yaml").unlink()
@@ -370,9 +355,7 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
         load_rubrics(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("5²", "52"), ("10³", "103"), ("x\ny", "x y"), ("ﬁ", "fi"), ("½", "1⁄2"), ("A", "a")]
-)
+@pytest.mark.parametrize(("one", "other"), [("5²", "52"), ("10³", "103"), ("x\ny", "x y"), ("ﬁ", "fi"), ("½", "1⁄2"), ("A", "a")])
 def test_different_answers_have_different_keys(one: str, other: str) -> None:
     assert cache_key(item(one), "f") != cache_key(item(other), "f")
     assert cache_key(item(one), "f") == cache_key(item(f" {one}\n"), "f")

@@ -57,9 +57,7 @@ class Slow(RuleBackend):
 
 
 @asynccontextmanager
-async def asked(
-    backend: Backend, key: str = "k", chat: Any = None, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def asked(backend: Backend, key: str = "k", chat: Any = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service in this process, whose canary was asked once."""
     service = JudgeService(JudgeSettings.model_validate(settings), backend, RUBRICS, chat, "r")
     transport = httpx.ASGITransport(web(service, key), raise_app_exceptions=False)
@@ -90,10 +88,7 @@ def test_only_healthz_needs_no_key() -> None:
     ("content", "status"),
     [
         (b'{"question": "q", "reference": "\\ud800", "answer": NaN}', 422),
-        (
-            b"[" * 2000,
-            400 if sys.version_info < (3, 12) else 422,
-        ),  # too deep for Python 3.11; no end of it is found later
+        (b"[" * 2000, 400 if sys.version_info < (3, 12) else 422),  # too deep for Python 3.11; no end of it is found later
         (b'\xff\xfe{"question"', 400),
         (b"", 422),
         (b'{"items": []}', 422),
@@ -137,14 +132,7 @@ def test_without_a_key_no_body_is_waited_for() -> None:
         async def send(message: Any) -> None:
             statuses.append(message.get("status"))
 
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [],
-        }
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
         async with asyncio.timeout(5):
             await web(service, "k")({**scope, "http_version": "1.1", "root_path": "", "scheme": "http"}, never, send)
         return int(statuses[0])
@@ -343,14 +331,7 @@ def test_a_model_server_that_fails_is_unscored(status: int, kind: str, chat: int
         ({"messages": []}, 422),
         (CHAT | {"stream": True}, 422),
         (CHAT | {"guided_regex": ".*"}, 422),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
-                ]
-            },
-            422,
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 422),
     ],
 )
 def test_what_of_a_chat_is_passed_on(body: dict[str, Any], status: int) -> None:
@@ -375,9 +356,7 @@ SET_UP = (
 )
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"), [*((body, "invalid") for body in TOO_LONG), *((body, "unavailable") for body in SET_UP)]
-)
+@pytest.mark.parametrize(("body", "kind"), [*((body, "invalid") for body in TOO_LONG), *((body, "unavailable") for body in SET_UP)])
 def test_a_refusal_is_the_answers_doing_only_when_it_is_too_long(body: str, kind: str) -> None:
     async def test() -> None:
         async with with_model(stub := Odd(body.encode())) as http:
@@ -410,9 +389,7 @@ def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
 
     async def test() -> None:
         seeing = {"equivalence": RUBRICS["equivalence"].model_copy(update={"sees_images": True})}
-        model = OpenAIModel(
-            OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(Blind().app)
-        )
+        model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(Blind().app))
         service = JudgeService(JudgeSettings(), Grader(model, "openai", seeing), seeing, model, "r")
         async with service.running():
             while "not judged yet" in service.failing().get("canary", ""):
@@ -424,10 +401,7 @@ def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
 
 def test_what_a_models_server_says_it_is_goes_into_the_fingerprint() -> None:
     """vLLM's ``created`` is the time of the request, and must not."""
-    cards: list[dict[str, Any]] = [
-        {"id": "stub", "root": "Qwen/Qwen2.5-72B-Instruct", "created": 1},
-        {"id": "else", "root": "x"},
-    ]
+    cards: list[dict[str, Any]] = [{"id": "stub", "root": "Qwen/Qwen2.5-72B-Instruct", "created": 1}, {"id": "else", "root": "x"}]
     stub = ModelStub()
 
     @stub.app.get("/v1/models")
@@ -496,8 +470,7 @@ def test_rules_have_nothing_to_chat_with() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [('{"', "reason", '":"', 'x","', "verdict", '":"', "TOP", '"}'), ('{"reason":"x","verdict":', ' "TOP', '"}')],
+    "words", [('{"', "reason", '":"', 'x","', "verdict", '":"', "TOP", '"}'), ('{"reason":"x","verdict":', ' "TOP', '"}')]
 )
 def test_the_probability_is_that_of_the_verdicts_first_token(words: Sequence[str]) -> None:
     def token(text: str) -> dict[str, Any]:
@@ -532,9 +505,7 @@ def test_an_application_has_a_key_or_says_that_it_has_none(tmp_path: Path, monke
         app({})
     app({"insecure": True})
     monkeypatch.chdir(tmp_path)
-    (settings,) = app(
-        {"key_file": "k", "rubrics": "r", "image_roots": ["i"], "cache": {"path": "c"}}
-    )._bound_deployment.init_args
+    (settings,) = app({"key_file": "k", "rubrics": "r", "image_roots": ["i"], "cache": {"path": "c"}})._bound_deployment.init_args
     found = (settings.key_file, settings.rubrics, *settings.image_roots, settings.cache.path)
     assert found == tuple(str(tmp_path / name) for name in "kric")
     assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
@@ -574,9 +545,7 @@ def test_every_panel_draws_metrics_that_exist() -> None:
     known = {metric.name for metric in Metrics("r").registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
     assert judge_metrics.REQUESTS
-    panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text(encoding="utf-8"))[
-        "panels"
-    ]
+    panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text(encoding="utf-8"))["panels"]
     for panel in panels:
         for target in panel["targets"]:
             names = {re.sub("_(total|bucket)$", "", name) for name in re.findall(r"judge_\w+", target["expr"])}

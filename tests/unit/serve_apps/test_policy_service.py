@@ -78,10 +78,7 @@ def http(engines: Scripted) -> Iterator[TestClient]:
 def picture(red: int) -> dict[str, Any]:
     encoded = io.BytesIO()
     Image.new("RGB", (56, 56), (red, 0, 0)).save(encoded, "PNG")
-    return {
-        "type": "image_url",
-        "image_url": {"url": "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()},
-    }
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()}}
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -160,9 +157,7 @@ def test_the_same_text_of_two_answers_is_told_apart_by_name(http: TestClient, en
     assert "is not known" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
 
 
-def test_calls_of_tools_are_openais_and_come_back_as_the_tokens_that_they_were(
-    http: TestClient, engines: Scripted
-) -> None:
+def test_calls_of_tools_are_openais_and_come_back_as_the_tokens_that_they_were(http: TestClient, engines: Scripted) -> None:
     engines.finish = FinishReason.STOP_STRING
     engines.texts = [f"look {CALL}", "<tool_call>{broken</tool_call>", f"look {CALL}", f"look {CALL}"]
     keys: dict[str, Any] = {"tools": TOOLS, "stop": ["</tool_call>"]}
@@ -234,9 +229,7 @@ def test_a_stream_is_the_same_answer_in_chunks(http: TestClient, engines: Script
     engines.texts = ["about", "six", "about", "six"]
     plain = asked(http, user("q"), n=2, seed=1)
     body = {"model": "r", "messages": [user("q")], "n": 2, "seed": 1, "logprobs": True, "return_token_ids": True}
-    streamed = http.post(
-        "/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
-    )
+    streamed = http.post("/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = streamed.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -297,10 +290,7 @@ def test_failures_of_engines_are_503_and_have_a_deadline(http: TestClient, engin
     lost = http.post("/v1/chat/completions", json=body)
     engines.failure, engines.seconds = None, 60.0
     late = http.post("/v1/chat/completions", json=body)
-    assert [(a.status_code, a.json()["error"]["code"]) for a in (lost, late)] == [
-        (503, "unavailable"),
-        (503, "timeout"),
-    ]
+    assert [(a.status_code, a.json()["error"]["code"]) for a in (lost, late)] == [(503, "unavailable"), (503, "timeout")]
     assert late.headers["retry-after"] == "1"
     engines.why = "the run has no engine"
     ready = http.get("/readyz")

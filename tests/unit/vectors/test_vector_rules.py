@@ -103,9 +103,7 @@ RAISES = {"raises": "TimeoutError"}
         ("vl", "navy", "blue", "TimeoutError('down')", WRONG, "agree"),
     ],
 )
-def test_the_verifiers_are_reproduced(
-    name: str, response: str, truth: str, reply: str, expected: Any, outcome: str
-) -> None:
+def test_the_verifiers_are_reproduced(name: str, response: str, truth: str, reply: str, expected: Any, outcome: str) -> None:
     full = {"multi_task": "multi_task_verifier", "general": "general_verifier", "vl": "vl_agent"}[name]
     inputs = {"response": response, "ground_truth": truth, "judge_reply": reply, "data_source": "deepeyes"}
     assert verdict(f"{full}.compute_score", inputs, expected) == outcome

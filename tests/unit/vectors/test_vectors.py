@@ -110,9 +110,7 @@ def test_an_error_that_does_not_come_or_comes_unexpectedly_is_a_mismatch(tmp_pat
     assert run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected={"raises": "AssertionError"})]) == 0
 
 
-def test_unknown_entries_are_listed_and_fail_only_when_strict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_entries_are_listed_and_fail_only_when_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for odd in (entry(reward="somebody's score"), entry(inputs={"group_rewards": [1, 0], "temperature": 2})):
         assert run(tmp_path, [odd]) == 0
         assert "UNKNOWN" in capsys.readouterr().out

@@ -42,8 +42,7 @@ def test_plain_lines_show_what_there_is() -> None:
         progress.close({"steps": 3, "ledger": {"trained": 12, "stale": 0}})
     assert out.getvalue().splitlines() == [
         "run folder [bold]runs/a",
-        "step 3/20  reward 0.250  trained 12/16  entropy 1.500  grad nan  871 tok/s  "
-        "30.0 s: gen 60% train 30% eval 5%  8 min left",
+        "step 3/20  reward 0.250  trained 12/16  entropy 1.500  grad nan  871 tok/s  30.0 s: gen 60% train 30% eval 5%  8 min left",
         "done: steps 3",
         "  ledger: trained 12",
     ]
@@ -69,9 +68,7 @@ def test_a_line_says_what_moves_and_not_a_loss_of_nothing_in_about_120_columns()
         "2.0 s: gen 50% train 45%  80 s left"
     )
     assert len(line) <= 125
-    assert lines({**step, "timing_s/step": 12.0, "timing_s/testing": 10.0})[0].endswith("80 s left"), (
-        "few steps evaluate"
-    )
+    assert lines({**step, "timing_s/step": 12.0, "timing_s/testing": 10.0})[0].endswith("80 s left"), "few steps evaluate"
     assert "  KL 0.0012  " in lines({**step, "actor/kl": 0.00123})[0]
     assert "  excluded 50%  " in lines({**step, "excluded/timeout": 72.0})[0]
 
@@ -109,9 +106,7 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
 ])  # fmt: skip
 def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone: list[str]) -> None:
     out = io.StringIO()
-    with Progress(
-        1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)
-    ) as progress:
+    with Progress(1000, "T=1", "greedy", Console(file=out, force_terminal=True, width=width, color_system=None)) as progress:
         progress.step({**METRICS, "step": 100.0, "rollout/trained": 16.0})
     assert [word for word in there if word not in out.getvalue()] == []
     assert [word for word in gone if word in out.getvalue()] == []

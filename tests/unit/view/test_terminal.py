@@ -23,9 +23,7 @@ from rayloop.view.terminal import blocks, colours
         ({}, True, None),
     ],
 )
-def test_a_picture_is_shown_only_where_there_are_colours(
-    environment: dict[str, str], terminal: bool, expected: str | None
-) -> None:
+def test_a_picture_is_shown_only_where_there_are_colours(environment: dict[str, str], terminal: bool, expected: str | None) -> None:
     assert colours(environment, terminal) == expected
 
 
@@ -36,9 +34,7 @@ def test_a_character_shows_two_pixels() -> None:
     assert blocks(picture, 80, "256") == "\x1b[38;5;196;48;5;196m▀\x1b[38;5;196;48;5;21m▀\x1b[0m"
 
 
-@pytest.mark.parametrize(
-    ("size", "columns", "shown"), [((160, 210), 80, (80, 52)), ((20, 10), 80, (20, 5)), ((900, 1), 9, (9, 1))]
-)
+@pytest.mark.parametrize(("size", "columns", "shown"), [((160, 210), 80, (80, 52)), ((20, 10), 80, (20, 5)), ((900, 1), 9, (9, 1))])
 def test_a_picture_fits_and_keeps_its_shape(size: tuple[int, int], columns: int, shown: tuple[int, int]) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", blocks(Image.new("RGB", size), columns)).split("\n")
     assert (len(lines[0]), len(lines)) == shown

@@ -45,15 +45,7 @@ def answer(group: int, sample: int, text: str, reward: float, fate: str = "kept"
 
 def item(task: str, text: str, reward: float) -> dict[str, Any]:
     image = {"sha256": "bb" * 32, "width": 60, "height": 40, "file": f"images/{'bb' * 32}.png"}
-    return {
-        "arm": "right",
-        "task": task,
-        "sample": 0,
-        "reward": reward,
-        "text": text,
-        "truth": TRUTH,
-        "images": [image],
-    }
+    return {"arm": "right", "task": task, "sample": 0, "reward": reward, "text": text, "truth": TRUTH, "images": [image]}
 
 
 @pytest.fixture
@@ -65,9 +57,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.events.append(events.Begin(1, None, 0, None), 0)
         for step, reward in ((0, 0.1), (2, 0.9)):
             bounds = {"val/reward/low": reward - 0.1, "val/reward/high": reward + 0.1}
-            run.events.append(
-                events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step
-            )
+            run.events.append(events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step)
         run.events.append(events.Begin(2, "step_000001", 0, None), 1)
         run.events.append(incidents.WorkerLost("rollout", 1, NASTY), 1)
         for step in (1, 2, 3):
@@ -114,12 +104,8 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert [e["step"] for e in data["evaluations"]] == [0, 3]
     lines = {line["name"]: line["points"] for chart in data["charts"] for line in chart["lines"]}
     assert data["constants"] == [("rollout/turns/mean", 1.0)]
-    assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], (
-        "it says nothing that a line does not"
-    )
-    assert data["gains"] == [
-        "held-out reward, sampled: 0.050 -> 0.450, gain 0.400 (95 % interval 0.300 to 0.500 over 12 tasks)"
-    ]
+    assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], "it says nothing that a line does not"
+    assert data["gains"] == ["held-out reward, sampled: 0.050 -> 0.450, gain 0.400 (95 % interval 0.300 to 0.500 over 12 tasks)"]
     sampled, greedy = data["charts"][0]["lines"]
     assert (sampled["name"], greedy["name"]) == ("val_sampled/reward/mean", "val/reward/mean")
     assert (sampled["points"], sampled["start"], sampled["low"]) == ([(0, 0.05), (3, 0.45)], 0.05, [])
@@ -169,11 +155,7 @@ def test_a_run_without_boxes_or_an_end_has_a_page_too(tmp_path: Path) -> None:
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("steps: 3\n")
     data = content(run, groups=10)
-    assert (dict(data["facts"])["end"], data["groups"], data["charts"]) == (
-        "not on record: still running, or killed",
-        [],
-        [],
-    )
+    assert (dict(data["facts"])["end"], data["groups"], data["charts"]) == ("not on record: still running, or killed", [], [])
 
 
 def test_no_text_of_a_run_can_end_the_data(folder: RunFolder) -> None:
@@ -183,9 +165,7 @@ def test_no_text_of_a_run_can_end_the_data(folder: RunFolder) -> None:
     assert "<img src=x" not in html
 
 
-def test_the_command_writes_the_page_or_says_why_not(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page_or_says_why_not(folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     assert main(["report", str(folder.path), "--out", str(out), "--groups", "2"]) == 0
     assert out.exists()
@@ -232,9 +212,7 @@ def test_the_curves_show_both_kinds_of_answers_with_their_start_and_interval(fol
     assert drawn["training (T=1)"] == [0.2, 0.4, pytest.approx(0.6)]
     assert drawn["held-out (T=1)"] == [0.05, 0.45]
     assert drawn["held-out (greedy)"] == [0.1, 0.6]
-    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [0.05, 0.1], (
-        "the start values"
-    )
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [0.05, 0.1], "the start values"
     assert len(axes.collections) == 1, "only greedy answers have bounds here"
     assert "gain 0.400 (95 % interval" in axes.get_title()
 
@@ -264,9 +242,7 @@ def test_a_drawing_that_fails_is_told_and_fails_nothing(evaluated: RunFolder) ->
 
 @pytest.mark.browser
 def test_a_browser_shows_the_page_without_errors_and_without_requests(folder: RunFolder) -> None:
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install -e .[browser]"
-    )
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[browser]")
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium is installed")

@@ -30,10 +30,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def told(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
     for event, step in happened:
         folder.events.append(event, step)
-    settings = {
-        "recovery": {"replacements": replacements, "policy_restarts": 3, "driver_restarts": 2},
-        "checkpoint": {"every": 5},
-    }
+    settings = {"recovery": {"replacements": replacements, "policy_restarts": 3, "driver_restarts": 2}, "checkpoint": {"every": 5}}
     vitals = Vitals(folder, settings)
     vitals.update()
     return vitals
@@ -46,11 +43,7 @@ def begun(*more: Event) -> list[tuple[Event, int | None]]:
 def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: RunFolder) -> None:
     lost = begun(incidents.WorkerLost("rollout", 2, why="killed"), incidents.ReplacementFailed("rollout", 2, why="no"))
     found = told(folder, *lost).metrics()
-    assert (found["recovery/in_service/rollout"], found["recovery/wanted/rollout"], found["recovery/lost/rollout"]) == (
-        2,
-        3,
-        1,
-    )
+    assert (found["recovery/in_service/rollout"], found["recovery/wanted/rollout"], found["recovery/lost/rollout"]) == (2, 3, 1)
     assert found["recovery/in_service/environment"] == 2
     replaced = told(folder, (incidents.WorkerReplaced("rollout", 2, seconds=1.0), 0)).metrics()
     assert (replaced["recovery/in_service/rollout"], replaced["recovery/lost/rollout"]) == (3, 1)
@@ -58,9 +51,7 @@ def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: Run
 
 def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(folder: RunFolder) -> None:
     """One of them was told before the node, and is not in its ``workers``."""
-    gone = incidents.NodeLost(
-        "host-a", "a", {"rollout": 3, "environment": 1, "policy": 2}, {"rollout": [1, 3], "environment": [2]}
-    )
+    gone = incidents.NodeLost("host-a", "a", {"rollout": 3, "environment": 1, "policy": 2}, {"rollout": [1, 3], "environment": [2]})
     found = told(folder, *begun(incidents.WorkerLost("rollout", 2, why="gone"), gone)).metrics()
     assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [0, 1, 2], "the policy tells by itself"
     assert [found[f"recovery/lost/{role}"] for role in ACTORS] == [3, 1, 0]
@@ -79,11 +70,7 @@ def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFold
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
     lost = told(folder, *begun(incidents.PolicyLost(why="a rank died"))).metrics()
-    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (
-        0,
-        1,
-        2,
-    )
+    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (0, 1, 2)
     rebuilt = told(folder, (incidents.PolicyRebuilt(seconds=2.0), 0)).metrics()
     assert rebuilt["recovery/in_service/policy"] == 2
 

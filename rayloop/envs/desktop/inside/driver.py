@@ -173,9 +173,7 @@ class Desk:
     def _wait_for_server(self, reading: int) -> None:
         """Until it has written the number of its display. Raises TimeoutError, ChildProcessError."""
         said = b""
-        while not said.endswith(
-            b"\n"
-        ):  # it writes the number and the line's end apart, and dies when nobody reads the second
+        while not said.endswith(b"\n"):  # it writes the number and the line's end apart, and dies when nobody reads the second
             if not select.select([reading], [], [], START)[0]:
                 raise TimeoutError(f"the X server did not start within {START:g} seconds")
             if not (part := os.read(reading, 16)):
