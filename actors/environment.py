@@ -27,9 +27,9 @@ from rayloop.core.failures import (
     OverLongPrompt,
     WorkerSpent,
 )
-from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
+from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
 from rayloop.core.threads import hanging
-from rayloop.core.types import PlayRequest, Summary, Trajectory
+from rayloop.core.types import RolloutRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.first_prompts import FirstPrompts
 from rayloop.envs.kinds import Environments
@@ -65,8 +65,8 @@ class EnvironmentActor(Actor):
         return self._running
 
     async def play(
-        self, requests: Sequence[PlayRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
-    ) -> tuple[list[Summary | PlayFailed], *tuple[Trajectory | None, ...]]:
+        self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
+    ) -> tuple[list[Summary | RolloutFailed], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): what became of each, then payloads.
 
         A failure is a value, it comes without a payload, and costs the others nothing. Takes at most the timeout of an episode,
@@ -83,8 +83,8 @@ class EnvironmentActor(Actor):
         return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
 
     async def _episode(
-        self, request: PlayRequest, engine: LeasedEngine, prompts: FirstPrompts
-    ) -> tuple[Summary | PlayFailed, Trajectory | None]:
+        self, request: RolloutRequest, engine: LeasedEngine, prompts: FirstPrompts
+    ) -> tuple[Summary | RolloutFailed, Trajectory | None]:
         self._running += 1
         try:
             environment = self._environments.of(request.task)
@@ -106,14 +106,14 @@ class EnvironmentActor(Actor):
             engine.leave()
 
 
-def _own(request: PlayRequest) -> PlayRequest:
+def _own(request: RolloutRequest) -> RolloutRequest:
     """With a task whose values are its own: what an episode does to them, the others do not see. Messages cannot be changed."""
     task = request.task
     own = replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra))
     return replace(request, task=own)
 
 
-def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
+def _failed(request: RolloutRequest, raised: BaseException) -> RolloutFailed:
     """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
     error = cause(raised)
     kind, path, reason = UnscoredKind.ENVIRONMENT_FAILURE, "", f"{type(error).__name__}: {error}"
@@ -129,4 +129,4 @@ def _failed(request: PlayRequest, raised: BaseException) -> PlayFailed:
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
     hung, bug = isinstance(error, EnvironmentHung), isinstance(error, EnvironmentFailed) and error.bug
     contained = isinstance(error, EnvironmentHung) and error.contained
-    return PlayFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug, contained)
+    return RolloutFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug, contained)

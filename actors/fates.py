@@ -23,7 +23,7 @@ class FailureFate(StrEnum):
     REBUILD = "rebuild policy"
     """The same of a rank: all ranks are replaced, and the newest checkpoint is restored."""
     EXCLUDE = "exclude payload"
-    """An object is gone: its trajectory is left out and made up for; weights are published again."""
+    """An object is gone: its trajectory is left out and made up for; weights are synced again."""
     END = "end typed"
     """Neither another process nor less data helps: the run saves what it can, says so and ends."""
 

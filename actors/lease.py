@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 from rayloop.actors.fates import cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
-from rayloop.core.types import Cohort, Completion, ImagesSent, PlayRequest, Sampling, TokenPrompt
+from rayloop.core.types import Cohort, Completion, ImagesSent, RolloutRequest, Sampling, TokenPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class LeasedEngine:
 
     def __init__(
         self,
-        request: PlayRequest,
+        request: RolloutRequest,
         lease: Lease[Engine],
         driver: Handle[LeasesEngines],
         timeout: float,

@@ -12,7 +12,7 @@ import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.lost import fetch
-from rayloop.core.files import Sum, appears
+from rayloop.core.files import Checksum, appears
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
@@ -52,7 +52,7 @@ class LogprobGap:
     swapped: float = 0.0
 
     def report(self) -> dict[str, float]:
-        """The fields of the event ``parity``."""
+        """The fields of the event ``log-prob check``."""
         return {"tokens": self.tokens, "mean": self.mean, "max": self.max, "images": self.images, "swapped": self.swapped}
 
 
@@ -66,7 +66,7 @@ class RankSettings:
     loss: LossSettings
     transport: TransportSettings
     folder: str
-    """Where the transport may write publications."""
+    """Where the transport may write weight updates."""
     seed: int
     adapter_reference: bool = False
     """``reference: adapter_off``: this engine, with its adapter disabled, is the reference."""
@@ -178,8 +178,8 @@ class PolicyRank(Actor):
         tensors = self.engine.export(version)
         if self.sender is None:
             return None, None
-        publication = self.sender.pack(version, tensors)
-        return publication.manifest, publication.source
+        update = self.sender.pack(version, tensors)
+        return update.manifest, update.source
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of the transport's sender, for its half in the driver (``rayloop.transports.seam.Policy``)."""
@@ -190,7 +190,7 @@ class PolicyRank(Actor):
         return self.engine.parameter_groups()
 
     def perturb(self, group: str) -> None:
-        """Visibly change one parameter group (publication self-test); ``restore_parameters`` undoes it bit-exactly."""
+        """Visibly change one parameter group (weight update self-test); ``restore_parameters`` undoes it bit-exactly."""
         self.engine.perturb(group)
 
     def restore_parameters(self) -> None:
@@ -205,7 +205,7 @@ class PolicyRank(Actor):
         (Path(probe) / f"rank-{self.rank}").touch()
         return None
 
-    def save(self, folder: str) -> Mapping[str, Sum]:
+    def save(self, folder: str) -> Mapping[str, Checksum]:
         """Write this rank's state of the trainer into a folder that all ranks see. Returns name -> sum of its files."""
         return self.engine.save(folder)
 
@@ -214,10 +214,10 @@ class PolicyRank(Actor):
         self._written = self.engine.begin_save(folder)
 
     @ray.method(concurrency_group="background")
-    def finish_save(self, within: float) -> Mapping[str, Sum]:
+    def finish_save(self, within: float) -> Mapping[str, Checksum]:
         """Wait until it is written, for so many seconds. Returns and raises what ``save`` does, TimeoutError."""
         return self._written.result(within)
 
-    def load(self, folder: str, sums: Mapping[str, Sum]) -> None:
+    def load(self, folder: str, sums: Mapping[str, Checksum]) -> None:
         """Take over what ``save`` wrote; ``sums`` is what it returned, of all ranks, as far as that is known. Raises Damaged."""
         self.engine.load(folder, sums)

@@ -1,4 +1,4 @@
-"""The rollout actor: hosts a generation engine and keeps it on the published weights."""
+"""The rollout actor: hosts a generation engine and keeps it on the synced weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayloop.engines.generation.build import Place, build_engine
 from rayloop.engines.settings import Dtype, EngineChoice, ModelSettings
 from rayloop.transports.choose import transport as choose
 from rayloop.transports.object_store import Arrays, ArraySender
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import TransportSettings
 
 
@@ -31,7 +31,7 @@ def scratch() -> str:
     return tempfile.mkdtemp(prefix="rollout-", dir=folder)
 
 
-def start_weights(model: ModelSettings, dtype: Dtype) -> Publication[Arrays]:
+def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
     """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
     from rayloop.engines.models import hf_state, load_model
     from rayloop.transports.manifest import DTYPES
@@ -82,5 +82,5 @@ class RolloutActor(Actor):
         await self.engine.leave(cohort)
 
     async def load(self, manifest: Manifest, source: Any) -> None:
-        """Take over a publication, whose ``source`` only the transport understands. Raises PublicationError."""
+        """Take over a weight update, whose ``source`` only the transport understands. Raises WeightSyncError."""
         await self.receiver.take(self.engine, manifest, source)

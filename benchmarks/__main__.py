@@ -13,7 +13,6 @@ from rayloop.benchmarks import (
     latency,
     memory,
     multi_turn,
-    publish,
     recipe,
     rollout,
     scale,
@@ -22,6 +21,7 @@ from rayloop.benchmarks import (
     step,
     structure,
     train,
+    weight_sync,
 )
 from rayloop.benchmarks.envs import browser, desktop
 from rayloop.benchmarks.interpreter import sandbox
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_compare(actions.add_parser("compare", help="GRPO steps of TRL and of rayloop, alternately"))
     start.add_arguments(actions.add_parser("start", help="from the command to the first step, by process"))
     rollout.add_arguments(actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately"))
-    publish.add_arguments(actions.add_parser("publish", help="weights from one actor to another, beside a plain copy"))
+    weight_sync.add_arguments(actions.add_parser("weight_sync", help="weights from one actor to another, beside a plain copy"))
     train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
     saving.add_arguments(actions.add_parser("saving", help="how long a checkpoint holds up training, waited for and beside it"))
     scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
@@ -51,6 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    from rayloop.cluster.cli import main
+    from rayloop.cli import main
 
     sys.exit(main(["bench", *sys.argv[1:]]))

@@ -21,10 +21,10 @@ from rayloop.cluster.roles.services import CONCURRENCY, TrainingServices
 from rayloop.config.settings import load as load_config
 from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import EndReason, PlayRequest, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.step_metrics import Collected
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 
 NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
 """Of the ledger's counts."""
@@ -49,12 +49,12 @@ class World(Actor):
         self._version = manifest.version
 
     async def play(
-        self, requests: Sequence[PlayRequest], lease: Lease[Any], driver: Handle[Any]
+        self, requests: Sequence[RolloutRequest], lease: Lease[Any], driver: Handle[Any]
     ) -> tuple[list[Summary], *tuple[None, ...]]:
         summaries = await asyncio.gather(*(self._episode(request, lease) for request in requests))
         return summaries, *(None for _ in requests)
 
-    async def _episode(self, request: PlayRequest, lease: Lease[Any]) -> Summary:
+    async def _episode(self, request: RolloutRequest, lease: Lease[Any]) -> Summary:
         key = hash((request.id.group, request.id.sample))
         async with self._slots[lease.worker]:
             version, began = self._version, time.monotonic()
@@ -86,8 +86,8 @@ class SimulatedPolicy:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    async def export(self, version: Version) -> Publication[None]:
-        return Publication(Manifest(version, {}), None)
+    async def export(self, version: Version) -> WeightUpdate[None]:
+        return WeightUpdate(Manifest(version, {}), None)
 
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
         return set()
@@ -116,8 +116,8 @@ class SimulatedServices(TrainingServices):
         self.world = create(World, options, self.load, self.latencies)
         world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
-        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._tell, admit_engine)
-        self.environment, self.reward = (Pool(role, 4, lambda _: world, settings, self._tell) for role in ("environment", "reward"))
+        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._emit, admit_engine)
+        self.environment, self.reward = (Pool(role, 4, lambda _: world, settings, self._emit) for role in ("environment", "reward"))
         self.pools = [self.rollout, self.environment, self.reward]
         self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]
         for pool in self.pools:

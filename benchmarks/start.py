@@ -27,7 +27,7 @@ from rayloop.run.jsonl import JsonLines
 LIMIT = 600.0
 """Seconds after which a run without a first step is given up."""
 PARTS = {
-    "start": "Ray is up", "starting": "driver is up", "started": "actors are up", "parity": "published and compared",
+    "start": "Ray is up", "starting": "driver is up", "started": "actors are up", "logprob_check": "synced and compared",
     "self_test": "self-test", "evaluated": "evaluation", "step": "first step",
 }  # fmt: skip
 """Event -> the part that its last record before the first step ends."""

@@ -1,7 +1,7 @@
 """The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors.
 
 ``Driver.run`` and ``Driver.finish`` are the algorithm; everything they call stands in the order of the call:
-production (who plays what), publication (weights), checkpoint, evaluation, reporting.
+production (who plays what), weight update (weights), checkpoint, evaluation, reporting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rayloop.cluster.loop.ending import ended
 from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.publication import Publisher
 from rayloop.cluster.loop.saving import Saving, Step
 from rayloop.cluster.loop.watchdog import watch, watch_liveness
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
@@ -38,8 +38,8 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.production.production import Production
-from rayloop.production.ready import without
+from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
 from rayloop.run.config import RunConfig, wasteful
 from rayloop.run.folder import RolloutRecord
@@ -73,17 +73,17 @@ class Driver:
         self.begun = 0
         self.timings = Timings()
         self.ledger = Ledger()
-        self.publisher = Publisher(config, services, reporter)
+        self.weight_sync = WeightSync(config, services, reporter)
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why)))
         within, beside = config.policy.step_timeout, config.checkpoint.asynchronous
         self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
-        self.production = Production(config, self.ledger, training_rows(config, reporter), reporter)
+        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter)
         self.filters = build_filters(config.algorithm.filtering.filters)
         warnings = (on_training_rows(config), never_evaluated(config), wasteful(config), schedule_over(config))
         for why in filter(None, warnings):
             reporter.event(incidents.Warning(why))
         self.held_out = held_out_rows(config, reporter)
-        own = self.production
+        own = self.rollouts
         self.player = EpisodeRunner(config, services, handle, reporter.event, own.quarantine, own.blame)
         self.initial = self.state()
 
@@ -91,18 +91,18 @@ class Driver:
 
     async def run(self) -> None:
         await self.restore()
-        await self.publish()
+        await self.sync_weights()
         await self.verify()
         async with background(
-            self.produce(), self.supervise(), self.publisher.remake(lambda: self.version)
+            self.produce(), self.supervise(), self.weight_sync.remake(lambda: self.version)
         ):  # a dead producer cancels collect(): no silent hang
             await self.evaluate()
             while not self.done:
                 collected = await self.collect()
-                async with self.publisher.making:
+                async with self.weight_sync.making:
                     report = await self.train(collected.groups)
                     self.step += 1
-                    await self.publish()
+                    await self.sync_weights()
                 await self.evaluate()
                 await self.record(report, collected)
                 await self.checkpoint()
@@ -110,7 +110,7 @@ class Driver:
 
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
-        group = self.production.finished.replay(group, self.step)  # ARPO, before the statistics; off by default
+        group = self.rollouts.finished.replay(group, self.step)  # ARPO, before the statistics; off by default
         group = with_advantages(group, self.config.algorithm.advantage.rules)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
@@ -124,13 +124,13 @@ class Driver:
         """
         try:
             logs = self.reporter.folder.path / "logs"
-            tell, phase = self.reporter.event, lambda: self.timings.phase
-            async with background(watch(self.config.recovery, phase, tell, logs), watch_liveness(tell)):
-                await until_stopped(self.stopping, self.services.start(self.publisher.admit))
+            emit, phase = self.reporter.event, lambda: self.timings.phase
+            async with background(watch(self.config.recovery, phase, emit, logs), watch_liveness(emit)):
+                await until_stopped(self.stopping, self.services.start(self.weight_sync.admit))
                 await self.run_and_rebuild()
             if self.owes_evaluation:
                 raise Preempted("asked to stop")
-            self.production.close()
+            self.rollouts.close()
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Exception as error:
@@ -185,7 +185,7 @@ class Driver:
                 why = f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left there: the run begins at step 0"
                 self.reporter.event(incidents.Warning(why))
             self.reinstate(self.initial)
-        await until_stopped(self.stopping, self.production.ready.complete(self.annotate))
+        await until_stopped(self.stopping, self.rollouts.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
@@ -202,26 +202,26 @@ class Driver:
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         self.reinstate(checkpoint.state())
         earlier = checkpoint.lineage <= self.origin.since
-        if self.config.checkpoint.clear_quarantine and earlier and (tasks := self.production.clear_quarantine()):
+        if self.config.checkpoint.clear_quarantine and earlier and (tasks := self.rollouts.clear_quarantine()):
             self.reporter.event(incidents.QuarantineCleared(tasks))
 
     @timed("update_weights")
-    async def publish(self) -> None:
+    async def sync_weights(self) -> None:
         self.version, self.updating = Version(self.version.lineage, self.step), False
         with suppress(Preempted):  # collect() tells; the step is still recorded and saved
-            await until_stopped(self.stopping, self.publisher.publish(self.version))
-        self.production.published(self.version)
+            await until_stopped(self.stopping, self.weight_sync.send(self.version))
+        self.rollouts.synced(self.version)
 
     async def verify(self) -> None:
-        """Parity of the log-probs, and the self-test of the publication, before the first step."""
+        """Log-prob check of the log-probs, and the self-test of the weight update, before the first step."""
         self.timings.phase = "verify"
-        probes = self.production.issuer.probe_tasks()
-        await until_stopped(self.stopping, self.publisher.verify(self.version, probes, self.player))
+        probes = self.rollouts.scheduler.probe_tasks()
+        await until_stopped(self.stopping, self.weight_sync.verify(self.version, probes, self.player))
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
         try:
-            await self.production.run(self.player, self.finish)
+            await self.rollouts.run(self.player, self.finish)
         except BaseExceptionGroup as errors:
             if isinstance(error := decisive(errors), GraderBroken):
                 raise await self.unusable(error) from None
@@ -240,7 +240,7 @@ class Driver:
     async def collect(self) -> Collected:
         """The groups of this step (ready ones, ranked and cut to the target, and fetched by the ranks) and what it is told with."""
         try:
-            return await self.production.collect(self.version, self.inherited, self.hold)
+            return await self.rollouts.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)
             with suppress(RayloopError):  # the end has its reason
@@ -249,8 +249,8 @@ class Driver:
 
     async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
-        records = await self.dump(self.production.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
-        cause = self.production.alarms.collapsed(self.config.policy.optimizer.lr)
+        records = await self.dump(self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
+        cause = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
         examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
         return type(error)(" ".join([str(error), *filter(None, [cause]), *examples]))
 
@@ -275,7 +275,7 @@ class Driver:
         group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
             ids = {kept[i][1].summary.id for i in lost}
-            self.production.lose(ids)
+            self.rollouts.lose(ids)
             group = without(group, ids)
         return group
 
@@ -284,7 +284,7 @@ class Driver:
         """One step of the trainer, on what the ranks hold; each packs its share."""
         self.updating = True
         report = await self.services.policy.train()
-        self.production.ready.settle_trained(groups)
+        self.rollouts.ready.settle_trained(groups)
         self.origin.check()  # before anything of this step is published or told
         self.reporter.trained(self.step + 1, groups)
         return report
@@ -301,7 +301,7 @@ class Driver:
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls, samples=self.config.evaluation.samples)
-        hear = self.production.alarms.held_out
+        hear = self.rollouts.alarms.held_out
         playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), hear)
         self.owes_evaluation = True
         try:
@@ -310,29 +310,29 @@ class Driver:
             return self.reporter.event(incidents.EvaluationStopped())  # the run that continues begins with it
         self.owes_evaluation = False
         if controls:
-            items += blind(self.config, self.production.dataset, self.held_out)
+            items += blind(self.config, self.rollouts.dataset, self.held_out)
         self.reporter.evaluated(self.step, items, images)
-        self.production.alarms.evaluated(first=self.step == 0)
+        self.rollouts.alarms.evaluated(first=self.step == 0)
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""
         self.ledger.check()
-        self.production.alarms.step(report)
-        if self.production.alarms.unseen:
+        self.rollouts.alarms.step(report)
+        if self.rollouts.alarms.unseen:
             await self.observe()
-        trained = {group.issue: group for group in collected.groups}
-        sample = [trained.get(g.issue, g) for g in sorted(collected.finished, key=lambda g: g.issue)]
+        trained = {group.number: group for group in collected.groups}
+        sample = [trained.get(g.number, g) for g in sorted(collected.finished, key=lambda g: g.number)]
         await self.dump(sample[: self.config.keep_rollouts], self.step)
         ledger, seconds = self.ledger.counts(), self.timings.take()
         metrics = self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
-        self.production.alarms.recorded(metrics)
+        self.rollouts.alarms.recorded(metrics)
 
-    @timed("parity")
+    @timed("logprob_check")
     async def observe(self) -> None:
         """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the ranks hold no groups."""
-        looked = self.publisher.observe(self.production.issuer.probe_tasks(), self.player, self.step)
+        looked = self.weight_sync.observe(self.rollouts.scheduler.probe_tasks(), self.player, self.step)
         with suppress(Preempted):  # the step is still recorded and saved
-            self.production.alarms.compared(await until_stopped(self.stopping, looked))
+            self.rollouts.alarms.compared(await until_stopped(self.stopping, looked))
 
     async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
         """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""
@@ -352,10 +352,10 @@ class Driver:
         due = last or best or self.saving.failed or self.step % c.every == 0
         if not due or self.on_disk():
             return
-        ours = about(self.config, self.hashes, len(self.production.dataset))
+        ours = about(self.config, self.hashes, len(self.rollouts.dataset))
 
         async def state() -> Any:
-            return await capture(self.state, self.production.lose, self.config.policy.step_timeout)
+            return await capture(self.state, self.rollouts.lose, self.config.policy.step_timeout)
 
         await self.saving.save(Step(self.version, state, ours, best, last), self.services.policy)
 
@@ -368,7 +368,7 @@ class Driver:
             "version": astuple(self.version),
             "inherited": list(self.inherited.items()),
             "ledger": self.ledger.state(),
-            "production": self.production.state(),
+            "production": self.rollouts.state(),
             "reporter": self.reporter.state(),
         }
 
@@ -379,10 +379,10 @@ class Driver:
         self.inherited = {**dict(state["inherited"]), version.lineage: version.step}
         self.ledger.restore(state["ledger"])
         self.ledger.reissue_live()
-        self.production.restore(state["production"], ray.put)
+        self.rollouts.restore(state["production"], ray.put)
         self.reporter.restore(state["reporter"])
 
     def stop(self) -> None:
         """End as preempted: finish an update or checkpoint under way, abandon everything else, and save."""
         self.stopping.set()
-        self.production.stop()
+        self.rollouts.stop()

@@ -1,8 +1,24 @@
-"""``python -m rayloop``, which is the installed ``rayloop``."""
+"""``python -m rayloop``, and the script ``rayloop``: it checks the environment before anything else is imported."""
 
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
-from rayloop.cluster.__main__ import main
+NEEDED = ("pydantic", "ray")
+"""Of what rayloop depends on: a Python without these is not that of the environment."""
+
+
+def main() -> int:
+    """Run one command and return its exit code; 2 when the environment with what we import is not active."""
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a script's path does not have it, and there a person's own components are
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        print(f"rayloop: without {' and '.join(missing)}: activate the environment (README, Installing)", file=sys.stderr)
+        return 2
+    from rayloop.cli import main as run
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

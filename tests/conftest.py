@@ -11,7 +11,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from rayloop.cluster.cli import SPINS
+from rayloop.cli import SPINS
 from tests.support import hermetic
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -69,13 +69,13 @@ QUESTIONS = {
         {
             "partial": (
                 "evaluation.every=5",
-                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
+                "algorithm.filtering={ranking: fifo, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'rayloop.benchmarks.evidence.ablations:Members'}]}",
             ),
-            "none": ("algorithm.filtering={filters: [], ranking: issue}", "steps=100"),
+            "none": ("algorithm.filtering={filters: [], ranking: fifo}", "steps=100"),
             "whole group": (
                 "evaluation.every=5",
-                "algorithm.filtering={ranking: issue, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
+                "algorithm.filtering={ranking: fifo, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
                 "{use: 'rayloop.benchmarks.evidence.ablations:WholeGroup'}]}",
             ),
             "partial, ranked": (

@@ -47,7 +47,7 @@ def evidence(folder: Path) -> dict[str, Any]:
         "train_seconds": train_seconds,
         "steps": len(metrics),
         "median_step_seconds": round(steps[len(steps) // 2], 2),
-        "parity": next(e["mean"] for e in events if e["event"] == "parity"),
+        "logprob_check": next(e["mean"] for e in events if e["event"] == "logprob_check"),
         "reward_by_step": [round(m["reward/mean"], 4) for m in metrics],
         "held_out_before": scores[0],
         "held_out_after": scores[-1],

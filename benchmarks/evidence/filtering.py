@@ -21,17 +21,17 @@ import numpy as np
 from rayloop.benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from rayloop.core.background import background
 from rayloop.core.groups import Group
-from rayloop.core.types import PlayRequest, Version
+from rayloop.core.types import RolloutRequest, Version
 
 RESULT = Path(__file__).with_suffix(".json")
 STEPS, SEEDS, FEATURES, ANSWERS = 100, range(6), 16, 8
 LEVELS = {0.01: 0.50, 0.05: 0.65}
 """By learning rate, the held-out success whose price is asked for."""
-PLAIN: dict[str, Any] = {"filters": [], "ranking": "issue"}
+PLAIN: dict[str, Any] = {"filters": [], "ranking": "fifo"}
 Curve = list[tuple[int, int, float]]
 ARMS: dict[str, dict[str, Any]] = {
     "neither": PLAIN,
-    "filter": {"ranking": "issue"},
+    "filter": {"ranking": "fifo"},
     "filter, ranking": {},
     "filter, ranking, twice as many played": {"groups_per_generation": 2 * GROUPS},
 }
@@ -60,7 +60,7 @@ class Learning(World):
         """Over the held-out tasks."""
         return float(self.chances(self.held_out)[np.arange(len(self.held_out)), self.right[self.held_out]].mean())
 
-    def reward(self, request: PlayRequest) -> float:
+    def reward(self, request: RolloutRequest) -> float:
         task = self.index(request.task.id)
         answer = int(np.random.default_rng(request.seed).choice(ANSWERS, p=self.chances(task)))
         self.said[request.id.group, request.id.sample] = answer
@@ -87,16 +87,16 @@ class Learning(World):
     async def learn(self) -> Curve:
         """(answers generated so far, answers trained so far, held-out success) after each step."""
         points, trained = [(0, 0, self.success())], 0
-        async with background(self.production.run(self, self.finish)):
+        async with background(self.rollouts.run(self, self.finish)):
             for step in range(1, STEPS + 1):
-                groups = (await self.production.collect(self.version, {})).groups
+                groups = (await self.rollouts.collect(self.version, {})).groups
                 self.update(groups, step)
-                self.production.ready.settle_trained(groups)
+                self.rollouts.ready.settle_trained(groups)
                 trained += sum(len(group.kept) for group in groups)
                 self.version = Version(1, step)
-                self.production.published(self.version)
+                self.rollouts.synced(self.version)
                 points.append((self.ledger.counts()["issued"], trained, self.success()))
-        self.production.close()
+        self.rollouts.close()
         return points
 
 

@@ -27,11 +27,11 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
 from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, PlayRequest, Summary, Version
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.production.production import Production
+from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows
 
@@ -40,7 +40,7 @@ TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128
 SIGMA, CUT, LONG = 0.8, 6.0, 2.0
 """Spread of the logarithm; the longest and what counts as a long episode, in means."""
 TRAINING = 0.3
-"""Means that a step of the trainer and its publication take."""
+"""Means that a step of the trainer and its weight update take."""
 WARM = 10
 """Steps that are left out at the beginning."""
 BOUNDS, SHARED = (1, 2, 4, 8), (0.0, 0.7)
@@ -82,8 +82,8 @@ class World:
         })  # fmt: skip
         self.shared, self.uniform = shared, uniform
         self.ledger, self.version = Ledger(), Version(1, 0)
-        self.production = Production(self.config, self.ledger, training_rows(self.config, self), self)
-        self.production.published(self.version)
+        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, self), self)
+        self.rollouts.synced(self.version)
         self.slots = asyncio.Semaphore(SLOTS)
         self.lengths: dict[int, list[float]] = {}
         """Of each group's episodes, in means."""
@@ -93,10 +93,10 @@ class World:
     def bad_row(self, failure: DataFailure) -> None:
         raise failure
 
-    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
+    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, partial(begins, request)) for request in asked))
 
-    async def _episode(self, request: PlayRequest, begins: Callable[[], None]) -> Member:
+    async def _episode(self, request: RolloutRequest, begins: Callable[[], None]) -> Member:
         drawn = random.Random(derive(request.id.group, request.id.sample))
         of_task = random.Random(request.id.group).gauss(0, 1)
         z = math.sqrt(self.shared) * of_task + math.sqrt(1 - self.shared) * drawn.gauss(0, 1)
@@ -112,14 +112,14 @@ class World:
         )  # fmt: skip
         return Member(summary, Scored(self.reward(request)))
 
-    def reward(self, request: PlayRequest) -> float:
+    def reward(self, request: RolloutRequest) -> float:
         """What an answer earns. All of a group fail in a share ``uniform`` of the groups, which the filter removes."""
         if random.Random(derive("uniform", request.id.group)).random() < self.uniform:
             return 0.0
         return float(random.Random(derive("reward", request.id.group, request.id.sample)).random() < 0.5)
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
@@ -129,29 +129,29 @@ class World:
         lags: list[int] = []
         clock = asyncio.get_running_loop().time
         began = 0.0
-        async with background(self.production.run(self, self.finish)):
+        async with background(self.rollouts.run(self, self.finish)):
             for step in range(steps):
                 began = clock() if step == WARM else began
-                groups = (await self.production.collect(self.version, {})).groups
+                groups = (await self.rollouts.collect(self.version, {})).groups
                 await asyncio.sleep(TRAINING)
-                self.production.ready.settle_trained(groups)
+                self.rollouts.ready.settle_trained(groups)
                 self.ledger.check()
-                taken += [(group.issue, [m.summary.id.sample for m in group.kept]) for group in groups]
+                taken += [(group.number, [m.summary.id.sample for m in group.kept]) for group in groups]
                 if step >= WARM:
                     lags += [self.version.step - m.summary.first_version.step for g in groups for m in g.kept]
                 self.version = Version(1, step + 1)
-                self.production.published(self.version)
+                self.rollouts.synced(self.version)
             ended = clock()
         return {
             "steps_per_mean": round((steps - WARM) / (ended - began), 3),
             "lag": round(mean(lags), 2),
-            **self._fates(dict(taken)),
+            **self._statuses(dict(taken)),
         }
 
-    def _fates(self, trained: dict[int, list[int]]) -> dict[str, float]:
+    def _statuses(self, trained: dict[int, list[int]]) -> dict[str, float]:
         """Whom the steps trained, over the groups issued after the warm steps' worth and before the first that is not final."""
-        live = [*self.production.in_flight, *(group.issue for group in self.production.ready.groups)]
-        window = range(WARM * GROUPS, min(live, default=self.production.issuer.next_number + 1))
+        live = [*self.rollouts.in_flight, *(group.number for group in self.rollouts.ready.groups)]
+        window = range(WARM * GROUPS, min(live, default=self.rollouts.scheduler.next_number + 1))
         issued = [length for number in window for length in self.lengths[number]]
         taken = [self.lengths[number][sample] for number in window for sample in trained.get(number, ())]
         counts = self.ledger.counts()
@@ -178,7 +178,7 @@ def simulate(
         staleness = {"max_staleness": max_staleness, "when_late": when_late}
         world = World(Path(folder), shared, uniform, staleness=staleness, filtering={"max_generation_batches": 8, **filtering})
         found = runner.run(world.run(steps))
-        world.production.close()
+        world.rollouts.close()
     return {"max_staleness": max_staleness, "when_late": when_late, "shared": shared, "uniform": uniform, **filtering, **found}
 
 

@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 
 
 def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
-    """Start rayloop's engine, load weights as a publication does, and generate."""
+    """Start rayloop's engine, load weights as a weight update does, and generate."""
     os.environ |= variables
     from rayloop.core.types import Sampling, TokenPrompt, Version
     from rayloop.engines.generation.build import Place as Where

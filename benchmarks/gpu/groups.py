@@ -10,7 +10,7 @@ from rayloop.benchmarks.gpu.result import Found, Place, Skipped, attempt
 
 Backend = Literal["gloo", "nccl"]
 TIMEOUT = 10.0
-"""Seconds that a member waits, as ``publish.transport.timeout``."""
+"""Seconds that a member waits, as ``weight_sync.transport.timeout``."""
 LIMIT = 90.0
 """Seconds after which a member that still waits counts as hanging."""
 
@@ -129,9 +129,9 @@ def _sends(mib: int, pipe: Any, done: Any) -> dict[str, float]:
     tensors = {f"tensor.{n}": torch.randn(mib * 2**20 // 64 // 2).bfloat16() for n in range(64)}
     sender = transport(CudaIpcTransport(), "").sender("127.0.0.1")
     began = time.perf_counter()
-    publication = sender.pack(Version(0, 0), tensors)
+    update = sender.pack(Version(0, 0), tensors)
     seconds = time.perf_counter() - began
-    pipe.send((publication.manifest, publication.source))
+    pipe.send((update.manifest, update.source))
     done.wait(LIMIT)
     return {"pack_s": round(seconds, 3)}
 

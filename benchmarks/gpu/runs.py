@@ -29,16 +29,16 @@ GPU = [
 CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
 RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'rayloop.benchmarks.gpu.spread:spread'}"]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
-TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "publish.self_test=false", "publish.probes=1"]
+TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.self_test=false", "weight_sync.probes=1"]
 
 
 def whole(place: Place) -> Found:
-    """The quickstart on one GPU: parity, self-test and three steps; without a GPU, its engine and transport."""
+    """The quickstart on one GPU: log-prob check, self-test and three steps; without a GPU, its engine and transport."""
     yield "quickstart", attempt(lambda: run(place, "quickstart", "cuda_ipc", None))
 
 
-def publication(place: Place) -> Found:
-    """A model of 3B's shape through both transports: seconds of every publication, which is all that differs."""
+def weight_update(place: Place) -> Found:
+    """A model of 3B's shape through both transports: seconds of every weight update, which is all that differs."""
     folder = models.vlm(place)
     for kind in ("cuda_ipc", "object_store"):
         yield kind, attempt(lambda k=kind: run(place, "3B", k, folder))  # type: ignore[misc]
@@ -49,7 +49,7 @@ def run(place: Place, name: str, kind: str, model: Path | None) -> dict[str, Any
     import torch
 
     gpu = torch.cuda.is_available()
-    own = [*GPU, CACHE[name], f"publish.transport.kind={kind}"] if gpu else []
+    own = [*GPU, CACHE[name], f"weight_sync.transport.kind={kind}"] if gpu else []
     own += [] if model is None else [f"model.path={model}", *RANDOM]
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "rayloop", "train", CONFIG, *SHORT, *own, *(TINY if place.tiny else []),
@@ -65,7 +65,7 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
     """Seconds of each part of the steps, and what the proofs at the start found."""
     events, steps = list(folder.events), list(folder.metrics)
     proofs = [{key: value for key, value in event.items() if key not in ("schema_version", "time")} for event in events
-              if event["event"] in ("parity", "self_test", "started")]  # fmt: skip
+              if event["event"] in ("logprob_check", "self_test", "started")]  # fmt: skip
     timings = sorted({name for step in steps for name in step if name.startswith("timing_s/")})
     return {
         "proofs": proofs,

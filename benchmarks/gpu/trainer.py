@@ -1,4 +1,4 @@
-"""The trainer on a vision model of 3B's shape: memory, speed, waits for the device, packing, and what a publication needs of it."""
+"""The trainer on a vision model of 3B's shape: memory, speed, waits for the device, packing, and what a weight update needs of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def probe(place: Place) -> Found:
     group = items[: 2 if place.tiny else 8]
     yield "waits in an update of one micro-batch", attempt(lambda: _waits(folder, group))
     yield "packed and shared against one by one", attempt(lambda: _packing(folder, group))
-    yield "what a publication and a checkpoint need", attempt(lambda: _publication(folder, group))
+    yield "what a weight update and a checkpoint need", attempt(lambda: _weight_update(folder, group))
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _packing(folder: Path, items: list[TrainItem]) -> dict[str, Any]:
     return {**found, "logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
 
 
-def _publication(folder: Path, items: list[TrainItem]) -> dict[str, Any]:
+def _weight_update(folder: Path, items: list[TrainItem]) -> dict[str, Any]:
     """Seconds of perturbing and restoring each part, of an export, of saving and of loading; whether what was restored is equal."""
     found: dict[str, Any] = {}
     with _trainer(folder, 16_384) as trainer, tempfile.TemporaryDirectory() as saved:

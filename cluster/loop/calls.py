@@ -22,11 +22,11 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
-from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
+from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
 from rayloop.core.references import Ref
-from rayloop.core.types import PlayRequest, Summary, Trajectory
+from rayloop.core.types import RolloutRequest, Summary, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT
-from rayloop.production.blame import Blame
+from rayloop.rollout.blame import Blame
 
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
@@ -48,11 +48,11 @@ class Answer:
 
     environment: Lease[EnvironmentActor]
     engine: Lease[RolloutActor]
-    results: list[PlayFailed | Played]
+    results: list[RolloutFailed | Played]
     lost: bool = False
 
 
-class PlayCalls:
+class RolloutCalls:
     """Leases count episodes, in both pools, until their call has ended."""
 
     def __init__(self, services: Services, driver: Handle[LeasesEngines], timeout: float, blame: Blame) -> None:
@@ -60,7 +60,7 @@ class PlayCalls:
         self._services, self._driver, self._timeout, self.blame = services, driver, timeout, blame
         self._engines: dict[str, int] = {}
 
-    async def play(self, requests: Sequence[PlayRequest], avoid: Avoid) -> Answer:
+    async def play(self, requests: Sequence[RolloutRequest], avoid: Avoid) -> Answer:
         """Play episodes of a group, on an environment actor and an engine that are not to be avoided if there are others."""
         environments, rollout = self._services.environment, self._services.rollout
         group, count = requests[0].id.group, len(requests)
@@ -73,7 +73,7 @@ class PlayCalls:
         self._engines.update((_key(request), engine.worker) for request in requests)
         self.blame.begins(group, lease.worker)
         answer, *payloads = submit_split(lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver)
-        said: Sequence[Summary | PlayFailed] = ()
+        said: Sequence[Summary | RolloutFailed] = ()
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
             said = await with_deadline(self._timeout + MARGIN, answer, what, lease.handle)
@@ -89,9 +89,9 @@ class PlayCalls:
             self._release(requests, lease, said)
         self._assign_blame(requests, lease, said)
         results = zip(said, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
-        return Answer(lease, engine, [one if isinstance(one, PlayFailed) else (one, ref) for one, ref in results])
+        return Answer(lease, engine, [one if isinstance(one, RolloutFailed) else (one, ref) for one, ref in results])
 
-    def _release(self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]) -> None:
+    def _release(self, requests: Sequence[RolloutRequest], lease: Lease[Any], said: Sequence[Summary | RolloutFailed]) -> None:
         """A call that went well in part went well for its environment actor: one that cannot play plays nothing. Engines answer for
         each episode."""
         wells = [_went_well(one) for one in said] or [(None, None)] * len(requests)
@@ -101,29 +101,29 @@ class PlayCalls:
         for request, (_, served) in sorted(zip(requests, wells, strict=True), key=lambda pair: pair[1][1] is True):
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
-    def _assign_blame(self, requests: Sequence[PlayRequest], lease: Lease[Any], said: Sequence[Summary | PlayFailed]) -> None:
+    def _assign_blame(self, requests: Sequence[RolloutRequest], lease: Lease[Any], said: Sequence[Summary | RolloutFailed]) -> None:
         """Failures first: an actor on which some of a group went well is not sick."""
         for request, one in zip(requests, said, strict=True):
-            if isinstance(one, PlayFailed) and one.own and one.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
+            if isinstance(one, RolloutFailed) and one.own and one.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE:
                 self.environment_failed(request, lease, one)
         for one in said:
-            if not isinstance(one, PlayFailed):
+            if not isinstance(one, RolloutFailed):
                 self.blame.succeeded(lease.worker)
 
-    def _lost(self, requests: Sequence[PlayRequest], lease: Lease[Any], error: Exception) -> list[PlayFailed]:
+    def _lost(self, requests: Sequence[RolloutRequest], lease: Lease[Any], error: Exception) -> list[RolloutFailed]:
         """The episodes' actor is gone. It was their own doing unless it was ended because of another one."""
         pool, why = self._services.environment, f"the environment actor was lost: {brief(error)}"
         if is_spent(error):
             pool.retire(lease.worker, brief(error))
         own = lease.worker not in pool.ended
         outcome, hung = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, why), isinstance(error, WorkerLost)
-        failed = [PlayFailed(request.id, request.attempt, outcome, own=own, hung=hung) for request in requests]
+        failed = [RolloutFailed(request.id, request.attempt, outcome, own=own, hung=hung) for request in requests]
         if own:
             self.environment_failed(requests[0], lease, failed[0])
             pool.lost(lease.worker, error)
         return failed
 
-    def environment_failed(self, request: PlayRequest, lease: Lease[Any], failed: PlayFailed) -> None:
+    def environment_failed(self, request: RolloutRequest, lease: Lease[Any], failed: RolloutFailed) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
         pool, why, ids = self._services.environment, failed.outcome.reason, (request.id.group, request.task.id)
         sick = self.blame.failed(*ids, lease.worker, pool.place(lease), why, hung=failed.hung, contained=failed.contained)
@@ -143,20 +143,20 @@ class PlayCalls:
         return lease
 
 
-def _key(request: PlayRequest) -> str:
+def _key(request: RolloutRequest) -> str:
     return f"{request.id}@{request.attempt}"
 
 
-def _named(requests: Sequence[PlayRequest]) -> str:
+def _named(requests: Sequence[RolloutRequest]) -> str:
     """Of one call, for people."""
     if len(requests) == 1:
         return f"episode {_key(requests[0])}"
     return f"episodes {_key(requests[0])} to {_key(requests[-1])}"
 
 
-def _went_well(said: Summary | PlayFailed) -> tuple[bool | None, bool | None]:
+def _went_well(said: Summary | RolloutFailed) -> tuple[bool | None, bool | None]:
     """Whether an episode says that its environment actor, and its engine, do their work; None where it says nothing."""
-    if not isinstance(said, PlayFailed):
+    if not isinstance(said, RolloutFailed):
         return True, True
     bad = said.outcome.kind is UnscoredKind.BAD_DATA
     return (False, None) if said.own else (None, False if bad else None)

@@ -17,14 +17,14 @@ from rayloop.core.failures import (
     CheckpointError,
     Diverged,
     LedgerError,
+    LogprobMismatch,
     MachineFailed,
     NotSaved,
-    ParityError,
     Preempted,
-    PublicationError,
     RayloopError,
     RunTaken,
     Unforeseen,
+    WeightSyncError,
 )
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Version
@@ -34,7 +34,7 @@ from rayloop.run.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
-SUSPECT = (Diverged, LedgerError, ParityError, PublicationError, AlarmStopped, RunTaken)
+SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped, RunTaken)
 """Ends after which neither weights nor accounts are to be trusted, or which leave the run to another process: a resume shall
 start from what was saved before."""
 

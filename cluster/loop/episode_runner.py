@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.loop.calls import Answer, Avoid, PlayCalls, Played
+from rayloop.cluster.loop.calls import Answer, Avoid, Played, RolloutCalls
 from rayloop.cluster.loop.scoring import Scoring
 from rayloop.cluster.roles.services import Services
 from rayloop.core import incidents
-from rayloop.core.events import Tell
-from rayloop.core.groups import Group, Member, PlayFailed, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, PlayRequest, Summary, Task, Version
-from rayloop.production.blame import Blame
-from rayloop.production.concurrency import ConcurrencyLimit
+from rayloop.core.events import Emit
+from rayloop.core.groups import Group, Member, RolloutFailed, Unscored, UnscoredKind
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, Version
+from rayloop.rollout.blame import Blame
+from rayloop.rollout.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
 
 T = TypeVar("T")
-Begins = Callable[[PlayRequest], None]
+Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
 """What is told of a task, the file at fault and the reason."""
 SPARED = 10
@@ -40,16 +40,16 @@ class _Episode:
     """An episode until it is ``over``: it was played, or ``failed`` for good. ``attempt``: the number of the next one; ``paid``:
     those that it has to answer for; ``doubted``: who said that its data is bad, and what."""
 
-    request: PlayRequest
-    failed: PlayFailed
+    request: RolloutRequest
+    failed: RolloutFailed
     played: Played | None = None
     over: bool = False
     attempt: int = 0
     paid: int = 0
     avoid: Avoid = field(default_factory=Avoid)
-    doubted: list[tuple[Lease[Any], PlayFailed]] = field(default_factory=list)
+    doubted: list[tuple[Lease[Any], RolloutFailed]] = field(default_factory=list)
 
-    def next(self) -> PlayRequest:
+    def next(self) -> RolloutRequest:
         """Of the next attempt: it keeps sample index and seed."""
         return dataclasses.replace(self.request, attempt=self.attempt)
 
@@ -62,7 +62,7 @@ class EpisodeRunner:
         config: RunConfig,
         services: Services,
         driver: Handle[LeasesEngines],
-        tell: Tell,
+        emit: Emit,
         on_bad_data: BadData | None = None,
         blame: Blame | None = None,
     ) -> None:
@@ -73,20 +73,20 @@ class EpisodeRunner:
         self.evaluation: tuple[int, int] | None = None
         """Answers there and asked for, during an evaluation."""
         self.admission = ConcurrencyLimit()
-        self._tell, self._bad_data = tell, on_bad_data or self.tell_bad_data
+        self._emit, self._bad_data = emit, on_bad_data or self.emit_bad_data
         self.blame = blame or Blame(config.environment)
-        self._calls = PlayCalls(services, driver, config.environment.episode_timeout, self.blame)
-        self._scoring = Scoring(config.reward, services, tell)
+        self._calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.blame)
+        self._scoring = Scoring(config.reward, services, emit)
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
-    def tell_bad_data(self, task: Task, path: str, reason: str) -> None:
+    def emit_bad_data(self, task: Task, path: str, reason: str) -> None:
         """An event, for tasks that nobody trains on: their ids say nothing about tasks of the training file."""
-        self._tell(incidents.BadData(task.id, path, why=reason))
+        self._emit(incidents.BadData(task.id, path, why=reason))
 
     async def play(
-        self, asked: Sequence[PlayRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
+        self, asked: Sequence[RolloutRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
     ) -> list[Member]:
         """Play and score episodes of one group, which have one task. ``step`` is the one that they are meant for; ``begins`` is
         called at each attempt, when the episode is let into the engines: no token of it was sampled before; ``bad_data`` instead
@@ -99,15 +99,15 @@ class EpisodeRunner:
         members = await asyncio.gather(*(self._play(part, step, begins, bad_data) for part in parts))
         return [member for part in members for member in part]
 
-    async def _play(self, asked: Sequence[PlayRequest], step: int, begins: Begins, bad_data: BadData | None) -> list[Member]:
+    async def _play(self, asked: Sequence[RolloutRequest], step: int, begins: Begins, bad_data: BadData | None) -> list[Member]:
         self.playing += len(asked)
         try:
             played = await self.episodes(asked, begins, bad_data)
-            payloads = [one[1] for one in played if not isinstance(one, PlayFailed)]
+            payloads = [one[1] for one in played if not isinstance(one, RolloutFailed)]
             outcomes = iter(await self._scoring.score(payloads, asked[0].task, step) if payloads else ())
             return [
                 Member(_no_summary(request, one), one.outcome)
-                if isinstance(one, PlayFailed)
+                if isinstance(one, RolloutFailed)
                 else Member(one[0], next(outcomes), one[1])
                 for request, one in zip(asked, played, strict=True)
             ]
@@ -122,11 +122,11 @@ class EpisodeRunner:
     # Attempts ------------------------------------------------------------------------------------------------------
 
     async def episodes(
-        self, asked: Sequence[PlayRequest], begins: Begins = lambda request: None, bad_data: BadData | None = None
-    ) -> list[PlayFailed | Played]:
+        self, asked: Sequence[RolloutRequest], begins: Begins = lambda request: None, bad_data: BadData | None = None
+    ) -> list[RolloutFailed | Played]:
         """What becomes of episodes of one group: played, if need be again elsewhere while infrastructure fails."""
         never = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played")
-        episodes = [_Episode(request, PlayFailed(request.id, 0, never)) for request in asked]
+        episodes = [_Episode(request, RolloutFailed(request.id, 0, never)) for request in asked]
 
         async def together(part: Sequence[_Episode]) -> None:
             lost = await self._attempt(part, begins, bad_data)
@@ -158,7 +158,7 @@ class EpisodeRunner:
             answer = await self._calls.play([episode.next() for episode in episodes], episodes[0].avoid)
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
-            if isinstance(result, PlayFailed):
+            if isinstance(result, RolloutFailed):
                 shared = answer.lost and len(episodes) > 1
                 self._failed(episode, result, answer, shared, bad_data or self._bad_data)
             else:
@@ -166,7 +166,7 @@ class EpisodeRunner:
                 episode.played, episode.over = result, True
         return answer.lost
 
-    def _failed(self, episode: _Episode, failed: PlayFailed, answer: Answer, shared: bool, tell: BadData) -> None:
+    def _failed(self, episode: _Episode, failed: RolloutFailed, answer: Answer, shared: bool, emit: BadData) -> None:
         """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``.
 
         It does not pay for one that was ended on account of another episode, or lost with an actor that any of its call may have
@@ -177,14 +177,14 @@ class EpisodeRunner:
         if bad := failed.outcome.kind is UnscoredKind.BAD_DATA:
             episode.doubted.append((answer.environment if failed.own else answer.engine, failed))
             if self._confirmed(episode.doubted):
-                tell(episode.request.task, failed.path, why)
+                emit(episode.request.task, failed.path, why)
                 episode.over = True
                 return
             episode.avoid.engines.add(answer.engine.slot)
         elif failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
             episode.over = True
             return
-        self._tell(incidents.EpisodeFailed(str(episode.request.id), failed.attempt, why=why))
+        self._emit(incidents.EpisodeFailed(str(episode.request.id), failed.attempt, why=why))
         episode.avoid.environments.add(answer.environment.slot)
         spared = not failed.own and answer.environment.worker in self.services.environment.ended
         episode.paid += bad or not (spared or shared)
@@ -195,7 +195,7 @@ class EpisodeRunner:
             or episode.attempt >= attempts + SPARED
         )
 
-    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], PlayFailed]]) -> bool:
+    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], RolloutFailed]]) -> bool:
         """Whether as many actors found the data bad as can be asked, up to two; on two nodes, where those roles are on several."""
         pools = {own: self.services.environment if own else self.services.rollout for own in {f.own for _, f in doubted}}
         if len({node for pool in pools.values() for node in pool.homes}) > 1:
@@ -218,7 +218,7 @@ class EpisodeRunner:
         return await self._scoring.describe(group)
 
 
-def _no_summary(request: PlayRequest, failed: PlayFailed) -> Summary:
+def _no_summary(request: RolloutRequest, failed: RolloutFailed) -> Summary:
     """The summary of an episode that produced nothing."""
     nothing = Version(0, 0)
     return Summary(

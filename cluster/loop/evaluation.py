@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, PlayRequest, TrajectoryId
+from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId
 from rayloop.measure.controls import Item
-from rayloop.production.concurrency import ConcurrencyLimit
+from rayloop.rollout.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
@@ -37,7 +37,7 @@ async def play(
         requests = [_request(config, asked[index], TrajectoryId(group, n)) for n, index in enumerate(indices)]
         async with gate.room(len(indices)):
             try:
-                members = await player.play(requests, step, bad_data=player.tell_bad_data)
+                members = await player.play(requests, step, bad_data=player.emit_bad_data)
             finally:
                 player.blame.forget(group)
         for member in members:
@@ -64,9 +64,9 @@ def _together(asked: Sequence[Play]) -> list[list[int]]:
     return list(found.values())
 
 
-def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> PlayRequest:
+def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> RolloutRequest:
     seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
-    return PlayRequest(asked.task, id, 0, seed, asked.sampling)
+    return RolloutRequest(asked.task, id, 0, seed, asked.sampling)
 
 
 def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:

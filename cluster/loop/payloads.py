@@ -10,7 +10,7 @@ from rayloop.actors.fates import object_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.types import TrajectoryId
-from rayloop.production.plain import Held, Plain, filled, held
+from rayloop.rollout.plain import Held, Plain, filled, held
 
 
 async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:

@@ -14,7 +14,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import bounded
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
-from rayloop.core.protocols import Sums
+from rayloop.core.protocols import Checksums
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
 
@@ -22,10 +22,10 @@ from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, co
 class Saves(Protocol):
     """The policy (``PolicyGroup``)."""
 
-    async def save(self, folder: str) -> Sums:
+    async def save(self, folder: str) -> Checksums:
         """Write what the ranks hold."""
 
-    async def save_beside(self, folder: str, copied: asyncio.Event) -> Sums:
+    async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
         """The same from a copy, while they go on from ``copied`` being set."""
 
 
@@ -44,11 +44,11 @@ class Step:
 class Saving:
     """``saved``: what was saved last. ``failed``: saves in a row that could not be written."""
 
-    def __init__(self, store: CheckpointStore, tell: Callable[[Event, int], None], *, beside: bool, timeout: float) -> None:
+    def __init__(self, store: CheckpointStore, emit: Callable[[Event, int], None], *, beside: bool, timeout: float) -> None:
         """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take."""
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0
-        self._store, self._tell, self._beside, self._timeout = store, tell, beside, timeout
+        self._store, self._emit, self._beside, self._timeout = store, emit, beside, timeout
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
@@ -110,9 +110,9 @@ class Saving:
             saved = await self._store.save(number, await step.state(), write, step.about, best=step.best)
         except CheckpointError as error:
             self.failed += 1
-            self._tell(incidents.CheckpointFailed(self.failed, why=str(error)), number)
+            self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)
             if self.failed > FAILED_SAVES or step.last:
                 raise
             return
         self.failed, self.saved = 0, (step.version, saved)
-        self._tell(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), number)
+        self._emit(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), number)

@@ -13,7 +13,7 @@ from rayloop.actors.reward import RewardActor
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import Services
 from rayloop.core import incidents
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
 from rayloop.core.references import Ref
@@ -25,8 +25,8 @@ from rayloop.run.folder import RolloutRecord
 class Scoring:
     """One call scores what was played together. One that is made again elsewhere may score twice, which costs nothing but time."""
 
-    def __init__(self, settings: RewardSettings, services: Services, tell: Tell) -> None:
-        self._settings, self._services, self._tell = settings, services, tell
+    def __init__(self, settings: RewardSettings, services: Services, emit: Emit) -> None:
+        self._settings, self._services, self._emit = settings, services, emit
 
     async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
         """One outcome per payload. An actor around which something fails (a full disk) has not the last word: another one is asked
@@ -72,7 +72,7 @@ class Scoring:
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):
                 raise
-            self._tell(incidents.RolloutsNotWritten(group.issue, why=brief(error)))
+            self._emit(incidents.RolloutsNotWritten(group.number, why=brief(error)))
             return [], {}
 
 

@@ -15,7 +15,7 @@ from rayloop.actors.base import Actor, dump
 from rayloop.actors.handles import Handle, submit
 from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Wait
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import Stalled
 from rayloop.run.lifetime import RecoverySettings
 
@@ -32,7 +32,7 @@ LATE, ROUND = 4.0, 4.0
 
 
 async def watch(
-    settings: RecoverySettings, phase: Callable[[], str], tell: Tell, folder: Path
+    settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path
 ) -> None:  # fmt: skip
     """Report a stall after ``stall_report`` seconds, again after twice as long, and so on.
 
@@ -52,11 +52,11 @@ async def watch(
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
         written = _written(file, await _stacks(waiting))
-        tell(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=written))
+        emit(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=written))
         due = 2 * due
 
 
-async def watch_liveness(tell: Tell) -> None:
+async def watch_liveness(emit: Emit) -> None:
     """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered.
 
     An actor answers while it computes (``GROUPS`` of actors/base.py). An actor that is still starting is not asked.
@@ -71,7 +71,7 @@ async def watch_liveness(tell: Tell) -> None:
         silent = {actor: wait for (actor, wait), here in zip(oldest.items(), there, strict=True) if not here}
         for actor, wait in silent.items():
             if actor not in reported:
-                tell(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
+                emit(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
         reported = set(silent)
 
 

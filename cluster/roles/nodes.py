@@ -15,7 +15,7 @@ from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.roles.session import room
 from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ pool's workers; the policy has none, and tells of its loss by itself."""
 class Nodes:
     """``rows``: what the cluster says of its nodes, as ``ray.nodes``."""
 
-    def __init__(self, tell: Tell, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
-        self._tell, self._read = tell, rows
+    def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
+        self._emit, self._read = emit, rows
         self._there: dict[str, Counter[str]] = {}
         self._residents: list[tuple[str, Evict]] = []
         self._rows: dict[str, Mapping[str, Any]] = {}
@@ -119,7 +119,7 @@ class Nodes:
         name = self.name(node)
         why = f"its node {name} was lost"
         workers = {role: found for role, evict in self._residents if (found := evict(node, why))}
-        self._tell(incidents.NodeLost(name, node, roles, workers))
+        self._emit(incidents.NodeLost(name, node, roles, workers))
 
     def name(self, node: str) -> str:
         """For people: its host name and address; "" of the node "", which is not known."""
@@ -149,7 +149,7 @@ class Nodes:
         times = self._failures[node] = [*self._failures.get(node, ()), now][-FAILURES:]
         if len(times) == FAILURES and now - times[0] <= HOUR:
             if not self.bad(node):
-                self._tell(incidents.NodeAvoided(self.name(node), node, FAILURES))
+                self._emit(incidents.NodeAvoided(self.name(node), node, FAILURES))
             self._until[node] = now + AVOIDED
 
     def avoids(self) -> bool:

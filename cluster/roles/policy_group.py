@@ -16,7 +16,7 @@ from rayloop.cluster.roles.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member
-from rayloop.core.protocols import Sums
+from rayloop.core.protocols import Checksums
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.computing import Computing
@@ -26,7 +26,7 @@ from rayloop.grpo.staleness import lag
 from rayloop.launch.budget import Budget
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,12 +229,12 @@ class PolicyGroup:
             sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
         )  # fmt: skip
 
-    async def export(self, version: Version) -> Publication[Any]:
-        """Gather the weights. The publication's source is a *reference*, owned by the driver."""
+    async def export(self, version: Version) -> WeightUpdate[Any]:
+        """Gather the weights. The weight update's source is a *reference*, owned by the driver."""
         exports = [submit_pair(rank, PolicyRank.export, version) for rank in self.ranks]
         manifest, *_ = await self._answers("export", [manifest for manifest, _ in exports])
         assert manifest is not None, "the first rank gathers"
-        return Publication(manifest, exports[0][1])
+        return WeightUpdate(manifest, exports[0][1])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank. Raises what it raises."""
@@ -257,18 +257,18 @@ class PolicyGroup:
         """Let each rank leave a sign in the folder ``probe``: None, or its machine where that is not seen in so many seconds."""
         return await self._all(PolicyRank.shares, probe, within)
 
-    async def save(self, folder: str) -> Sums:
+    async def save(self, folder: str) -> Checksums:
         """Write the trainer's state into a folder that all ranks see. Returns name -> sum of all that they have written."""
         return {name: sum for files in await self._all(PolicyRank.save, folder) for name, sum in files.items()}
 
-    async def save_beside(self, folder: str, copied: asyncio.Event) -> Sums:
+    async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
         """The same while training goes on, from ``copied`` being set."""
         await self._all(PolicyRank.begin_save, folder)
         copied.set()
         written = await self._all(PolicyRank.finish_save, self.settings.step_timeout)
         return {name: sum for files in written for name, sum in files.items()}
 
-    async def load(self, folder: str, sums: Sums) -> None:
+    async def load(self, folder: str, sums: Checksums) -> None:
         """Take over what ``save`` wrote; ``sums`` is what it returned, as far as that is known. Raises Damaged."""
         await self._all(PolicyRank.load, folder, sums)
 

@@ -24,7 +24,7 @@ from rayloop.cluster.roles.nodes import Nodes
 from rayloop.cluster.roles.worker import Worker
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost, WorkerStartFailed
 from rayloop.core.references import Ref
 from rayloop.run.lifetime import RecoverySettings
@@ -61,7 +61,7 @@ class Pool(Generic[A]):
         size: int,
         spawn: Callable[[int], Handle[A]],
         settings: RecoverySettings,
-        tell: Tell,
+        emit: Emit,
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
         nodes: Nodes | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Pool(Generic[A]):
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
         self._leases = 0
-        self._spawn, self._admit, self._tell, self._nodes = spawn, admit, tell, nodes
+        self._spawn, self._admit, self._emit, self._nodes = spawn, admit, emit, nodes
         if nodes is not None:
             nodes.add(self._evict, role)
         self._serial = 0
@@ -97,7 +97,7 @@ class Pool(Generic[A]):
                 if not left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
                 serial = self._serial if worker is None else worker.serial
-                self._tell(incidents.ReplacementFailed(self.role, serial, brief(error), self._where(worker)))
+                self._emit(incidents.ReplacementFailed(self.role, serial, brief(error), self._where(worker)))
 
     def _made(self, slot: int) -> Worker[A]:
         self._serial += 1
@@ -207,7 +207,7 @@ class Pool(Generic[A]):
         ray.kill(worker.handle)
         self._losses.lost(worker.slot, why)
         if not told:
-            self._tell(incidents.WorkerLost(self.role, serial, str(why), self._where(worker)))
+            self._emit(incidents.WorkerLost(self.role, serial, str(why), self._where(worker)))
         task = asyncio.get_running_loop().create_task(self._replace(worker, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -223,7 +223,7 @@ class Pool(Generic[A]):
             self._failure = cause(error)
             self._changed.set()
             return
-        self._tell(incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made)))
+        self._emit(incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made)))
 
     async def _costs(self, worker: Worker[A], charged: bool) -> bool:
         """Whether its replacement is one of the budget; waits until it is known what became of its node."""
@@ -251,7 +251,7 @@ class Pool(Generic[A]):
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
             self._losses.why = str(error)
-            self._tell(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
+            self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
             if worker is not None and self._nodes is not None:  # one that was not even made is no node's fault
                 self._nodes.failed(worker.node or former.node)
             return None

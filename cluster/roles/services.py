@@ -35,7 +35,7 @@ from rayloop.cluster.roles.pool import Pool, Pooled
 from rayloop.cluster.roles.shared import check_shared
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
 from rayloop.engines.computing import Computing, measured
 from rayloop.engines.settings import FsdpSettings
@@ -54,7 +54,7 @@ def actor_name(role: str) -> str:
     return f"{role}-{secrets.token_hex(3)}"
 
 
-async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], tell: Tell) -> PlacementGroup:
+async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
     """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
 
     Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
@@ -64,7 +64,7 @@ async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], 
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
     if short := _short(wanted):
-        tell(incidents.WaitingForResources(lacks=short, seconds=timeout))
+        emit(incidents.WaitingForResources(lacks=short, seconds=timeout))
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
         await with_deadline(timeout, group.ready(), f"the placement of {len(wanted)} actors")
@@ -99,17 +99,17 @@ class Services:
 
     trains = False
 
-    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
+    def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
         self.config, self.folder = config, folder
-        self._tell = tell
+        self._emit = emit
         self._engine = config.engine
         """What an engine is made with: one that comes later, with what was measured."""
         self._group: PlacementGroup | None = None
-        self.nodes = Nodes(tell)
+        self.nodes = Nodes(emit)
         self._watching: asyncio.Task[None] | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
         self.weights = f"{folder}/weights"
-        """Where transports and engines may write publications."""
+        """Where transports and engines may write weight updates."""
         self._first: dict[str, int] = {}
         for index, (role, _) in enumerate(demand(config, self.trains)):
             self._first.setdefault(role, index)
@@ -117,12 +117,12 @@ class Services:
     async def start(self, admit_engine: Callable[[Handle[RolloutActor]], Awaitable[None]]) -> None:
         """Reserve the resources and start every role. ``admit_engine`` loads the current weights into a rollout actor."""
         c, began = self.config, time.monotonic()
-        self._tell(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
-        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._tell)
+        self._emit(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
+        self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._emit)
         self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.loaded_model, self._engine, c.publish.transport, self.weights),
+            lambda options: create(RolloutActor, options, c.loaded_model, self._engine, c.weight_sync.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -141,7 +141,7 @@ class Services:
         found = await self._measure()
         kernels = "; ".join(f"{role}: {one.kernels}" for role, one in found.items() if one and one.kernels)
         sandbox = await asyncio.to_thread(held_in, c)
-        self._tell(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels, sandbox=sandbox))
+        self._emit(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels, sandbox=sandbox))
 
     async def _measure(self) -> dict[str, Computing | None]:
         """Let those that compute find out what with, while none of them computes: one role after the other. By role."""
@@ -175,7 +175,7 @@ class Services:
         def spawn(slot: int) -> Handle[A]:
             return make(self._options(role, slot, placement))
 
-        return Pool(role, size, spawn, self.config.recovery, self._tell, admit, self.nodes)
+        return Pool(role, size, spawn, self.config.recovery, self._emit, admit, self.nodes)
 
     def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
         """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
@@ -221,11 +221,11 @@ class TrainingServices(Services):
 
     trains = True
 
-    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
-        super().__init__(config, folder, tell)
+    def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
+        super().__init__(config, folder, emit)
         c = config
         settings = RankSettings(
-            c.loaded_model, c.trainer, c.policy.optimizer, c.policy.loss, c.publish.transport, self.weights, c.seed,
+            c.loaded_model, c.trainer, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks

@@ -43,7 +43,7 @@ from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.identity import pinned
 from rayloop.run.jsonl import JsonLines
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 
 CONCURRENCY = 10_000
@@ -142,11 +142,11 @@ class Evaluator(Actor):
     """The actor that owns the others during an evaluation, and writes the items."""
 
     def __init__(self, config: RunConfig, out: str) -> None:
-        publish = config.publish.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
-        self.config, self.out = config.model_copy(update={"publish": publish}), Path(out)
+        weight_sync = config.weight_sync.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
+        self.config, self.out = config.model_copy(update={"weight_sync": weight_sync}), Path(out)
         self.items, self.events = JsonLines(self.out / "items.jsonl"), EventLog(self.out / "events.jsonl")
         self.images = RolloutDump(self.out)
-        self.weights: Publication[Any] | None = None
+        self.weights: WeightUpdate[Any] | None = None
         self.why = self.trace = ""
         self.retries = 0
 
@@ -156,9 +156,9 @@ class Evaluator(Actor):
         Nor are those that were cut, before they have been played again as often as ``retries`` says. What is paid as a group is not
         played again in part. Returns why the first of these has none; "" when all have one.
         """
-        services = Services(self.config, str(self.out), self._tell)
+        services = Services(self.config, str(self.out), self._emit)
         me = ray.get_runtime_context().current_actor
-        self.player = EpisodeRunner(self.config, services, me, self._tell)
+        self.player = EpisodeRunner(self.config, services, me, self._emit)
         try:
             if not self.config.engine.own_weights:
                 self.weights = await asyncio.to_thread(self._pack)
@@ -184,17 +184,17 @@ class Evaluator(Actor):
         if self.weights is None:
             return
         loaded = submit(engine, RolloutActor.load, self.weights.manifest, self.weights.source)
-        await with_deadline(self.config.publish.timeout, loaded, "load of a rollout engine", engine)
+        await with_deadline(self.config.weight_sync.timeout, loaded, "load of a rollout engine", engine)
 
-    def _pack(self) -> Publication[Any]:
-        """The weights of ``model.path``, as a publication."""
+    def _pack(self) -> WeightUpdate[Any]:
+        """The weights of ``model.path``, as a weight update."""
         start = start_weights(self.config.model, self.config.engine.dtype)
-        return Publication(start.manifest, ray.put(start.source))
+        return WeightUpdate(start.manifest, ray.put(start.source))
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:
             self.why = self.why or f"{item.task}: {item.unscored}"
-            self._tell(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
+            self._emit(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
             return
         if item.cut and self.retries:
             return
@@ -208,9 +208,9 @@ class Evaluator(Actor):
         """The first traceback of the reward."""
         if member.outcome.trace and not self.trace:
             self.trace = member.outcome.trace
-            self._tell(grader_error(member))
+            self._emit(grader_error(member))
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.events.append(event)
 
 

@@ -21,14 +21,14 @@ from rayloop.view.words import visible
 QUIT = ("quit", "exit")
 DEFAULTS = EpisodeSettings()
 Ask = Callable[[], str | None]
-Tell = Callable[[str], None]
+Write = Callable[[str], None]
 
 
 class Pictures:
     """Shows a picture: as half blocks where the terminal has colours, else as a file in ``folder``."""
 
-    def __init__(self, folder: Path, kind: Colours | None, tell: Tell) -> None:
-        self._folder, self._kind, self._tell = folder, kind, tell
+    def __init__(self, folder: Path, kind: Colours | None, write: Write) -> None:
+        self._folder, self._kind, self._emit = folder, kind, write
         self._shown = 0
 
     def show(self, source: ImageSource) -> None:
@@ -38,7 +38,7 @@ class Pictures:
         if self._kind is not None:
             room = shutil.get_terminal_size()
             columns = min(room.columns, max(40, 2 * (room.lines - 8) * width // height))
-            self._tell(blocks(picture, columns, self._kind))
+            self._emit(blocks(picture, columns, self._kind))
             return
         self._shown += 1
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,10 @@ class Pictures:
         encoded = io.BytesIO()
         picture.save(encoded, "PNG")
         file.write_bytes(encoded.getvalue())
-        self._tell(f"picture of {width}x{height} pixels: {file}")
+        self._emit(f"picture of {width}x{height} pixels: {file}")
 
 
-async def play(kind: EnvironmentKind, task: Task, ask: Ask, tell: Tell, pictures: Pictures, example: str = "") -> float | None:
+async def play(kind: EnvironmentKind, task: Task, ask: Ask, write: Write, pictures: Pictures, example: str = "") -> float | None:
     """Play until the environment ends the episode, or ``ask`` gives None or ``quit``. Returns what ``evaluate`` did.
 
     Raises DataFailure, EnvironmentFailed, DeadlineExceeded and whatever the environment raises.
@@ -59,36 +59,36 @@ async def play(kind: EnvironmentKind, task: Task, ask: Ask, tell: Tell, pictures
     try:
         await instance.make(DEFAULTS.reset_timeout)
         first: Observation = await instance.call("reset", task, timeout=DEFAULTS.reset_timeout)
-        _show(first, tell, pictures)
-        tell(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
-        await _turns(instance, ask, tell, pictures)
+        _show(first, write, pictures)
+        write(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
+        await _turns(instance, ask, write, pictures)
         result: float | None = await instance.call("evaluate", timeout=DEFAULTS.evaluate_timeout)
-        tell("the environment gives no result" if result is None else f"result: {result:g}")
+        write("the environment gives no result" if result is None else f"result: {result:g}")
         return result
     finally:
         await instance.close(DEFAULTS.reset_timeout)
         environments.end()
 
 
-async def _turns(instance: Instance, ask: Ask, tell: Tell, pictures: Pictures) -> None:
+async def _turns(instance: Instance, ask: Ask, write: Write, pictures: Pictures) -> None:
     while (text := ask()) is not None and text.strip().lower() not in QUIT:
         if not text.strip():
             continue
         step: StepResult = await instance.call("step", text, timeout=DEFAULTS.step_timeout)
         if step.error is not None:
-            tell(f"not carried out: {visible(step.error)}")
+            write(f"not carried out: {visible(step.error)}")
         if step.observation is not None:
-            _show(step.observation, tell, pictures)
+            _show(step.observation, write, pictures)
         if step.done or step.observation is None:
-            tell("the episode is over")
+            write("the episode is over")
             return
 
 
-def _show(observation: Observation, tell: Tell, pictures: Pictures) -> None:
+def _show(observation: Observation, write: Write, pictures: Pictures) -> None:
     for message in observation.messages:
         for part in message.parts:
             if isinstance(part, str):
-                tell(f"{message.role}: {visible(part)}")
+                write(f"{message.role}: {visible(part)}")
             else:
                 pictures.show(part)
 

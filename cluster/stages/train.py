@@ -44,7 +44,7 @@ from rayloop.run.identity import ResumeRefused, identity, pinned
 from rayloop.run.identity import check as check_fit
 from rayloop.run.place import findable, namespace
 from rayloop.run.reporter import failure
-from rayloop.view.pictures import draw_or_tell
+from rayloop.view.pictures import draw_or_emit
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe, sampled
 
@@ -88,7 +88,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
                 result = _run(config, folder, origin, hashes, progress, check, head)
-            draw_or_tell(folder, config.report.boxes, progress.note)
+            draw_or_emit(folder, config.report.boxes, progress.note)
             progress.close(result)
     return 0
 
@@ -102,19 +102,19 @@ def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
     except Exception as error:
         end = typed(error)
         if not isinstance(error.__cause__, RayTaskError):
-            _tell(folder, end, traceback.format_exc() if isinstance(end, Unforeseen) else "")
+            _emit(folder, end, traceback.format_exc() if isinstance(end, Unforeseen) else "")
         if end is error:
             raise
         raise end from error
     except SystemExit as end:
         if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
-            _tell(folder, origin.stopped(folder.last_step))
+            _emit(folder, origin.stopped(folder.last_step))
         elif end.code:  # a second signal
-            _tell(folder, NotSaved(f"stopped at once, by a second signal; {origin.again()}"))
+            _emit(folder, NotSaved(f"stopped at once, by a second signal; {origin.again()}"))
         raise
 
 
-def _tell(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
+def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
     if not isinstance(end, Preempted | ResumeRefused):
         with suppress(OSError):
             folder.events.append(failure(end, Ledger().counts(), trace))

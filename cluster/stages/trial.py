@@ -25,13 +25,23 @@ from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.tracebacks import own_frames
-from rayloop.core.types import Completion, FinishReason, Message, PlayRequest, Sampling, Task, TokenPrompt, Trajectory, TrajectoryId
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+)
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.kinds import Environments
-from rayloop.production.playing import requests
+from rayloop.rollout.group_rollout import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import FORGETS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
@@ -41,36 +51,36 @@ ANSWERS = 2
 SHOWN_FAILURES = 3
 SHOWN = 500
 """Characters of a ground truth."""
-Tell = Callable[[str], None]
+Write = Callable[[str], None]
 Made = TypeVar("Made")
 
 
-def try_row(config: RunConfig, row: int | None, tell: Tell = print) -> int:
+def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
     """Play row ``row`` of ``data.train`` (counted from 1, as messages name rows; None: the first usable one) and ``tell`` about it.
 
     Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
     """
-    tell = _escaping(tell)
-    dataset, task = _chosen(config, row, tell)
-    tell(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
+    write = _escaping(write)
+    dataset, task = _chosen(config, row, write)
+    write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
-        return asyncio.run(_Trial(config, folder, tell).run(task))
+        return asyncio.run(_Trial(config, folder, write).run(task))
 
 
-def _escaping(tell: Tell) -> Tell:
+def _escaping(write: Write) -> Write:
     """Rows and answers are whatever they are: none of them may steer the terminal."""
-    return lambda text: tell(visible(text))
+    return lambda text: write(visible(text))
 
 
-def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Task]:
+def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
     dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, failures.append, config.environment.kinds)
     for failure in failures[:SHOWN_FAILURES]:
-        tell(f"left out: {failure}")
+        write(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):
-        tell(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
+        write(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
     if row is None:
-        return dataset, _first_intact(dataset, tell)
+        return dataset, _first_intact(dataset, write)
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
@@ -79,7 +89,7 @@ def _chosen(config: RunConfig, row: int | None, tell: Tell) -> tuple[Dataset, Ta
     return dataset, found
 
 
-def _first_intact(dataset: Dataset, tell: Tell) -> Task:
+def _first_intact(dataset: Dataset, write: Write) -> Task:
     """The first task whose images can be shown; those before it are told. Raises ConfigError when there is none."""
     first: DataFailure | None = None
     for number, task in enumerate(dataset):
@@ -88,7 +98,7 @@ def _first_intact(dataset: Dataset, tell: Tell) -> Task:
             return task
         first = first or failure
         if number < SHOWN_FAILURES:
-            tell(f"left out: {failure}")
+            write(f"left out: {failure}")
     raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
 
 
@@ -114,8 +124,8 @@ class _TellingRenderer(Renderer):
 class _Trial:
     """One task: its episodes, and what is told about them."""
 
-    def __init__(self, config: RunConfig, folder: str, tell: Tell) -> None:
-        self.config, self.folder, self.tell = config, folder, tell
+    def __init__(self, config: RunConfig, folder: str, write: Write) -> None:
+        self.config, self.folder, self.write = config, folder, write
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
         self.renderer = _TellingRenderer(config.model)
@@ -135,7 +145,7 @@ class _Trial:
             self._tell_truth(task)
         outcomes = await self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
         scored = [self._answered(number, one, outcomes) for number, one in enumerate(played, start=1)]
-        self.tell(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
+        self.write(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
         return 0 if all(scored) else 1
 
     async def _engine(self) -> RolloutActor:
@@ -148,7 +158,7 @@ class _Trial:
         wanted = self.config.engine
         instead = f" (for {wanted.label})" if wanted.starts_slowly else ""
         seconds = time.monotonic() - began
-        self.tell(f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in {seconds:.1f} s")
+        self.write(f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in {seconds:.1f} s")
         return actor
 
     async def _made_once(self, task: Task) -> None:
@@ -169,7 +179,7 @@ class _Trial:
                     f"made and not played:\n{own_frames(error)}"
                 ) from error
 
-    async def _play(self, request: PlayRequest) -> Trajectory:
+    async def _play(self, request: RolloutRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
             request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
             environment = self.environments.of(request.task)
@@ -183,27 +193,27 @@ class _Trial:
 
     def _tell_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
-        self.tell(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
-        self.tell(_indented(self.renderer.shown(prompt.token_ids)))
+        self.write(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
+        self.write(_indented(self.renderer.shown(prompt.token_ids)))
         if unshown := ", ".join(self.renderer.unshown):
-            self.tell(f"the chat template shows none of the tools: {unshown} (docs/bring_your_own/tool.md)")
+            self.write(f"the chat template shows none of the tools: {unshown} (docs/bring_your_own/tool.md)")
         for number, image in enumerate((image.ref for image in prompt.images), start=1):
             width, height = self.renderer.resized(image)
-            self.tell(
+            self.write(
                 f"image {number}: {image.width}x{image.height} pixels, resized to {width}x{height}; "
                 f"grid (t, h, w) {image.grid}, {image.tokens} tokens"
             )
 
     def _tell_truth(self, task: Task) -> None:
         if task.ground_truth is None:
-            self.tell(
+            self.write(
                 "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
                 f"ChatRows takes the column that data.reader.with.truth names, else one of {', '.join(TRUTHS)}. Kept of the row "
                 "besides: " + (", ".join(task.extra) or "nothing")
             )
             return
         text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
-        self.tell(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
+        self.write(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
         """What the reward says about the answers: one by one, or (``reward.per: group``) about what was played of the two."""
@@ -214,31 +224,31 @@ class _Trial:
     def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
         """Tell about one answer. False when it has no reward."""
         if isinstance(played, BaseException):
-            self.tell(f"\nanswer {number} could not be played")
+            self.write(f"\nanswer {number} could not be played")
             self._tell_error(played)
             return False
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
         limit = played.sampling.max_tokens
         cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
         by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
-        self.tell(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
+        self.write(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
-            self.tell(_indented(role + (FORGETS if turn.restart else self.renderer.shown(turn.token_ids))))
+            self.write(_indented(role + (FORGETS if turn.restart else self.renderer.shown(turn.token_ids))))
         outcome = outcomes[played.id]
-        self.tell(_worded(outcome))
+        self.write(_worded(outcome))
         if outcome.trace:
-            self._tell_once(outcome.trace)
+            self._emit_once(outcome.trace)
         return isinstance(outcome, Scored) and not outcome.trace
 
     def _tell_error(self, error: BaseException) -> None:
         """The message of what was raised on purpose; the traceback of what a person's own code raised."""
         own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
         said = own is None or isinstance(own, RayloopError)
-        self._tell_once(f"{type(error).__name__}: {error}" if said else own_frames(own or error))
+        self._emit_once(f"{type(error).__name__}: {error}" if said else own_frames(own or error))
 
-    def _tell_once(self, text: str) -> None:
-        self.tell(_indented(text if text not in self.told else "the same"))
+    def _emit_once(self, text: str) -> None:
+        self.write(_indented(text if text not in self.told else "the same"))
         self.told.add(text)
 
 

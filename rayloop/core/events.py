@@ -33,7 +33,7 @@ class Event:
         return {"event": self.kind, **{field.name: getattr(self, field.name) for field in fields}}
 
 
-Tell: TypeAlias = Callable[[Event], None]
+Emit: TypeAlias = Callable[[Event], None]
 """What parts of a run are given to tell what happened."""
 
 
@@ -77,7 +77,7 @@ class Begin(Event, by="rayloop/run/reporter.py"):
     """The best held-out `reward` so far and its `step`."""
 
 
-class Parity(Event, by="cluster/loop/publication.py"):
+class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
     """Engine and trainer were compared on fresh episodes: before the first step, and when drift would not be seen otherwise. To
     do: when `mean` is above `tolerance`, give engine and trainer the same dtype, attention and sampling."""
 
@@ -95,7 +95,7 @@ class Parity(Event, by="cluster/loop/publication.py"):
     """What is allowed of `mean`."""
 
 
-class SelfTest(Event, by="cluster/loop/publication.py"):
+class SelfTest(Event, by="cluster/loop/weight_sync.py"):
     """One group of parameters was changed visibly and published; the engines must follow."""
 
     group: str
@@ -112,7 +112,7 @@ class Trained(Event, by="rayloop/run/reporter.py"):
     """A step is trained. Not shown on the terminal."""
 
     groups: Mapping[str, Sequence[int]]
-    """Issue number: the samples that were trained."""
+    """Group number: the samples that were trained."""
 
 
 class Evaluated(Event, by="rayloop/run/reporter.py"):

@@ -175,12 +175,12 @@ class GenerationBudgetSpent(RayloopError):
     """Too few trajectories survived the filters within ``max_generation_batches``. The message gives the counts."""
 
 
-class ParityError(RayloopError):
+class LogprobMismatch(RayloopError):
     """The engine's log-probs do not follow the trainer's, or an image makes no difference to them."""
 
 
-class PublicationError(RayloopError):
-    """Published weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum, no effect."""
+class WeightSyncError(RayloopError):
+    """Synced weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum, no effect."""
 
 
 class CheckpointError(RayloopError):

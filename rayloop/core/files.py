@@ -26,26 +26,26 @@ PIECE = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Checksum:
     """Of a file's bytes: how many they are (``size``), and their CRC-32."""
 
     size: int = 0
     crc32: int = 0
 
-    def then(self, data: bytes | memoryview) -> Sum:
+    def then(self, data: bytes | memoryview) -> Checksum:
         """With ``data`` after them."""
-        return Sum(self.size + memoryview(data).nbytes, isal_zlib.crc32(data, self.crc32))
+        return Checksum(self.size + memoryview(data).nbytes, isal_zlib.crc32(data, self.crc32))
 
 
-def summed(file: IO[bytes]) -> Sum:
+def summed(file: IO[bytes]) -> Checksum:
     """Of what is left to read in ``file``. Raises OSError."""
-    total = Sum()
+    total = Checksum()
     while piece := file.read(PIECE):
         total = total.then(piece)
     return total
 
 
-def check_sum(name: str, file: IO[bytes], expected: Sum) -> None:
+def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
     """Read all of ``file`` and return to its beginning. Raises Damaged, with its ``name``, unless it holds what was written."""
     found = summed(file)
     if found != expected:

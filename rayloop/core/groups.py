@@ -52,7 +52,7 @@ Outcome = Scored | Unscored
 
 
 @dataclass(frozen=True, slots=True)
-class PlayFailed:
+class RolloutFailed:
     """An episode that could not be played. A value, not an exception: the driver decides what follows.
 
     ``outcome.kind`` ENVIRONMENT_FAILURE is played again elsewhere, and BAD_DATA (``path``: the file) until another actor says so.
@@ -84,7 +84,7 @@ class TrajectoryState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Status:
     """Why a member left its group: a final state and a reason for the counters."""
 
     state: TrajectoryState
@@ -105,11 +105,11 @@ class Member:
     advantage: float | None = None
     reference: Ref[Any] | None = None
     replayed: bool = False
-    fate: Fate | None = None
+    status: Status | None = None
 
     @property
     def kept(self) -> bool:
-        return self.fate is None
+        return self.status is None
 
     def bare(self) -> Member:
         """The same member without references to what lies in the object store."""
@@ -127,7 +127,7 @@ class Member:
 class Group:
     """The trajectories of one task that share a baseline; ``issue`` orders all. ``mean`` and unbiased ``std``: the baseline's."""
 
-    issue: int
+    number: int
     task: Task
     members: tuple[Member, ...]
     mean: float | None = None

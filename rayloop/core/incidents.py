@@ -73,29 +73,29 @@ class BadData(Event, by="cluster/loop/episode_runner.py"):
     why: str
 
 
-class ParityWarning(Event, by="cluster/loop/publication.py"):
-    """Parity or the self-test failed, and `publish.parity` is warn. To do: do what `why` says before you trust the run."""
+class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
+    """Log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn. To do: do what `why` says before you trust the run."""
 
     why: str
 
 
-class ProbeFailed(Event, by="cluster/loop/publication.py"):
+class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
     """A task could not be played for one of these comparisons. To do: look at the task if it comes again; another one is
     played."""
 
     purpose: str
-    """`parity`, `drift`, or the group of parameters."""
+    """`log-prob check`, `drift`, or the group of parameters."""
     task: str
     why: str
 
 
-class DriftUnknown(Event, by="cluster/loop/publication.py"):
+class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
     """Fresh episodes were to be compared, and there were none. To do: nothing; it is tried again ten steps later."""
 
     why: str
 
 
-class BroadcastFailed(Event, by="cluster/loop/publication.py"):
+class BroadcastFailed(Event, by="cluster/loop/weight_sync.py"):
     """The ranks and engines did not all meet, or the broadcast broke: this version went through the object store. To do: when it
     comes again and again: check the network of the ranks."""
 
@@ -104,8 +104,8 @@ class BroadcastFailed(Event, by="cluster/loop/publication.py"):
     why: str
 
 
-class WeightsLost(Event, by="cluster/loop/publication.py"):
-    """A new engine cannot have the published weights: they went with the node that held them. They are published again, by a new
+class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
+    """A new engine cannot have the synced weights: they went with the node that held them. They are synced again, by a new
     policy if that went too. To do: nothing; find out why a node died."""
 
     version: str
@@ -167,7 +167,7 @@ class EpisodeFailed(Event, by="cluster/loop/episode_runner.py"):
     why: str
 
 
-class PayloadLost(Event, by="rayloop/production/production.py"):
+class PayloadLost(Event, by="rayloop/rollout/manager.py"):
     """Scored trajectories whose data went with the node that held them: excluded, and others played instead. To do: nothing; find
     out why a node died."""
 
@@ -217,7 +217,7 @@ class RolloutsNotWritten(Event, by="cluster/loop/scoring.py"):
     """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
 
     group: int
-    """Its issue number."""
+    """Its group number."""
     why: str
 
 

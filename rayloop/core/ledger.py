@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from rayloop.core.failures import LedgerError
-from rayloop.core.groups import Fate, TrajectoryState
+from rayloop.core.groups import Status, TrajectoryState
 from rayloop.core.types import TrajectoryId
 
 LIVE = (TrajectoryState.IN_FLIGHT, TrajectoryState.READY)
@@ -64,18 +64,18 @@ class Ledger:
         self._live.update((id, TrajectoryState.IN_FLIGHT) for id in new)
         self._issued += len(new)
 
-    def move(self, id: TrajectoryId, fate: Fate) -> None:
+    def move(self, id: TrajectoryId, status: Status) -> None:
         """Take a live id to ``ready`` or to a final state. Raises LedgerError when that step does not exist."""
         now = self._live.get(id)
         if now is None:
-            raise LedgerError(f"trajectory {id} cannot become {_key(fate)}: it is not live (never issued, or final)")
-        if fate.state == TrajectoryState.READY and now == TrajectoryState.IN_FLIGHT:
+            raise LedgerError(f"trajectory {id} cannot become {_key(status)}: it is not live (never issued, or final)")
+        if status.state == TrajectoryState.READY and now == TrajectoryState.IN_FLIGHT:
             self._live[id] = TrajectoryState.READY
-        elif fate.state not in LIVE:
+        elif status.state not in LIVE:
             del self._live[id]
-            self._final[_key(fate)] += 1
+            self._final[_key(status)] += 1
         else:
-            raise LedgerError(f"trajectory {id} cannot go from {now} to {fate.state}")
+            raise LedgerError(f"trajectory {id} cannot go from {now} to {status.state}")
 
     def state_of(self, id: TrajectoryId) -> TrajectoryState | None:
         """The state of a live id; None when it was never issued or is final."""
@@ -142,5 +142,5 @@ class Ledger:
         self.check()
 
 
-def _key(fate: Fate) -> str:
-    return f"{fate.state}[{fate.reason}]" if fate.reason else str(fate.state)
+def _key(status: Status) -> str:
+    return f"{status.state}[{status.reason}]" if status.reason else str(status.state)

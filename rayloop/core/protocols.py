@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from rayloop.core.files import Sum
+from rayloop.core.files import Checksum
 from rayloop.core.groups import Outcome
 from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
 
-Sums: TypeAlias = Mapping[str, Sum]
+Checksums: TypeAlias = Mapping[str, Checksum]
 """Of files that a rank wrote, by name."""
 
 
@@ -39,7 +39,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a publication consists of (docs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
+    """What a weight update consists of (docs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
 
     version: Version
     tensors: Mapping[str, TensorRecord]
@@ -68,7 +68,7 @@ class GenerationEngine(Protocol):
         ...
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-        """Replace the weights and forget cached prefixes. Raises PublicationError; the old version is then not served."""
+        """Replace the weights and forget cached prefixes. Raises WeightSyncError; the old version is then not served."""
         ...
 
     def health(self) -> EngineHealth: ...
@@ -247,5 +247,5 @@ class TrainingEngine(Protocol):
     def parameter_groups(self) -> list[str]: ...
     def perturb(self, group: str) -> None: ...
     def restore_parameters(self) -> None: ...
-    def save(self, folder: str) -> Sums: ...
-    def load(self, folder: str, sums: Sums = ...) -> None: ...
+    def save(self, folder: str) -> Checksums: ...
+    def load(self, folder: str, sums: Checksums = ...) -> None: ...

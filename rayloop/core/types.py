@@ -196,7 +196,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrajectoryId:
-    """``group`` is the group's issue number, ``sample`` the index within it. Re-issues keep the id (see ``attempt``)."""
+    """``group`` is the group's group number, ``sample`` the index within it. Re-issues keep the id (see ``attempt``)."""
 
     group: int
     sample: int
@@ -206,7 +206,7 @@ class TrajectoryId:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayRequest:
+class RolloutRequest:
     """One episode to play: what the driver sends to an environment actor. ``cohort`` is the group's size in deterministic mode."""
 
     task: Task

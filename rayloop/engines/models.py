@@ -29,7 +29,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.cache import Cache
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, PublicationError
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
 from rayloop.core.model_files import unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
@@ -223,15 +223,15 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Verify a publication, then copy it into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
+    """Verify a weight update, then copy it into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
 
-    Raises PublicationError, also when it is of another model; nothing is copied then.
+    Raises WeightSyncError, also when it is of another model; nothing is copied then.
     """
     verify(manifest, tensors)
     missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
     shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
     if missing or unknown or shapes:
-        raise PublicationError(
+        raise WeightSyncError(
             f"version {manifest.version} is of another model than the engine's: "
             f"missing {sorted(missing)}, unknown {sorted(unknown)}, other shapes {sorted(shapes)}"
         )
@@ -240,7 +240,7 @@ def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: 
 
 
 def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Checkpoint names by part of the model, for the publication self-test; parts that do not occur are left out."""
+    """Checkpoint names by part of the model, for the weight update self-test; parts that do not occur are left out."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_part(name), []).append(name)

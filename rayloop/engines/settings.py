@@ -150,13 +150,13 @@ class SglangEngineSettings(EngineChoice):
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
-    where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: published weights pass through them."""
+    where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: synced weights pass through them."""
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
         """Its GPUs, which lie in one node: published tensors are opened there from the memory of the first."""
         wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
         if self.extra.get("nnodes", 1) > 1:
-            yield "rollout.engine.extra: nnodes above 1 cannot be: published weights do not leave the node. Lower tp_size"
+            yield "rollout.engine.extra: nnodes above 1 cannot be: synced weights do not leave the node. Lower tp_size"
         if gpus and gpus != wanted and max(gpus, wanted) > 1:
             yield (
                 f"rollout.engine.extra: tp_size x pp_size is {wanted} and rollout.placement.num_gpus is {gpus:g}: one engine "
@@ -191,7 +191,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
     api_key_env: str | None = None
     """Environment variable that holds the key, on the nodes of the rollout actors. None: the server wants no key."""
     dtype: Dtype = "bfloat16"
-    """What the server computes in: decides how far its log-probs may be from the trainer's (``publish.tolerance``)."""
+    """What the server computes in: decides how far its log-probs may be from the trainer's (``weight_sync.tolerance``)."""
     interface: Literal["chat", "tokens"] = "chat"
     """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
     (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with vLLM's server, which needs ``--logprobs-mode

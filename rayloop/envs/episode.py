@@ -35,8 +35,8 @@ from rayloop.core.types import (
     EndReason,
     FinishReason,
     Message,
-    PlayRequest,
     PromptImage,
+    RolloutRequest,
     Sampling,
     Summary,
     Task,
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 async def play(
-    request: PlayRequest,
+    request: RolloutRequest,
     environment: Instance,
     renderer: Renderer,
     settings: EpisodeSettings,
@@ -86,7 +86,7 @@ class _Episode:
 
     def __init__(
         self,
-        request: PlayRequest,
+        request: RolloutRequest,
         environment: Instance,
         renderer: Renderer,
         settings: EpisodeSettings,

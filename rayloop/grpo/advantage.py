@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.groups import Fate, Group, Scored, TrajectoryState, Unscored
+from rayloop.core.groups import Group, Scored, Status, TrajectoryState, Unscored
 from rayloop.core.seeds import derive
 from rayloop.grpo.settings import AdvantageSettings
 
@@ -74,17 +74,17 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     ``excluded[min_group]`` and mean and std stay None. Members that already have a fate are left alone.
     """
     members = tuple(
-        replace(m, fate=Fate(TrajectoryState.EXCLUDED, str(m.outcome.kind))) if m.kept and isinstance(m.outcome, Unscored) else m
+        replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind))) if m.kept and isinstance(m.outcome, Unscored) else m
         for m in group.members
     )
     group = replace(group, members=members, mean=None, std=None)
     positions = [i for i, m in enumerate(members) if m.kept and isinstance(m.outcome, Scored)]
     if len(positions) < settings.min_group:
-        lonely = Fate(TrajectoryState.EXCLUDED, "min_group")
-        return group.map({i: replace(members[i], fate=lonely) for i in positions})
+        lonely = Status(TrajectoryState.EXCLUDED, "min_group")
+        return group.map({i: replace(members[i], status=lonely) for i in positions})
     rewards = [members[i].reward for i in positions]
     if settings.permuted:
-        random.Random(derive(0, "permuted rewards", group.issue)).shuffle(rewards)
+        random.Random(derive(0, "permuted rewards", group.number)).shuffle(rewards)
     result = advantages(rewards, settings)
     scored = {i: replace(members[i], advantage=value) for i, value in zip(positions, result.values, strict=True)}
     return replace(group.map(scored), mean=result.mean, std=result.std)

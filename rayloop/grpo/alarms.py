@@ -2,7 +2,7 @@
 
 Leaving out what a grader failed on is harmless only while the failures are few and do not depend on what is scored. A flag is
 a statement about the policy only while it is rare. Log-probs of fresh samples agree between engine and trainer (the same
-weights) unless a publication was lost or one of the two went wrong (docs/algorithm.md, section 10).
+weights) unless a weight update was lost or one of the two went wrong (docs/algorithm.md, section 10).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import field_validator
 
 from rayloop.config.removed import Removed
 from rayloop.core import incidents
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
@@ -67,8 +67,8 @@ class AlarmSettings(CollapseSettings):
     the others, which tell about the policy."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    three steps. After ten steps without such samples ``publish.probes`` tasks are played for it. Without ``warn``: 1e-3 in
-    float32, 0.1 in bfloat16, or ``publish.tolerance`` if that is higher."""
+    three steps. After ten steps without such samples ``weight_sync.probes`` tasks are played for it. Without ``warn``: 1e-3 in
+    float32, 0.1 in bfloat16, or ``weight_sync.tolerance`` if that is higher."""
 
     @field_validator("flags", mode="before")
     @classmethod
@@ -95,9 +95,9 @@ class Alarms:
     ``groups`` also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
     """
 
-    def __init__(self, settings: AlarmSettings, drift: float, reward: str, tell: Tell) -> None:
+    def __init__(self, settings: AlarmSettings, drift: float, reward: str, emit: Emit) -> None:
         """``drift``: where the log-prob alarm warns. ``reward``: the dotted name of the reward, for messages."""
-        self.settings, self._reward, self._tell = settings, reward, tell
+        self.settings, self._reward, self._emit = settings, reward, emit
         given = settings.logprobs
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
         self._drift_limit = Limit(warn=warn, stop=given.stop)
@@ -118,12 +118,12 @@ class Alarms:
         for member in fresh:
             self._first_of_its_kind(member)
             unscored = member.outcome if isinstance(member.outcome, Unscored) else None
-            excluded = member.fate is not None and member.fate.state is TrajectoryState.EXCLUDED
+            excluded = member.status is not None and member.status.state is TrajectoryState.EXCLUDED
             flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
             of = member.summary
             self._seen.append(_Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags))))
         self._first_group(fresh)
-        self._raise_or_tell("shares", {**self._shares(), **self._correlations()})
+        self._raise_or_emit("shares", {**self._shares(), **self._correlations()})
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain values. What is averaged and told begins anew with a run."""
@@ -161,14 +161,14 @@ class Alarms:
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
         """All metrics of a step, once they are on record: has the policy collapsed?"""
-        self._raise_or_tell("collapse", self.collapse.step(metrics))
+        self._raise_or_emit("collapse", self.collapse.step(metrics))
 
     def collapsed(self, learning_rate: float) -> str:
         """For a run that ends for lack of groups with a gradient: the sentence on entropy and learning rate, also an alarm;
         empty unless the policy has collapsed."""
         why = self.collapse.cause(learning_rate)
         if why and "collapse entropy" not in self._active:
-            self._tell(incidents.Alarm("entropy", why=why))
+            self._emit(incidents.Alarm("entropy", why=why))
         return why
 
     @property
@@ -187,9 +187,9 @@ class Alarms:
         value = mean(self._drift)
         text = (
             f"trainer and engine differ by {value:.2e} nats per token of the same weights, mean of {len(self._drift)} steps: a "
-            "publication did not arrive, or dtype, attention or sampling of the two differ"
+            "weight update did not arrive, or dtype, attention or sampling of the two differ"
         )
-        self._raise_or_tell("logprobs", {"logprobs": (value, self._drift_limit, text)})
+        self._raise_or_emit("logprobs", {"logprobs": (value, self._drift_limit, text)})
 
     def _first_of_its_kind(self, member: Member) -> None:
         outcome, trajectory, task = member.outcome, str(member.summary.id), member.summary.task_id
@@ -197,10 +197,10 @@ class Alarms:
             self._returned = self._returned or outcome.trace
         elif outcome.trace and not self._trace:
             self._trace = outcome.trace
-            self._tell(grader_error(member))
+            self._emit(grader_error(member))
         if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
             self._kinds.add(outcome.kind)
-            self._tell(incidents.Unscored(trajectory, task, str(outcome.kind), outcome.reason))
+            self._emit(incidents.Unscored(trajectory, task, str(outcome.kind), outcome.reason))
 
     def _first_group(self, members: Sequence[Member]) -> None:
         if self.graded:
@@ -259,13 +259,13 @@ class Alarms:
             found[f"source {source}"] = (min(r, 1.0), limit, text)
         return found
 
-    def _raise_or_tell(self, kind: str, found: Mapping[str, Alarm]) -> None:
+    def _raise_or_emit(self, kind: str, found: Mapping[str, Alarm]) -> None:
         now = {f"{kind} {name}" for name, (value, limit, _) in found.items() if limit.warns(value)}
         for name, (value, limit, text) in found.items():
             if limit.stops(value):
                 raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
             if f"{kind} {name}" in now - self._active:
-                self._tell(incidents.Alarm(name, why=text))
+                self._emit(incidents.Alarm(name, why=text))
         self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Fate, Group, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
 from rayloop.grpo.filters.base import Filter
 from rayloop.grpo.settings import FilteringSettings
 from rayloop.grpo.staleness import began
 
-CUT = Fate(TrajectoryState.SURPLUS, "cut")
+CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
@@ -25,12 +25,12 @@ def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}
-    return group.map({i: replace(group.members[i], fate=Fate(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()})
+    return group.map({i: replace(group.members[i], status=Status(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """``train`` (issue order): the groups of this step. ``left_over`` (issue order): whole groups that did not fit."""
+    """``train`` (request order): the groups of this step. ``left_over`` (request order): whole groups that did not fit."""
 
     train: tuple[Group, ...]
     left_over: tuple[Group, ...]
@@ -39,7 +39,7 @@ class Selection:
 def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
     """Keep the first ``target`` trajectories in rank order, whatever the order of ``ready``.
 
-    Ranking decides who gets in: by group std, descending, ties in issue order; or by issue order alone. With
+    Ranking decides who gets in: by group std, descending, ties in request order; or by request order alone. With
     ``oldest_first`` (what is left over is carried over) the version that began a group comes before its rank: of a supply
     that is bounded by the staleness, none then grows stale by being passed over. What the cut takes off a group of
     ``train`` becomes ``surplus[cut]``. Groups with nothing kept appear in neither part. Raises ValueError when a group to
@@ -54,21 +54,21 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
             left_over.append(group)
             continue
         kept = [i for i, member in enumerate(group.members) if member.kept]
-        train.append(group.map({i: replace(group.members[i], fate=CUT) for i in kept[room:]}))
+        train.append(group.map({i: replace(group.members[i], status=CUT) for i in kept[room:]}))
         room -= len(kept)
     return Selection(_in_issue_order(train), _in_issue_order(left_over))
 
 
 def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
-    if settings.ranking == "issue":
-        return 0.0, group.issue
+    if settings.ranking == "fifo":
+        return 0.0, group.number
     if group.std is None:
-        raise ValueError(f"group {group.issue} has no std: advantages come before ranking")
-    return -group.std, group.issue
+        raise ValueError(f"group {group.number} has no std: advantages come before ranking")
+    return -group.std, group.number
 
 
 def _in_issue_order(groups: Sequence[Group]) -> tuple[Group, ...]:
-    return tuple(sorted(groups, key=lambda group: group.issue))
+    return tuple(sorted(groups, key=lambda group: group.number))
 
 
 class Enough(StrEnum):

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored
+from rayloop.core.groups import Group, Member, Status, TrajectoryState, Unscored
 from rayloop.core.seeds import derive
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.settings import ReplaySettings
 
-REPLACED = Fate(TrajectoryState.SURPLUS, "replaced_by_replay")
+REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class ReplayBuffer:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
         first = group.members[0]
-        fate = Fate(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
-        return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, fate=fate))
+        status = Status(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
+        return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, status=status))
 
     def store(self, group: Group) -> None:
         """Keep the group's fresh successes, as it was before injection; the oldest of its task make room."""
@@ -100,7 +100,7 @@ class ReplayBuffer:
         ]
         if not fresh_enough:
             return None
-        return random.Random(derive(self._seed, "replay", group.task.id, group.issue)).choice(fresh_enough)
+        return random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(fresh_enough)
 
     def stats(self) -> dict[str, Any]:
         """How many successes there are of how many tasks, and of each task how many and the steps of the oldest and newest."""

@@ -91,8 +91,8 @@ class FilteringSettings(SettingsModel):
     """What keeps a trajectory out of training; of several that refuse it, the first counts. A group may become partial. For
     example ``filters: [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
     ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
-    ranking: Literal["std", "issue"] = "std"
-    """std: groups with the largest reward spread first, ties in issue order. issue: first come, first trained. Where left-over
+    ranking: Literal["std", "fifo"] = "std"
+    """std: groups with the largest reward spread first, ties in request order. issue: first come, first trained. Where left-over
     groups are carried over, older groups go first, and this orders those that the same version began."""
     groups_per_generation: int | None = Field(None, gt=0)
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to
@@ -132,7 +132,7 @@ class StalenessSettings(SettingsModel):
     """Section 7: how far generation may run ahead of training, in steps."""
 
     max_staleness: int = Field(0, ge=0)
-    """0: synchronous; nothing starts before the publish and nothing in flight survives it. Raise it until the trainer no longer
+    """0: synchronous; nothing starts before the weight sync and nothing in flight survives it. Raise it until the trainer no longer
     waits for generation (``timing_s/gen``); more than that only makes samples older."""
     when_late: Literal["wait", "drop"] = "wait"
     """A group in flight that would be too old at the next step. wait: the step is held until it is there, so every length of

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from rayloop.core.groups import Fate, Group, TrajectoryState
+from rayloop.core.groups import Group, Status, TrajectoryState
 from rayloop.core.types import Version
 
 NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
@@ -44,7 +44,7 @@ def is_due(first: Version, training: Version, max_staleness: int, inherited: Map
 def expired(group: Group, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> Group:
     """The group with its members too old for ``training`` marked stale; replayed ones have their own age limit."""
     old = {
-        i: replace(member, fate=Fate(TrajectoryState.STALE))
+        i: replace(member, status=Status(TrajectoryState.STALE))
         for i, member in enumerate(group.members)
         if member.kept and not member.replayed and is_stale(member.summary.first_version, training, max_staleness, inherited)
     }

@@ -34,9 +34,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rayloop.core import incidents
-from rayloop.core.events import Tell
+from rayloop.core.events import Emit
 from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
-from rayloop.core.files import Sum, check_sum, kind_of, needed, size_below, size_of, summed, sync, unused, write_whole
+from rayloop.core.files import Checksum, check_sum, kind_of, needed, size_below, size_of, summed, sync, unused, write_whole
 from rayloop.run.lock import OPEN, Fence
 from rayloop.run.plain_files import read, write
 
@@ -64,7 +64,7 @@ class Checkpoint:
         return str(self.folder / TRAINER)
 
     @property
-    def sums(self) -> dict[str, Sum]:
+    def sums(self) -> dict[str, Checksum]:
         """Of the trainer's files, by name; empty for a checkpoint from before there were any."""
         return {name.removeprefix(f"{TRAINER}/"): sum for name, sum in _sums(self.about).items()}
 
@@ -80,9 +80,9 @@ class Checkpoint:
         return read(self.folder / STRUCTURE, self.folder / TENSORS)
 
 
-def _sums(marker: Mapping[str, Any]) -> dict[str, Sum]:
+def _sums(marker: Mapping[str, Any]) -> dict[str, Checksum]:
     """Of all files that the marker lists, by path."""
-    return {name: Sum(marker["files"][name], int(crc, 16)) for name, crc in marker.get("crc32", {}).items()}
+    return {name: Checksum(marker["files"][name], int(crc, 16)) for name, crc in marker.get("crc32", {}).items()}
 
 
 def complete(folder: Path) -> Checkpoint | None:
@@ -111,7 +111,7 @@ def opened(folder: Path) -> Checkpoint:
 
 def _own(marker: Mapping[str, Any]) -> str:
     """The CRC-32 of what a marker says."""
-    return f"{Sum().then(json.dumps(marker, sort_keys=True).encode()).crc32:08x}"
+    return f"{Checksum().then(json.dumps(marker, sort_keys=True).encode()).crc32:08x}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Origin:
             ours += filter(None, [store.find(self.resume)])
         return ours
 
-    async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], tell: Tell) -> Checkpoint | None:
+    async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
         """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one.
 
         What is damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises
@@ -173,7 +173,7 @@ class Origin:
                 failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
                 continue
             for bad, why in failed:
-                tell(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
+                emit(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
                 with suppress(OSError):
                     os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
             return checkpoint
@@ -273,7 +273,7 @@ class CheckpointStore:
         )
 
     async def save(
-        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Sum] | None]],
+        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
         about: Mapping[str, Any] = NOTHING, *, best: bool = False,
     ) -> Checkpoint:  # fmt: skip
         """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
@@ -313,7 +313,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _commit(
-        self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any], written: Mapping[str, Sum]
+        self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any], written: Mapping[str, Checksum]
     ) -> None:
         _until_seen(aside / TRAINER, written)
         write(aside / STRUCTURE, aside / TENSORS, state)
@@ -375,7 +375,7 @@ def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
     )
 
 
-def _until_seen(trainer: Path, written: Mapping[str, Sum]) -> None:
+def _until_seen(trainer: Path, written: Mapping[str, Checksum]) -> None:
     """Return when all that the ranks have ``written`` is seen here. Raises CheckpointError after ``SEEN`` seconds."""
     deadline = time.monotonic() + SEEN
     while missing := [name for name, sum in written.items() if size_of(trainer / name) != sum.size]:

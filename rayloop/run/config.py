@@ -112,7 +112,7 @@ class RolloutSettings(SettingsModel):
     sampling: SamplingSettings = SamplingSettings()
     placement: Placement = Placement()
     deterministic: bool = False
-    """Each group is decoded as its own batch and committed in issue order: a resumed run equals an uninterrupted one
+    """Each group is decoded as its own batch and committed in request order: a resumed run equals an uninterrupted one
     bit for bit. For tests and for hunting differences: decoding group by group is slower."""
 
 
@@ -198,20 +198,20 @@ class AlgorithmSettings(SettingsModel):
         return asynchronous if self.filtering.carry_over is None else self.filtering.carry_over
 
 
-class PublishSettings(SettingsModel):
+class WeightSyncSettings(SettingsModel):
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
-    """Seconds for an engine to take over published weights. Raise it for large models over slow networks."""
+    """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
     self_test: bool = True
     """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's. Off for
     large models in bfloat16, whose rounding can look like a failure."""
-    parity: Literal["stop", "warn"] = "stop"
+    logprob_check: Literal["stop", "warn"] = "stop"
     """What to do when rollout and trainer log-probs disagree at step 0. warn only while you look for the reason."""
     tolerance: float | None = Field(None, gt=0)
     """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known
     reason."""
     probes: int = Field(4, ge=1)
-    """Training tasks sampled for the parity check and the self-test, and where steps cannot see drift (``alarms.logprobs``).
+    """Training tasks sampled for the log-prob check and the self-test, and where steps cannot see drift (``alarms.logprobs``).
     Raise it when too few tokens are compared."""
 
 
@@ -240,7 +240,7 @@ class RunConfig(SettingsModel):
     reference: ReferenceSettings = ReferenceSettings()
     policy: PolicySettings = PolicySettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    publish: PublishSettings = PublishSettings()
+    weight_sync: WeightSyncSettings = WeightSyncSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
@@ -296,8 +296,8 @@ class RunConfig(SettingsModel):
 
     @property
     def tolerance(self) -> float:
-        """Mean |log-prob difference| that counts as parity."""
-        return self.publish.tolerance or (0.05 if self.rounds else 1e-3)
+        """Mean |log-prob difference| that counts as log-prob check."""
+        return self.weight_sync.tolerance or (0.05 if self.rounds else 1e-3)
 
     @property
     def rounds(self) -> bool:
@@ -307,7 +307,7 @@ class RunConfig(SettingsModel):
     @property
     def drift(self) -> float:
         """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
-        return max(self.publish.tolerance or 0.0, 0.1 if self.rounds else 1e-3)
+        return max(self.weight_sync.tolerance or 0.0, 0.1 if self.rounds else 1e-3)
 
 
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
@@ -381,4 +381,4 @@ def _engine_problems(c: RunConfig) -> Any:
 def _transport_problems(c: RunConfig) -> Any:
     """Where the policy and the engines are placed decides which ways weights can take between them."""
     policy, rollout = c.policy.placement.num_gpus, c.rollout.placement.num_gpus
-    yield from problems(c.publish.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))
+    yield from problems(c.weight_sync.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))

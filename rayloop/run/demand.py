@@ -12,7 +12,7 @@ from rayloop.transports.settings import CudaIpcTransport, FilesystemTransport
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSIONS = 2.5
-"""Publications that the object store has room for: one is loaded by the last engines while the next is made."""
+"""Weight updates that the object store has room for: one is loaded by the last engines while the next is made."""
 ROOM = 0.9
 """Share of the free shared memory that a private cluster's store may have."""
 
@@ -53,14 +53,14 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def published(config: RunConfig, parameters: int) -> int:
-    """Bytes of one publication in the object store, of a model with so many parameters; 0 where it takes another way."""
-    if isinstance(config.publish.transport, CudaIpcTransport | FilesystemTransport):
+    """Bytes of one weight update in the object store, of a model with so many parameters; 0 where it takes another way."""
+    if isinstance(config.weight_sync.transport, CudaIpcTransport | FilesystemTransport):
         return 0
     return parameters * (2 if config.policy.engine.dtype == "bfloat16" else 4)
 
 
 def store_wanted(config: RunConfig, parameters: int) -> int:
-    """Bytes of a private cluster's object store: what a run needs anyway, and the publications that exist at once."""
+    """Bytes of a private cluster's object store: what a run needs anyway, and the weight updates that exist at once."""
     return OBJECT_STORE + int(VERSIONS * published(config, parameters))
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rayloop.core.failures import ConfigError
 
 EPISODE, STEP = "environment.episode_timeout", "policy.step_timeout"
-PUBLISH, STALL = "publish.timeout", "recovery.stall_timeout"
+PUBLISH, STALL = "weight_sync.timeout", "recovery.stall_timeout"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ DURATIONS = (
     Duration("reference.timeout", "the reference's log-probs of one group", "the actor is replaced and asked again", STALL),
     Duration("policy.engine.collective_timeout", "one collective of the ranks", "it fails, and the ranks are rebuilt", STEP),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("publish.transport.timeout", "meeting, and each bucket, of a broadcast", "the object store's copy is loaded", PUBLISH),
+    Duration("weight_sync.transport.timeout", "meeting, and each bucket, of a broadcast", "the object store's copy is loaded", PUBLISH),
     Duration(PUBLISH, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced", "recovery.start_timeout"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),

@@ -35,7 +35,7 @@ COMMON = {
     "role": "Which role's actor: `rollout`, `environment`, `reward`, `reference`.",
     "worker": "Its serial number, never used twice.",
     "task": "Id of the task.",
-    "trajectory": "`group/sample`: issue number of the group and index within it.",
+    "trajectory": "`group/sample`: group number of the group and index within it.",
     "ledger": "Trajectories by state and reason since the run began.",
 }
 """What a field means whose class does not say it."""

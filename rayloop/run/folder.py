@@ -142,7 +142,7 @@ class RolloutTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One line of a rollout file. ``group`` is the issue number, ``versions`` the first and last that sampled.
+    """One line of a rollout file. ``group`` is the group number, ``versions`` the first and last that sampled.
 
     ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``fate`` is ``kept`` or
     why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
@@ -163,7 +163,7 @@ class RolloutRecord:
     flags: tuple[str, ...] = ()
     unscored: str | None = None
     advantage: float | None = None
-    fate: str = "kept"
+    status: str = "kept"
     replayed: bool = False
     versions: tuple[str, str] = ("", "")
     truth: Any = None
@@ -215,7 +215,7 @@ def rollout_record(
     outcome, summary = member.outcome, member.summary
     scored = outcome if isinstance(outcome, Scored) else None
     return RolloutRecord(
-        group=group.issue,
+        group=group.number,
         sample=summary.id.sample,
         attempt=trajectory.attempt,
         task=trajectory.task_id,
@@ -229,7 +229,7 @@ def rollout_record(
         flags=scored.flags if scored else (),
         unscored=": ".join(filter(None, (outcome.kind, outcome.reason))) if isinstance(outcome, Unscored) else None,
         advantage=member.advantage,
-        fate="kept" if member.fate is None else ": ".join(filter(None, (member.fate.state, member.fate.reason))),
+        status="kept" if member.status is None else ": ".join(filter(None, (member.status.state, member.status.reason))),
         replayed=member.replayed,
         versions=(str(summary.first_version), str(summary.last_version)),
         truth=jsonable(group.task.ground_truth),

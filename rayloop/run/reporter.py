@@ -120,7 +120,7 @@ class Reporter:
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""
-        ids = {str(group.issue): [m.summary.id.sample for m in group.kept] for group in groups}
+        ids = {str(group.number): [m.summary.id.sample for m in group.kept] for group in groups}
         self.folder.events.append(events.Trained(ids), step)
 
     def failed(self, why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> None:

@@ -14,7 +14,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN
 
 
-class Tell(Protocol):
+class Reports(Protocol):
     """Whom a run tells of events, and of rows that are quarantined (rayloop/run/reporter.py)."""
 
     def event(self, event: Event) -> None: ...
@@ -22,12 +22,12 @@ class Tell(Protocol):
     def bad_row(self, failure: DataFailure) -> None: ...
 
 
-def training_rows(config: RunConfig, reporter: Tell) -> Dataset:
+def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
     """``data.train``. Bad rows are quarantined; with ``data.strict`` the first raises DataFailure. ConfigError: there is none."""
     return _read(config.data.train, config, reporter)
 
 
-def held_out_rows(config: RunConfig, reporter: Tell) -> list[Task]:
+def held_out_rows(config: RunConfig, reporter: Reports) -> list[Task]:
     """``evaluation.limit`` of ``data.eval``, evenly over its sources; none when the run does not evaluate.
 
     Raises as ``training_rows``.
@@ -37,7 +37,7 @@ def held_out_rows(config: RunConfig, reporter: Tell) -> list[Task]:
     return evenly([*_read(config.data.eval, config, reporter)], config.evaluation.limit)
 
 
-def _read(path: str, config: RunConfig, reporter: Tell) -> Dataset:
+def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
     left_out: list[DataFailure] = []
 
     def leave_out(failure: DataFailure) -> None:

@@ -16,7 +16,7 @@ from rayloop.measure.calibration import calibration_error
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step is about: the ``groups`` it trains on (issue order), and what happened since the step before.
+    """What a step is about: the ``groups`` it trains on (request order), and what happened since the step before.
 
     ``finished``: the groups that ended, as they were after the filters. ``dropped``: how many trajectories became stale or
     surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average. ``replay``:
@@ -68,8 +68,8 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         ends = Counter({str(EndReason.DONE): 0})
         ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
-    fates = Counter(f"{m.fate.state}/{m.fate.reason}" for m in members if m.fate is not None)
-    return metrics | {name: float(count) for name, count in fates.items()}
+    statuses = Counter(f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None)
+    return metrics | {name: float(count) for name, count in statuses.items()}
 
 
 def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:

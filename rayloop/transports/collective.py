@@ -17,7 +17,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.buckets import buckets
 from rayloop.transports.object_store import ArrayReceiver, Arrays, ArraySender
-from rayloop.transports.seam import Policy, Publication, Receiver, Rollouts, Sender, Transport
+from rayloop.transports.seam import Policy, Receiver, Rollouts, Sender, Transport, WeightUpdate
 from rayloop.transports.settings import CollectiveTransport
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ class Collective(Transport[Arrays | BroadcastGroup]):
         return BroadcastReceiver(self._settings)
 
     async def deliver(self, policy: Policy, rollouts: Rollouts, version: Version) -> None:
-        """Raises PolicyLost, and PublicationError when the weights did not arrive as sent."""
-        publication = await policy.export(version)
-        rollouts.keep(publication)
+        """Raises PolicyLost, and WeightSyncError when the weights did not arrive as sent."""
+        update = await policy.export(version)
+        rollouts.keep(update)
         try:
-            await self._broadcast(publication, policy, rollouts)
+            await self._broadcast(update, policy, rollouts)
         except BroadcastFailed as error:
             self._failures += 1
             rollouts.fell_back(version, error)
-            await rollouts.load(publication)
+            await rollouts.load(update)
 
-    async def _broadcast(self, publication: Publication[Arrays], policy: Policy, rollouts: Rollouts) -> None:
+    async def _broadcast(self, update: WeightUpdate[Arrays], policy: Policy, rollouts: Rollouts) -> None:
         """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
-        manifest, source = publication.manifest, publication.source
+        manifest, source = update.manifest, update.source
         meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
         sending = policy.ask(BroadcastSender.send, manifest, source, meeting)
-        receiving = rollouts.load(Publication(manifest, meeting))
+        receiving = rollouts.load(WeightUpdate(manifest, meeting))
         for end in await asyncio.gather(sending, receiving, return_exceptions=True):
             if isinstance(end, BaseException):
                 raise end
@@ -80,10 +80,10 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         self._meeting: BroadcastGroup | None = None
         self._invited: tuple[tuple[int, ...], int] | None = None
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Arrays | BroadcastGroup]:
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays | BroadcastGroup]:
         """As the object store does it."""
         packed = ArraySender().pack(version, tensors)
-        return Publication(packed.manifest, packed.source)
+        return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, members: tuple[int, ...], failures: int) -> BroadcastGroup:
         """Where this rank and the rollout actors with these serial numbers meet.
@@ -124,7 +124,7 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         self._membership = Membership(settings.backend, settings.timeout)
 
     def unpack(self, manifest: Manifest, source: Arrays | BroadcastGroup) -> Mapping[str, Tensor]:
-        """The verified CPU tensors. Raises PublicationError, BroadcastFailed."""
+        """The verified CPU tensors. Raises WeightSyncError, BroadcastFailed."""
         from rayloop.transports.manifest import verify
 
         if not isinstance(source, BroadcastGroup):

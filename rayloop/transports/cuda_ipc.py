@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayloop.core.failures import PublicationError
+from rayloop.core.failures import WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Publication, Receiver, Sender, Transport
+from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
 from rayloop.transports.settings import CudaIpcTransport
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class CudaIpc(Transport[Handles]):
 
 
 class HandleSender(Sender[Handles]):
-    """Keeps the tensors until the next publication, so that a replaced engine can open them as well."""
+    """Keeps the tensors until the next weight update, so that a replaced engine can open them as well."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Handles]:
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Handles]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         from rayloop.transports.manifest import manifest
@@ -54,16 +54,16 @@ class HandleSender(Sender[Handles]):
         self._kept = {}  # give the memory back before the next copy is made
         self._kept = {name: tensor.detach().cuda().contiguous() for name, tensor in tensors.items()}
         handles = {name: reduce_tensor(tensor) for name, tensor in self._kept.items()}
-        return Publication(manifest(version, tensors), Handles(_gpu(), handles))
+        return WeightUpdate(manifest(version, tensors), Handles(_gpu(), handles))
 
 
 class HandleReceiver(Receiver[Handles]):
     def unpack(self, manifest: Manifest, source: Handles) -> Mapping[str, Tensor]:
-        """The verified tensors, in the sender's GPU memory. Raises PublicationError."""
+        """The verified tensors, in the sender's GPU memory. Raises WeightSyncError."""
         from rayloop.transports.manifest import verify
 
         if source.gpu != _gpu():
-            raise PublicationError(
+            raise WeightSyncError(
                 f"version {manifest.version}: cuda_ipc: the weights are on GPU {source.gpu}, this engine is on {_gpu()}. "
                 "Use the collective or object_store transport for separate GPUs"
             )

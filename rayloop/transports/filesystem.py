@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayloop.core.failures import PublicationError
+from rayloop.core.failures import WeightSyncError
 from rayloop.core.files import sync
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Publication, Receiver, Sender, Transport
+from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
 from rayloop.transports.settings import FilesystemTransport
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class FileSender(Sender[str]):
         self._folder = Path(folder)
         self._keep = keep
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[str]:
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[str]:
         from safetensors.torch import save_file
 
         from rayloop.transports.manifest import manifest
@@ -53,7 +53,7 @@ class FileSender(Sender[str]):
         sync(aside)
         os.replace(aside, path)
         self._prune()
-        return Publication(manifest(version, on_cpu), str(path))
+        return WeightUpdate(manifest(version, on_cpu), str(path))
 
     def _prune(self) -> None:
         files = sorted(self._folder.glob("weights-*.safetensors"), key=lambda path: _version(path))
@@ -63,7 +63,7 @@ class FileSender(Sender[str]):
 
 class FileReceiver(Receiver[str]):
     def unpack(self, manifest: Manifest, source: str) -> Mapping[str, Tensor]:
-        """The verified CPU tensors of the file. Raises PublicationError."""
+        """The verified CPU tensors of the file. Raises WeightSyncError."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -72,7 +72,7 @@ class FileReceiver(Receiver[str]):
         try:
             tensors = load_file(source)
         except (OSError, SafetensorError) as error:
-            raise PublicationError(
+            raise WeightSyncError(
                 f"version {manifest.version}: {source} cannot be read: {error}. Do all nodes see this folder?"
             ) from error
         verify(manifest, tensors)

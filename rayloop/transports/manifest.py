@@ -1,4 +1,4 @@
-"""What is sent when weights are published, and the check at the receiver (docs/algorithm.md, section 10).
+"""What is sent when weights are synced, and the check at the receiver (docs/algorithm.md, section 10).
 
 A sender ``pack``s its tensors into a manifest and a source, the source travels (how: the other files of this folder), and
 every receiver ``unpack``s it: names, byte counts and checksums must be those of the manifest.
@@ -16,7 +16,7 @@ import torch
 from isal import isal_zlib  # zlib's CRC-32, several times faster
 from torch import Tensor
 
-from rayloop.core.failures import PublicationError
+from rayloop.core.failures import WeightSyncError
 from rayloop.core.protocols import Manifest, TensorRecord
 from rayloop.core.types import Version
 
@@ -37,14 +37,14 @@ def record(tensor: Tensor) -> TensorRecord:
 
 
 def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-    """Describe a publication. Raises PublicationError for a dtype that cannot be published."""
+    """Describe a weight update. Raises WeightSyncError for a dtype that cannot be published."""
     if unknown := {name: str(tensor.dtype) for name, tensor in tensors.items() if _dtype_name(tensor) not in DTYPES}:
-        raise PublicationError(f"version {version}: only {', '.join(DTYPES)} can be published, not {unknown}")
+        raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be published, not {unknown}")
     return Manifest(version, {name: record(tensor) for name, tensor in tensors.items()})
 
 
 def verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raises PublicationError that names every missing, unknown, short, misshapen or corrupt tensor."""
+    """Raises WeightSyncError that names every missing, unknown, short, misshapen or corrupt tensor."""
     complain(manifest.version, name_faults(manifest, tensors))
     faults: list[str] = []
     for name, expected in manifest.tensors.items():
@@ -69,6 +69,6 @@ def name_faults(manifest: Manifest, given: Mapping[str, Any]) -> list[str]:
 
 
 def complain(version: Version, faults: list[str]) -> None:
-    """Raises PublicationError when there are faults."""
+    """Raises WeightSyncError when there are faults."""
     if faults:
-        raise PublicationError(f"version {version}: {len(faults)} tensors did not arrive as sent: {'; '.join(faults)}")
+        raise WeightSyncError(f"version {version}: {len(faults)} tensors did not arrive as sent: {'; '.join(faults)}")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Publication, Receiver, Sender, Transport
+from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Arrays = Mapping[str, npt.NDArray[np.uint8]]
 
 
 class ObjectStore(Transport[Arrays]):
-    """Export, load; the driver owns the arrays until the next publication."""
+    """Export, load; the driver owns the arrays until the next weight update."""
 
     def __init__(self, settings: ObjectStoreTransport, folder: str) -> None:
         del settings, folder
@@ -34,17 +34,17 @@ class ObjectStore(Transport[Arrays]):
 
 
 class ArraySender(Sender[Arrays]):
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Arrays]:
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
         """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
         from rayloop.transports.manifest import manifest, raw
 
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return Publication(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
+        return WeightUpdate(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
 
 
 class ArrayReceiver(Receiver[Arrays]):
     def unpack(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
-        """The verified CPU tensors, in the store's memory. Raises PublicationError."""
+        """The verified CPU tensors, in the store's memory. Raises WeightSyncError."""
         import torch
 
         from rayloop.transports.manifest import DTYPES, complain, name_faults, verify

@@ -1,4 +1,4 @@
-"""The seam: how published weights get from the policy to the engines. One object per transport, with a half in each process.
+"""The seam: how synced weights get from the policy to the engines. One object per transport, with a half in each process.
 
 The driver calls ``deliver``. The ``sender`` lives in the policy's first rank, a ``receiver`` in every rollout actor. What is done
 when the transport's way fails is its own affair. Light, as the driver is: torch is imported where tensors are.
@@ -26,7 +26,7 @@ Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True)
-class Publication(Generic[Source]):
+class WeightUpdate(Generic[Source]):
     """One version of the weights, ready to be taken over. In the driver ``source`` is a reference that is resolved on the way."""
 
     manifest: Manifest
@@ -36,7 +36,7 @@ class Publication(Generic[Source]):
 class Policy(Protocol):
     """The policy as a transport sees it."""
 
-    async def export(self, version: Version) -> Publication[Any]:
+    async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights and ``pack`` them with the sender. Raises PolicyLost."""
         ...
 
@@ -53,14 +53,14 @@ class Rollouts(Protocol):
         """Their serial numbers, which are never used twice."""
         ...
 
-    def keep(self, publication: Publication[Any]) -> None:
+    def keep(self, update: WeightUpdate[Any]) -> None:
         """What engines load that come from now on. To be said before the first ``load`` of a version."""
         ...
 
-    async def load(self, publication: Publication[Any]) -> None:
-        """Let every engine in service ``take`` it within ``publish.timeout``. One that is lost meanwhile is replaced.
+    async def load(self, update: WeightUpdate[Any]) -> None:
+        """Let every engine in service ``take`` it within ``weight_sync.timeout``. One that is lost meanwhile is replaced.
 
-        Raises the first failure (PublicationError, BroadcastFailed) when all have ended.
+        Raises the first failure (WeightSyncError, BroadcastFailed) when all have ended.
         """
         ...
 
@@ -73,8 +73,8 @@ class Sender(ABC, Generic[Source]):
     """In the policy's first rank. The driver can ``ask`` for further methods of it."""
 
     @abstractmethod
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> Publication[Source]:
-        """``tensors`` are whole, on any device. What is returned is owned by the driver. Raises PublicationError."""
+    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
+        """``tensors`` are whole, on any device. What is returned is owned by the driver. Raises WeightSyncError."""
 
 
 class Receiver(ABC, Generic[Source]):
@@ -82,10 +82,10 @@ class Receiver(ABC, Generic[Source]):
 
     @abstractmethod
     def unpack(self, manifest: Manifest, source: Source) -> Mapping[str, Tensor]:
-        """The verified tensors, to be read only. Runs in a thread. Raises PublicationError."""
+        """The verified tensors, to be read only. Runs in a thread. Raises WeightSyncError."""
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
-        """Bring the engine to this publication: unpack, pause, load, resume whatever happened. Raises PublicationError.
+        """Bring the engine to this weight update: unpack, pause, load, resume whatever happened. Raises WeightSyncError.
 
         A transport that hands the weights to an engine's own processes replaces this, and unpacks nothing.
         """
@@ -111,8 +111,8 @@ class Transport(ABC, Generic[Source]):
     async def deliver(self, policy: Policy, rollouts: Rollouts, version: Version) -> None:
         """Bring every engine in service to the policy's weights, as ``version``.
 
-        Raises PolicyLost when they could not be gathered, PublicationError when they did not arrive as sent.
+        Raises PolicyLost when they could not be gathered, WeightSyncError when they did not arrive as sent.
         """
-        publication = await policy.export(version)
-        rollouts.keep(publication)
-        await rollouts.load(publication)
+        update = await policy.export(version)
+        rollouts.keep(update)
+        await rollouts.load(update)

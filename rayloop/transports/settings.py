@@ -64,12 +64,12 @@ class CollectiveTransport(TransportChoice):
     """Tensors travel together in buckets of this size; a larger tensor has one of its own."""
     timeout: float = Field(60.0, gt=0)
     """Seconds that a member waits for the others, to meet and for each bucket, before the broadcast fails. Must be less than
-    ``publish.timeout``."""
+    ``weight_sync.timeout``."""
 
     def problems(self, placed: Placed) -> Iterator[str]:
         if self.backend == "nccl" and min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
-                f"publish.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each at least one, "
+                f"weight_sync.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each at least one, "
                 "or use backend: gloo; on one shared GPU kind: cuda_ipc"
             )
 
@@ -88,7 +88,7 @@ class CudaIpcTransport(TransportChoice):
         together = placed.ranks * placed.policy_gpus + placed.actors * placed.rollout_gpus
         if min(placed.policy_gpus, placed.rollout_gpus) <= 0 or together > 1 or placed.ranks > 1:
             yield (
-                f"publish.transport.kind: cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU, and "
+                f"weight_sync.transport.kind: cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU, and "
                 f"{placed}, for {placed.ranks} ranks and {placed.actors} rollout actors. Give them fractions of one GPU, or use "
                 "kind: object_store, filesystem or collective"
             )

@@ -65,7 +65,7 @@ CHARTS = (
 """Title, and patterns of the metrics that it shows."""
 COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
 """Metrics that are absent where they would be 0."""
-ROUTINE = ("start", "begin", "parity", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)
+ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
@@ -227,13 +227,13 @@ def _group(members: Sequence[Record], images: Images, reader: BoxReader | None) 
     first = members[0]
     truth = first.get("truth")
     rewards = [member["reward"] for member in members if member["reward"] is not None]
-    fates = [member["fate"] for member in members]
+    statuses = [member["fate"] for member in members]
     return {
         **{key: first[key] for key in ("step", "group", "task", "source", "prompt")},
         "truth": "" if truth is None else json.dumps(truth, ensure_ascii=False),
         "true": [] if reader is None or truth is None else reader.true(truth),
         "images": images.add(first["images"]),
-        "verdicts": list(dict.fromkeys([*fates, *("replayed" for m in members if m["replayed"])])),
+        "verdicts": list(dict.fromkeys([*statuses, *("replayed" for m in members if m["replayed"])])),
         "mean": fmean(rewards) if rewards else None,
         "std": pstdev(rewards) if rewards else None,
         "members": [_member(member, images, reader) for member in members],

@@ -24,13 +24,13 @@ PAGES, COLUMNS = 10, 5
 STYLES = {"true": ("#12874a", "-"), "before": ("#8a4fb0", ":"), "after": ("#d4480c", "--")}
 
 
-def draw_or_tell(folder: RunFolder, boxes: Component | None, tell: Callable[[str], None]) -> None:
+def draw_or_emit(folder: RunFolder, boxes: Component | None, emit: Callable[[str], None]) -> None:
     """Draw at the end of a run, which is done and saved: what goes wrong here is told, and fails nothing."""
     try:
         for file in draw(folder, boxes.build() if boxes else None):
-            tell(f"wrote {file}")
+            emit(f"wrote {file}")
     except Exception as error:
-        tell(f"the pictures could not be drawn: {type(error).__name__}: {error}")
+        emit(f"the pictures could not be drawn: {type(error).__name__}: {error}")
 
 
 def draw(folder: RunFolder, reader: BoxReader | None) -> list[Path]:

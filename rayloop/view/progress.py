@@ -22,8 +22,8 @@ ABSENT = "-"
 SHORT = {
     "gen": "gen",
     "update_actor": "train",
-    "update_weights": "publish",
-    "parity": "compare",
+    "update_weights": "weight_sync",
+    "logprob_check": "compare",
     "testing": "eval",
     "save_checkpoint": "save",
 }
@@ -81,7 +81,7 @@ def _time(metrics: Mapping[str, float]) -> str:
     return " ".join([f"{whole:.1f} s:", *(f"{SHORT[name]} {share:.0%}" for name, share in large.items())])
 
 
-GIVEN_UP = ("publish", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
+GIVEN_UP = ("weight_sync", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
 """Words of the columns that a table leaves out, in this order, until it fits the terminal. Never what was earned or trained."""
 SEEN = 10
 """Steps over whose mean duration, without evaluations, the time that is left is reckoned, and over whose mean reward the trend."""
@@ -106,7 +106,7 @@ def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
         Column("step\ns", "step_s", _value("timing_s/step", ".1f")),
         Column("gen", "gen", _phase("gen")),
         Column("train", "train", _phase("update_actor")),
-        Column("publish", "publish", _phase("update_weights")),
+        Column("weight_sync", "weight_sync", _phase("update_weights")),
         Column(f"held-out\n({sampled})", "sampled", _value("val_sampled/reward/mean", ".3f")),
         Column(f"held-out\n({held_out})", "held-out", _value("val/reward/mean", ".3f")),
     )

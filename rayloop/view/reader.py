@@ -81,12 +81,12 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def rollout_groups(folder: RunFolder) -> Iterator[list[Record]]:
-    """The recorded groups, each as the records of its members, by step and issue number."""
+    """The recorded groups, each as the records of its members, by step and group number."""
     for file in folder.rollouts.files().values():
         groups: dict[int, list[Record]] = {}
         for record in JsonLines(file):
             groups.setdefault(record["group"], []).append(record)
-        yield from (groups[issue] for issue in sorted(groups))
+        yield from (groups[number] for number in sorted(groups))
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

@@ -18,7 +18,7 @@ PHASES = {
     "verify": "checking that engine and trainer agree",
     "gen": "generating",
     "update_actor": "training",
-    "update_weights": "publishing weights",
+    "update_weights": "weight sync",
     "testing": "evaluating",
     "save_checkpoint": "saving a checkpoint",
 }
@@ -36,10 +36,10 @@ def describe(record: Record) -> str:
 
     An event without words of its own is shown with its fields.
     """
-    tell = _WORDS.get(record["event"], _fields)
+    emit = _WORDS.get(record["event"], _fields)
     when = f"[{record['step']}] " if "step" in record else ""
     trace = f"\n{record['traceback']}" if "traceback" in record else ""
-    return f"{when}{tell(record)}{trace}"
+    return f"{when}{emit(record)}{trace}"
 
 
 def span(seconds: float) -> str:
@@ -101,7 +101,7 @@ def _changed(record: Record) -> str:
     return f"changed since step {record['step']}: {values}"
 
 
-def _parity(record: Record) -> str:
+def _logprob_check(record: Record) -> str:
     agree = "yes" if record["mean"] <= record["tolerance"] else "NO"
     images = f"; other images change them by {number(record['swapped'])}" if record["images"] else ""
     return (
@@ -159,7 +159,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     ),
     "begin": _begin,
     "changed": _changed,
-    "parity": _parity,
+    "logprob_check": _logprob_check,
     "self_test": _self_test,
     "evaluated": _evaluated,
     "gain": lambda record: "\n".join(gained(record)),

@@ -18,7 +18,7 @@ class PolicyLimits(SettingsModel):
     body_seconds: float = Field(10.0, gt=0)
     """Seconds for one request's body to come. Raise it for clients behind slow lines."""
     seconds: float = Field(300.0, gt=0)
-    """Seconds for one answer, publications and replaced engines included. Raise it where a publication takes long."""
+    """Seconds for one answer, weight updates and replaced engines included. Raise it where a weight update takes long."""
     choices: int = Field(16, ge=1)
     """The most answers that one request may ask for (``n``). Raise it to evaluate with many samples."""
     held: int = Field(256, ge=1)

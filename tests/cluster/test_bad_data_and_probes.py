@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rayloop.cluster.loop.evaluation import play
-from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
-from rayloop.core.types import PlayRequest, Sampling, Task
+from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.production.blame import Blame
+from rayloop.rollout.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.held_out import Play
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, bad_data, broken, failed, hangs
@@ -24,7 +24,7 @@ from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, ba
 
 def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
     def unmounted(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             if actor is made.spawned[0]:
                 return bad_data(request, "cannot be read: No such file or directory")
             await asyncio.sleep(0.001)
@@ -34,7 +34,7 @@ def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(w
 
     made = world(unmounted, environment={"actors": 2})
     made.run(steps=10)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
     [lost] = made.named("worker_lost")
     assert lost["why"].endswith("failed on it one after the other, last: cannot be read: No such file or directory")
@@ -44,7 +44,7 @@ def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> Non
     asked: list[int] = []
 
     def unmounted(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             asked.append(made.engines[request.id])
             return bad_data(request, "the image does not exist", own=False) if asked[-1] == 0 else made.well(request)
@@ -53,7 +53,7 @@ def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> Non
 
     made = world(unmounted, environment={"actors": 2}, rollout__actors=2)
     made.run(steps=20)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
     assert asked.count(0) < asked.count(1) / 10
     assert made.named("worker_lost") == [], "the environment actors are not to blame"
@@ -64,7 +64,7 @@ def test_a_node_without_the_data_condemns_no_task(world: Make, own: bool) -> Non
     """Its three actors say the same, and are one witness: another node is asked."""
 
     def unmounted(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             slot = actor.slot if own else made.engines[request.id]
             return bad_data(request, "the image does not exist", own=own) if slot < 3 else made.well(request)
@@ -82,7 +82,7 @@ def test_a_node_without_the_data_condemns_no_task(world: Make, own: bool) -> Non
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, nodes: str, attempts: int) -> None:
     def broken(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             return bad_data(request, "truncated or corrupt image") if request.task.id == BAD else made.well(request)
 
@@ -100,25 +100,25 @@ def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, n
 # Probes ----------------------------------------------------------------------------------------------------------------------
 
 
-async def probe(made: World, purpose: str = "parity") -> list[Any]:
+async def probe(made: World, purpose: str = "logprob_check") -> list[Any]:
     """What the proof at the start does first: an episode on each of the first tasks."""
-    reporter: Any = SimpleNamespace(event=made._tell)
+    reporter: Any = SimpleNamespace(event=made._emit)
     player = await made.player()
-    publisher = Publisher(made.config, player.services, reporter)
-    return await publisher._probe(made.production.issuer.probe_tasks(), player, purpose)
+    weight_sync = WeightSync(made.config, player.services, reporter)
+    return await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)
 
 
 @pytest.mark.parametrize("probes", [1, 3])
 def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: Make, probes: int) -> None:
     def first_hangs(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             first = request.task.id == "train-0"
             return failed(request, "reset gave no answer", hung=True) if first else made.well(request)
 
         return behave
 
-    made = world(first_hangs, environment={"actors": 2}, publish={"probes": probes})
+    made = world(first_hangs, environment={"actors": 2}, weight_sync={"probes": probes})
     assert len(asyncio.run(probe(made))) == probes
     assert made.plays["train-0"] == 3
     assert made.plays.keys() == {f"train-{i}" for i in range(1 + probes)}  # those on a replaced actor begin again
@@ -128,29 +128,29 @@ def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: 
 
 
 def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
+    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 4})
 
     async def twice() -> None:
-        reporter: Any = SimpleNamespace(event=made._tell)
+        reporter: Any = SimpleNamespace(event=made._emit)
         player = await made.player()
-        publisher = Publisher(made.config, player.services, reporter)
-        for purpose in ("parity", "language"):
-            assert len(await publisher._probe(made.production.issuer.probe_tasks(), player, purpose)) == 4
+        weight_sync = WeightSync(made.config, player.services, reporter)
+        for purpose in ("logprob_check", "language"):
+            assert len(await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)) == 4
 
     asyncio.run(twice())
     assert made.plays[BAD] == 3
 
 
 def test_a_quarantined_task_is_no_probe(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, publish={"probes": 4})
-    made.production.issuer.quarantined = {BAD}
+    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 4})
+    made.rollouts.scheduler.quarantined = {BAD}
     assert len(asyncio.run(probe(made))) == 4
     assert BAD not in made.plays
 
 
 def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
     made = world(broken, environment={"actors": 2})
-    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the parity probe: Guess\.step must"):
+    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the log-prob check probe: Guess\.step must"):
         asyncio.run(probe(made))
 
 
@@ -164,7 +164,7 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
     async def evaluations() -> list[list[Item]]:
         player = await made.player()
         player.describe = no_records  # type: ignore[assignment]
-        asked = [Play(RIGHT, task, Sampling()) for task in list(made.production.dataset)[:5]]
+        asked = [Play(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
         keep = lambda item, images: kept.append(item)  # noqa: E731
         return [await play(asked, made.config, player, step, keep, lambda member: None) for step in (0, 1)]
 
@@ -175,7 +175,7 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
 
 def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(world: Make) -> None:
     def broken(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             return bad_data(request, "truncated or corrupt image") if request.id.group < 0 else made.well(request)
 
@@ -191,7 +191,7 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
 
     [item] = asyncio.run(evaluated())
     assert item.unscored == "bad_data: truncated or corrupt image"
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert made.bad == []
     assert made.named("bad_data") == [{"task": BAD, "path": "/data/x.png", "why": "truncated or corrupt image"}]
 
@@ -201,14 +201,14 @@ async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
 
 
 def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, publish={"probes": 1})
+    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 1})
 
     async def two() -> None:
         player = await made.player()
-        publisher = Publisher(made.config, player.services, SimpleNamespace(event=made._tell))  # type: ignore[arg-type]
-        bad, good = made.production.dataset[3], made.production.dataset[4]
-        assert len(await publisher._probe([bad, good], player, "parity")) == 1
-        assert len(await publisher._probe([good], player, "language")) == 1
+        weight_sync = WeightSync(made.config, player.services, SimpleNamespace(event=made._emit))  # type: ignore[arg-type]
+        bad, good = made.rollouts.dataset[3], made.rollouts.dataset[4]
+        assert len(await weight_sync._probe([bad, good], player, "logprob_check")) == 1
+        assert len(await weight_sync._probe([good], player, "language")) == 1
 
     asyncio.run(two())
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rayloop.benchmarks.train import flops
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.timeout(200)
@@ -91,7 +91,7 @@ def bench(*options: str) -> dict[str, Any]:
 
 @pytest.mark.slow_faults
 def test_weights_are_published_over_every_transport() -> None:
-    line = bench("publish", "--mib", "8", "--tensors", "4", "--rounds", "1")
+    line = bench("weight_sync", "--mib", "8", "--tensors", "4", "--rounds", "1")
     assert line["ratio"].keys() == {"object_store", "filesystem", "collective"}
     for name, ratio in line["ratio"].items():
         assert ratio == pytest.approx(line["seconds"][name] / line["seconds"]["plain"], rel=0.05)

@@ -31,14 +31,14 @@ def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_ser
     stage = Stage(tmp_path, 2, COLLECTIVE)
 
     async def play() -> None:
-        await stage.publish(1)
+        await stage.sync_weights(1)
         [first, other] = await stage.attributes(GROUP)
         assert first == other is not None
-        await stage.publish(2)
+        await stage.sync_weights(2)
         assert await stage.attributes(GROUP) == [first, first], "the same members need one group"
         assert await stage.seen() == [[1, 2], [1, 2]]
         await stage.pool.workers[2].handle.die_in_the_next_load.remote("_membership.broadcast")
-        await stage.publish(3)
+        await stage.sync_weights(3)
         [failed], [lost] = stage.named("broadcast_failed"), stage.named("worker_lost")
         assert (failed["version"], lost["worker"]) == ("0.3", 2)
         assert (await stage.seen())[0] == [1, 2, 3]
@@ -46,7 +46,7 @@ def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_ser
         await stage.back()
         assert await stage.seen() == [[1, 2, 3], [3]]
         assert await stage.attributes(GROUP) == [None, None], "so did the replacement"
-        await stage.publish(4)
+        await stage.sync_weights(4)
         assert await stage.seen() == [[1, 2, 3, 4], [3, 4]]
         [again, new] = await stage.attributes(GROUP)
         assert again == new != first, "they meet in a new group"
@@ -60,9 +60,9 @@ def test_a_receiver_that_hangs_holds_nobody_up_beyond_the_deadline(tmp_path: Pat
     stage = Stage(tmp_path, 2, COLLECTIVE, timeout=8.0)
 
     async def play() -> None:
-        await stage.publish(1)
+        await stage.sync_weights(1)
         os.kill(await stage.pool.workers[2].handle.health.remote(), signal.SIGSTOP)
-        await stage.publish(2)
+        await stage.sync_weights(2)
         [lost] = stage.named("worker_lost")
         assert (lost["worker"], lost["why"]) == (2, "load of rollout 1 did not answer within 8 s")
         await stage.back()

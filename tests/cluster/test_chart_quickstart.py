@@ -29,7 +29,7 @@ def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
         assert 5.0 < record["reward/mean"] <= 10.75
         assert all(record[f"reward/component/{name}/mean"] >= 0 for name in SEVEN)
         assert record["reward/component/format/mean"] > 1.0, "the shipped model knows the form"
-    assert made.named("parity")[0]["mean"] < 1e-3
+    assert made.named("logprob_check")[0]["mean"] < 1e-3
     ledger_closes(made.named("finished")[0]["ledger"])
     first, last = (
         [

@@ -22,7 +22,7 @@ OLD = {"actor/old_behaviour_mean/lag_1": 0.0}
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """It plays nothing; a publication was lost, so that fresh episodes are 5 nats apart."""
+    """It plays nothing; a weight update was lost, so that fresh episodes are 5 nats apart."""
     config = RunConfig.model_validate(
         settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}, alarms={"logprobs": {"stop": 0.5}})
     )
@@ -38,7 +38,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         driver.steps.append(step)  # type: ignore[attr-defined]
         return {}
 
-    monkeypatch.setattr(driver.publisher, "observe", observe)
+    monkeypatch.setattr(driver.weight_sync, "observe", observe)
     monkeypatch.setattr(driver.reporter, "step", recorded)
     return driver
 
@@ -49,7 +49,7 @@ async def train(driver: Driver, steps: int) -> None:
         await driver.record(OLD, Collected(()))
 
 
-def test_a_lost_publication_ends_a_run_that_trains_on_nothing_fresh(driver: Driver) -> None:
+def test_a_lost_weight_update_ends_a_run_that_trains_on_nothing_fresh(driver: Driver) -> None:
     with pytest.raises(AlarmStopped, match=r"differ by 5\.00e\+00 nats per token of the same weights"):
         asyncio.run(train(driver, 4 * UNSEEN))
     assert driver.looked == [UNSEEN, 2 * UNSEEN, 3 * UNSEEN]  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def test_a_stop_does_not_wait_for_fresh_episodes_and_the_step_is_recorded(driver
     async def main() -> None:
         await train(driver, UNSEEN - 1)
         driver.stopping.set()
-        driver.publisher.observe = lambda *_: asyncio.sleep(60)  # type: ignore[method-assign]
+        driver.weight_sync.observe = lambda *_: asyncio.sleep(60)  # type: ignore[method-assign]
         await asyncio.wait_for(train(driver, 1), 10)
 
     asyncio.run(main())

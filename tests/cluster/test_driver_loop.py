@@ -40,7 +40,7 @@ def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(tmp_path: 
         return {}
 
     monkeypatch.setattr(Driver, "collect", collect)
-    for name in ("restore", "publish", "verify", "produce", "supervise", "evaluate", "train", "record", "checkpoint"):
+    for name in ("restore", "weight_sync", "verify", "produce", "supervise", "evaluate", "train", "record", "checkpoint"):
         monkeypatch.setattr(Driver, name, nothing)
     driver = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, steps=3)), tmp_path)
     asyncio.run(driver.run())
@@ -68,7 +68,7 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_p
     async def collect(self: Driver) -> Any:
         return Collected(())
 
-    async def publish(self: Driver) -> None:
+    async def sync_weights(self: Driver) -> None:
         self.version = Version(1, self.step)
 
     async def nothing(self: Driver, *_: Any) -> dict[str, float]:
@@ -76,7 +76,7 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_p
 
     monkeypatch.setattr(Driver, "collect", collect)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
-    monkeypatch.setattr(Driver, "publish", publish)
+    monkeypatch.setattr(Driver, "weight_sync", weight_sync)
     for name in ("restore", "verify", "produce", "supervise", "train", "record"):
         monkeypatch.setattr(Driver, name, nothing)
     config = settings(tmp_path, tmp_path, steps=6)
@@ -108,24 +108,24 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
 
     before = driver(every=1)
     before.checkpoints.next_lineage()
-    for task in before.production.dataset:
-        before.production.quarantine(task, "", "No space left on device")
-    before.production.blame.groups_failed["train-1"] = 1
+    for task in before.rollouts.dataset:
+        before.rollouts.quarantine(task, "", "No space left on device")
+    before.rollouts.blame.groups_failed["train-1"] = 1
     save(before, 1)
 
     after = driver(every=1, clear_quarantine=clear)
     asyncio.run(after.restore())
-    found = after.production.issuer.quarantined
+    found = after.rollouts.scheduler.quarantined
     told = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
     if not clear:
         assert (len(found), told) == (24, [])
         with pytest.raises(ConfigError, match=r"checkpoint\.clear_quarantine=true"):
-            after.production.issuer.probe_tasks()
+            after.rollouts.scheduler.probe_tasks()
         return
-    assert (found, after.production.blame.groups_failed) == (set(), {})
+    assert (found, after.rollouts.blame.groups_failed) == (set(), {})
     assert [len(tasks) for tasks in told] == [24]
-    bad = after.production.dataset[3]
-    after.production.quarantine(bad, "", "it is broken")
+    bad = after.rollouts.dataset[3]
+    after.rollouts.quarantine(bad, "", "it is broken")
     save(after, 2)
     asyncio.run(after.restore())
-    assert after.production.issuer.quarantined == {bad.id}
+    assert after.rollouts.scheduler.quarantined == {bad.id}

@@ -23,8 +23,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.publication import Publisher
 from rayloop.cluster.loop.saving import Saving
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import until_stopped
@@ -95,10 +95,10 @@ class Stage:
         """What an earlier start of the run in ``folder`` has saved: what the rank holds, as each of these steps."""
         driver = self.driver(folder)
         driver.checkpoints.next_lineage()
-        whose = about(self.config, driver.hashes, len(driver.production.dataset))
+        whose = about(self.config, driver.hashes, len(driver.rollouts.dataset))
         for driver.step in steps:
             driver.version = Version(1, driver.step)
-            state = asyncio.run(capture(driver.state, driver.production.lose, 10))
+            state = asyncio.run(capture(driver.state, driver.rollouts.lose, 10))
             asyncio.run(driver.checkpoints.save(driver.step, state, driver.services.policy.save, whose))
         return driver.checkpoints
 
@@ -153,25 +153,25 @@ class Services:
 @pytest.fixture
 def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     torch.set_num_threads(1)
-    c = RunConfig.model_validate(settings(tmp_path, digits_model, publish={"self_test": True, "probes": 1}))
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0)
+    c = RunConfig.model_validate(settings(tmp_path, digits_model, weight_sync={"self_test": True, "probes": 1}))
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, str(tmp_path), 0)
     stage = Stage(c, PolicyRank(made, 0, 1))
     stage.rank.join(f"file://{tmp_path}/rendezvous")
     stage.start = stage.weights()
 
-    async def probe(self: Publisher, tasks: Any, player: Any, purpose: str) -> list[str]:
+    async def probe(self: WeightSync, tasks: Any, player: Any, purpose: str) -> list[str]:
         await asyncio.sleep(0)
         return [purpose]
 
     async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> LogprobGap:
         await asyncio.sleep(0)
-        moved = payloads == ["parity"] and not swap_images
+        moved = payloads == ["logprob_check"] and not swap_images
         return LogprobGap(1, float(moved), float(moved))
 
     async def evaluate(self: Driver) -> None:
         raise Begun
 
-    monkeypatch.setattr(Publisher, "_probe", probe)
+    monkeypatch.setattr(WeightSync, "_probe", probe)
     monkeypatch.setattr(PolicyGroup, "compare", compare)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     yield stage
@@ -238,7 +238,7 @@ def test_75_means_that_this_very_step_is_on_disk(
 
     async def three_steps(self: Driver) -> None:
         for self.step in range(1, 4):
-            await self.publish()
+            await self.sync_weights()
             if self.step in kept:
                 await self.checkpoint()
         raise PolicyLost("rank 0 died")
@@ -260,7 +260,7 @@ def test_75_means_that_this_very_step_is_on_disk(
 def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def evaluate(self: Driver) -> None:
         self.step = 1
-        await self.publish()
+        await self.sync_weights()
         self.stopping.set()
         await until_stopped(self.stopping, asyncio.sleep(30))
 
@@ -318,7 +318,7 @@ def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_told_to_begin(
             raise Begun
         if saves:
             self.step = 2
-            await self.publish()
+            await self.sync_weights()
             await self.checkpoint()
         raise PolicyLost("rank 0 died")
 
@@ -357,7 +357,7 @@ def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_
             await self.settle()
             raise Begun
         for self.step in (1, 2):
-            await self.publish()
+            await self.sync_weights()
             if self.step == 2:
                 monkeypatch.setattr(PolicyRank, "finish_save", finish_save)
             await self.checkpoint()
@@ -391,7 +391,7 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
         if len(begun) == 2:
             raise Begun
         self.step = 1
-        await self.publish()
+        await self.sync_weights()
         await self.checkpoint()
         await self.settle()
         for folder in self.checkpoints.folder.glob("step_*"):
@@ -432,7 +432,7 @@ def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
 
     async def steps(self: Driver) -> None:
         for self.step in (1, 2):
-            await self.publish()
+            await self.sync_weights()
             if self.step == 1:
                 await self.checkpoint()
         if where == "update":

@@ -17,12 +17,12 @@ from rayloop.actors.base import GROUPS
 from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
-from rayloop.core.groups import PlayFailed
+from rayloop.core.groups import RolloutFailed
 from rayloop.core.types import (
     Completion,
     FinishReason,
     Message,
-    PlayRequest,
+    RolloutRequest,
     Sampling,
     Summary,
     Task,
@@ -50,8 +50,8 @@ class Engine:
         return Completion((sampling.end_tokens[0],), (-0.1,), FinishReason.END_TOKEN, Version(0, 0))
 
 
-def request(task: str) -> PlayRequest:
-    return PlayRequest(Task(task, (Message("user", ("Sort: 1",)),)), TrajectoryId(1, 0), 0, 1, Sampling())
+def request(task: str) -> RolloutRequest:
+    return RolloutRequest(Task(task, (Message("user", ("Sort: 1",)),)), TrajectoryId(1, 0), 0, 1, Sampling())
 
 
 @pytest.mark.slow_faults
@@ -75,7 +75,7 @@ def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model
     well = ray.get([play("well") for _ in range(3)], timeout=60)
     assert all(isinstance(summary, Summary) for [summary] in well)
     [failure] = ray.get(sick, timeout=60)
-    assert isinstance(failure, PlayFailed)
+    assert isinstance(failure, RolloutFailed)
     assert (failure.hung, failure.contained) == (True, True)
     assert isinstance(ray.get(play("well"), timeout=60)[0], Summary), "the same actor goes on"
 

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.cluster.stages.evaluate import Evaluator, NothingScored
 from rayloop.cluster.stages.evaluate import evaluate as run_evaluation
 from rayloop.core.groups import Member, Unscored, UnscoredKind
@@ -45,7 +45,7 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
             "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"},
         },
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
-        publish={"self_test": False, "probes": 1, "transport": {"kind": "filesystem"}},
+        weight_sync={"self_test": False, "probes": 1, "transport": {"kind": "filesystem"}},
         evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "rayloop.recipes.arc_vision.controls:BlindBox"}},
     )  # fmt: skip
 

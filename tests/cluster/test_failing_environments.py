@@ -12,8 +12,8 @@ from ray.exceptions import ActorDiedError
 from rayloop.cluster.roles.pool import Pool
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
-from rayloop.core.types import PlayRequest
-from rayloop.production.blame import Blame
+from rayloop.core.types import RolloutRequest
+from rayloop.rollout.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, broken, failed, hangs
@@ -26,7 +26,7 @@ def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Mak
     made.run(steps=30)
     [failure] = made.bad
     assert failure.reason.endswith("episodes of its group hung")
-    assert made.production.issuer.quarantined == {BAD}
+    assert made.rollouts.scheduler.quarantined == {BAD}
     assert made.plays[BAD] <= 8 * 3, "one group"
     assert made.environment.replaced <= 3 + actors - 1, "those of attempts, and who hangs beside the last of them"
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
@@ -37,7 +37,7 @@ def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int)
     """``isolation: process``: the task is quarantined all the same, also by the only actor, and nobody is replaced for it."""
 
     def contained(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             if request.task.id != BAD:
                 return made.well(request)
@@ -49,14 +49,14 @@ def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int)
     made.run(steps=30)
     [failure] = made.bad
     assert failure.reason.endswith("episodes of its group hung")
-    assert made.production.issuer.quarantined == {BAD}
+    assert made.rollouts.scheduler.quarantined == {BAD}
     assert made.environment.replaced == 0
     assert made.plays[BAD] <= 8 * 3, "one group"
 
 
 def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_contained(world: Make) -> None:
     def sick(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             if actor is made.spawned[0] and len(actor.played) > 10:
                 return failed(request, "reset gave no answer", hung=True, contained=True)
@@ -68,14 +68,14 @@ def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_containe
     made.run(steps=30)
     [lost] = made.named("worker_lost")
     assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other")
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
 
 
 def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
     """One attempt each, one actor: the group that plays beside the one that hangs is killed with it."""
 
     def slow(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.02 if request.task.id == BAD else 0.05)
             return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
 
@@ -92,7 +92,7 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
     """From its 11th episode on one process fails at once, as with a full disk: it must not attract the work."""
 
     def sick(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             if actor is made.spawned[0] and len(actor.played) > 10:
                 return failed(request, "reset raised OSError: No space left on device")
             await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
 
     made = world(sick, environment={"actors": 2})
     made.run(steps=30)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     [lost] = made.named("worker_lost")
     assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other, last: reset raised OSError")
     assert "excluded[environment_failure]" not in made.ledger.counts()
@@ -112,7 +112,7 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
     """Every replacement in slot 0 is sick from the start."""
 
     def sick(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             if actor.slot == 0 and made.version.step >= 2:
                 return failed(request, "reset raised OSError: No space left on device")
             await asyncio.sleep(0.01)
@@ -122,7 +122,7 @@ def test_a_slot_on_a_sick_node_gets_less_and_less_to_do(world: Make) -> None:
 
     made = world(sick, environment={"actors": 4}, recovery={"replacements": 10})
     made.run(steps=60)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert "excluded[environment_failure]" not in made.ledger.counts()
     on_sick = sum(len(actor.played) for actor in made.spawned if actor.slot == 0)
     assert on_sick < sum(made.plays.values()) / 10, "a quarter would be its share"
@@ -132,7 +132,7 @@ def test_a_sick_node_condemns_no_task_however_many_actors_are_on_it(world: Make)
     """Retries go to another node, and two actors of one node are one witness."""
 
     def sick(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             if actor.slot < 3 and made.version.step >= 2:
                 return failed(request, "reset raised OSError: No space left on device")
             await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ def test_a_sick_node_condemns_no_task_however_many_actors_are_on_it(world: Make)
 
     made = world(sick, nodes=Houses("a", "a", "a", "b"), environment={"actors": 4, "attempts": 2})
     made.run(steps=20)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert "excluded[environment_failure]" not in made.ledger.counts()
 
 
@@ -150,7 +150,7 @@ def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Mak
     made = world(broken, environment={"actors": 3})
     with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
         made.run(steps=1)
-    assert made.production.issuer.quarantined == set()
+    assert made.rollouts.scheduler.quarantined == set()
     assert made.named("worker_lost") == []
     assert sum(made.plays.values()) == 64 * 2, "what a second actor confirms is not tried a third time"
 
@@ -158,7 +158,7 @@ def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Mak
 @pytest.mark.parametrize(("actors", "nodes"), [(1, "a"), (2, "a"), (2, "ab"), (3, "aab")])
 def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int, nodes: str) -> None:
     def bad(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             return failed(request, "crashed") if request.task.id == BAD else made.well(request)
 
@@ -192,7 +192,7 @@ def test_failures_are_forgotten_once_the_task_goes_well(world: Make) -> None:
     groups: list[int] = []
 
     def moody(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             if request.task.id == BAD and request.id.group not in groups:
                 groups.append(request.id.group)
@@ -209,7 +209,7 @@ def test_failures_are_forgotten_once_the_task_goes_well(world: Make) -> None:
 
 def test_an_actor_that_dies_by_itself_costs_an_attempt_and_the_budget(world: Make) -> None:
     def dies(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             if actor is made.spawned[0]:
                 raise ActorDiedError()
@@ -226,7 +226,7 @@ def test_an_actor_that_dies_by_itself_costs_an_attempt_and_the_budget(world: Mak
 
 def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> None:
     def spent(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             if len(actor.played) > 20:
                 raise WorkerSpent("8 calls of tools hang in this process")
@@ -283,7 +283,7 @@ def test_the_only_reward_actor_is_asked_once(world: Make) -> None:
 
 
 def well(made: World) -> Behave:
-    async def behave(actor: Handle, request: PlayRequest) -> Any:
+    async def behave(actor: Handle, request: RolloutRequest) -> Any:
         await asyncio.sleep(0)
         return made.well(request)
 
@@ -352,7 +352,7 @@ def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(world: Make, at
     failures: Counter[int] = Counter()
 
     def flaky(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             sample = request.id.sample
             if request.task.id == BAD and sample == 0 and failures[sample] < 8:
@@ -367,4 +367,4 @@ def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(world: Make, at
     assert failures[0] == 8
     excluded = made.ledger.counts().get("excluded[environment_failure]", 0)
     assert excluded == (0 if scored else 1)
-    assert made.production.issuer.quarantined == set(), "one group alone does not condemn a task"
+    assert made.rollouts.scheduler.quarantined == set(), "one group alone does not condemn a task"

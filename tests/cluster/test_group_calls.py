@@ -11,22 +11,22 @@ import pytest
 
 from rayloop.cluster.loop.calls import MARGIN
 from rayloop.core.deadlines import WAITS
-from rayloop.core.groups import PlayFailed, Scored, Unscored, UnscoredKind
-from rayloop.core.types import PlayRequest
+from rayloop.core.groups import RolloutFailed, Scored, Unscored, UnscoredKind
+from rayloop.core.types import RolloutRequest
 from rayloop.envs.episode import CLOSE_TIMEOUT
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed
 
 EIGHT = list(range(8))
 
 
-def unless(fault: Callable[[World, Handle, PlayRequest], Any]) -> Callable[[World], Behave]:
+def unless(fault: Callable[[World, Handle, RolloutRequest], Any]) -> Callable[[World], Behave]:
     """Episodes go well, but for those of the bad task's fourth member, for which ``fault`` says what becomes of them."""
 
     def behaves(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
-            if request.task.id == BAD and request.id.sample == 3 and (fate := fault(made, actor, request)):
-                return fate
+            if request.task.id == BAD and request.id.sample == 3 and (status := fault(made, actor, request)):
+                return status
             return made.well(request)
 
         return behave
@@ -38,7 +38,7 @@ def calls(made: World) -> list[list[int]]:
     return [samples for actor in made.spawned for samples in actor.calls]
 
 
-def well(made: World, actor: Handle, request: PlayRequest) -> None: ...
+def well(made: World, actor: Handle, request: RolloutRequest) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_group_is_one_call_or_as_many_as_were_asked_for(
 
 
 def test_a_member_that_failed_is_played_again_alone(world: Make) -> None:
-    def once(made: World, actor: Handle, request: PlayRequest) -> PlayFailed | None:
+    def once(made: World, actor: Handle, request: RolloutRequest) -> RolloutFailed | None:
         return failed(request, "crashed") if request.attempt == 0 else None
 
     made = world(unless(once), environment={"actors": 2})
@@ -76,7 +76,7 @@ def test_a_member_that_failed_is_played_again_alone(world: Make) -> None:
 
 
 def test_bad_data_that_one_member_meets_is_looked_at_elsewhere_by_that_member(world: Make) -> None:
-    def once(made: World, actor: Handle, request: PlayRequest) -> PlayFailed | None:
+    def once(made: World, actor: Handle, request: RolloutRequest) -> RolloutFailed | None:
         return bad_data(request, "truncated") if request.attempt == 0 else None
 
     made = world(unless(once), environment={"actors": 2})
@@ -91,7 +91,7 @@ def test_a_member_that_kills_its_actor_costs_the_others_one_replay_and_no_more(w
     plays: Counter[int] = Counter()
 
     def kills(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             bad = request.task.id == BAD
             plays.update([request.id.sample] * bad)
             await asyncio.sleep(0.001)
@@ -113,7 +113,7 @@ def test_who_is_lost_on_account_of_another_call_is_not_suspected(world: Make) ->
     running = 0
 
     def hangs(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             nonlocal running
             running += 1
             try:
@@ -135,7 +135,7 @@ def test_the_deadline_of_a_call_leaves_its_actor_time_to_answer(world: Make) -> 
     waits: list[tuple[str, float]] = []
 
     def look(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             waits.extend((wait.what, made.config.environment.episode_timeout) for wait in WAITS.oldest())
             return made.well(request)

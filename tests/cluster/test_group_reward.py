@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.cluster.loop.evaluation import AT_ONCE, play
 from rayloop.cluster.stages.evaluate import _missing
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, PlayRequest, Sampling, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import EndReason, RolloutRequest, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
@@ -33,7 +33,7 @@ UNAVAILABLE = Unscored(UnscoredKind.REWARD_UNAVAILABLE, "the disk is full")
 
 
 def plays_well(made: World) -> Behave:
-    async def behave(actor: Handle, request: PlayRequest) -> Any:
+    async def behave(actor: Handle, request: RolloutRequest) -> Any:
         await asyncio.sleep(0.001 * request.id.sample)
         return made.well(request)
 
@@ -67,7 +67,7 @@ def test_a_group_is_scored_once_when_its_last_episode_has_ended(world: Make) -> 
 
 def test_episodes_that_could_not_be_played_have_no_part_in_it(world: Make) -> None:
     def some_fail(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             return failed(request, "no", bug=True) if request.id.sample in (2, 5) else made.well(request)
 
@@ -78,13 +78,13 @@ def test_episodes_that_could_not_be_played_have_no_part_in_it(world: Make) -> No
     made.run(1)
     assert {count for _, count in calls} == {6}
     assert made.ledger.counts()["excluded[environment_failure]"] == 2 * len(calls)
-    trained = [m for g in made.production.ready.groups for m in g.members]
+    trained = [m for g in made.rollouts.ready.groups for m in g.members]
     assert not trained
 
 
 def test_a_group_without_a_played_episode_is_not_asked_about(world: Make) -> None:
     def first_group_fails(made: World) -> Behave:
-        async def behave(actor: Handle, request: PlayRequest) -> Any:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             return failed(request, "no", bug=True) if request.task.id == "train-0" else made.well(request)
 
@@ -120,14 +120,14 @@ class Player:
         self.together: list[list[str]] = []
         self.evaluation: Any = None
         self.blame = SimpleNamespace(forget=lambda group: None)
-        self.tell_bad_data = None
+        self.emit_bad_data = None
 
-    def _member(self, request: PlayRequest, of: int) -> Member:
+    def _member(self, request: RolloutRequest, of: int) -> Member:
         nothing = Version(0, 0)
         summary = Summary(request.id, 0, request.task.id, "", EndReason.DONE, 9, 3, 1, 0, 0, True, nothing, nothing)
         return Member(summary, Scored(float(of)))
 
-    async def play(self, asked: Sequence[PlayRequest], step: int, bad_data: Any = None) -> list[Member]:
+    async def play(self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None) -> list[Member]:
         self.together.append([request.task.id for request in asked])
         return [self._member(request, len(asked)) for request in asked]
 
@@ -169,7 +169,7 @@ class Describing(Player):
         self.described: list[list[TrajectoryId]] = []
         self.playing = self.most = 0
 
-    async def play(self, asked: Sequence[PlayRequest], step: int, bad_data: Any = None) -> list[Member]:
+    async def play(self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None) -> list[Member]:
         self.playing += len(asked)
         self.most = max(self.most, self.playing)
         await asyncio.sleep(0.01)
@@ -183,7 +183,7 @@ class Describing(Player):
 
     def _record(self, group: Group, sample: int) -> RolloutRecord:
         turn = RolloutTurn("assistant", f"answer {sample} to {group.task.id}", True)
-        return RolloutRecord(group.issue, sample, 0, group.task.id, "", "", (), (turn,), "done", 1.0)
+        return RolloutRecord(group.number, sample, 0, group.task.id, "", "", (), (turn,), "done", 1.0)
 
 
 def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> None:

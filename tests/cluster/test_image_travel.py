@@ -20,7 +20,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Message, PlayRequest, Sampling, Summary, Task, Trajectory, TrajectoryId, Version
+from rayloop.core.types import ImageSource, Message, RolloutRequest, Sampling, Summary, Task, Trajectory, TrajectoryId, Version
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import TransformersEngineSettings
 from rayloop.envs.settings import EpisodeSettings
@@ -67,7 +67,7 @@ def played(folder: Path, limit: int) -> Played:
     episode = {"environment": {"use": f"{__name__}:Echo"}, "max_turns": TURNS, "max_tokens": 500}
     players = [EnvironmentActor(model, EpisodeSettings.model_validate(episode)) for _ in range(2)]
     sampling = Sampling(max_tokens=6, min_tokens=6)
-    asked = [PlayRequest(Task("t", ()), TrajectoryId(1, i), 0, 100 + i, sampling, cohort=MEMBERS) for i in range(MEMBERS)]
+    asked = [RolloutRequest(Task("t", ()), TrajectoryId(1, i), 0, 100 + i, sampling, cohort=MEMBERS) for i in range(MEMBERS)]
 
     async def go() -> Any:
         rollout = RolloutActor(model, TransformersEngineSettings(threads=1), ObjectStoreTransport(), "")

@@ -14,7 +14,7 @@ from tests.support.runs import ROOT, run, settings
 
 FROM_ELSEWHERE = """
 import sys
-from rayloop.cluster.commands.arguments import live_cluster
+from rayloop.commands.arguments import live_cluster
 from rayloop.run.folder import RunFolder
 with live_cluster(RunFolder.at(sys.argv[1])) as place:
     from rayloop.cluster.stages.live import stop_driver

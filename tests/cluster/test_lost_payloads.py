@@ -28,7 +28,7 @@ from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.groups import Fate, Group, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -77,33 +77,33 @@ class Stage:
         self.config = RunConfig.model_validate(settings(folder, model, **changes))
         (folder / "run").mkdir()
         self.driver = made_driver(self.config, folder / "run")
-        self.production = self.driver.production
+        self.rollouts = self.driver.rollouts
         self.driver.version = Version(1, 0)
         self._holder = Holder.remote()
-        self.groups = tuple(self._group(model, issue, lost) for issue in (1, 2))
+        self.groups = tuple(self._group(model, number, lost) for number in (1, 2))
         for group in self.groups:
             ids = [member.summary.id for member in group.members]
             self.driver.ledger.issue(ids)
             for id in ids:
-                self.driver.ledger.move(id, Fate(TrajectoryState.READY))
-        self.production.ready.groups = list(self.groups)
-        self.production.issuer.next_number = 2
+                self.driver.ledger.move(id, Status(TrajectoryState.READY))
+        self.rollouts.ready.groups = list(self.groups)
+        self.rollouts.scheduler.next_number = 2
 
-    def _group(self, model: Path, issue: int, lost: set[TrajectoryId]) -> Group:
+    def _group(self, model: Path, number: int, lost: set[TrajectoryId]) -> Group:
         members = []
         for sample in range(4):
-            id = TrajectoryId(issue, sample)
-            payload = dataclasses.replace(trajectory(model, 10 * issue + sample, [(5, None, 3 + sample)]), id=id)
+            id = TrajectoryId(number, sample)
+            payload = dataclasses.replace(trajectory(model, 10 * number + sample, [(5, None, 3 + sample)]), id=id)
             summary = Summary(
                 id, 0, "t", "", EndReason.DONE, length=8 + sample, sampled_tokens=3 + sample, turns=1, images=0,
                 observation_images=0, images_consistent=True, first_version=Version(1, 0), last_version=Version(1, 0),
             )  # fmt: skip
             ref = ray.get(self._holder.put.remote(payload))[0] if id in lost else ray.put(payload)
             members.append(Member(summary, Scored(float(sample)), ref, advantage=sample - 1.5))
-        return Group(issue, Task("t", ()), tuple(members), mean=1.5, std=1.3)
+        return Group(number, Task("t", ()), tuple(members), mean=1.5, std=1.3)
 
     async def capture(self) -> Any:
-        return await capture(self.driver.state, self.production.lose, self.config.policy.step_timeout)
+        return await capture(self.driver.state, self.rollouts.lose, self.config.policy.step_timeout)
 
     def lose(self) -> None:
         kill(self._holder)
@@ -143,7 +143,7 @@ def test_a_lost_object_is_told_from_a_lost_worker() -> None:
 def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_model: Path, ranks: int) -> None:
     stage = Stage(tmp_path, digits_model, LOST, policy__ranks=ranks)
     c = stage.config
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(tmp_path), 0)
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, str(tmp_path), 0)
     rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
     policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks))
 
@@ -154,8 +154,8 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
         began = time.monotonic()
         lost = await stage.driver.hold(stage.groups)
         assert time.monotonic() - began < c.policy.step_timeout
-        stage.production.lose(lost)
-        assert await stage.driver.hold(tuple(stage.production.ready.groups)) == set()
+        stage.rollouts.lose(lost)
+        assert await stage.driver.hold(tuple(stage.rollouts.ready.groups)) == set()
         return lost, dict(await policy.train())
 
     try:
@@ -165,7 +165,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
     assert lost == LOST
     assert report["actor/sequences"] == 8 - len(LOST)
     assert report["actor/updates"] == 1
-    stage.production.ready.settle_trained(stage.production.ready.groups)
+    stage.rollouts.ready.settle_trained(stage.rollouts.ready.groups)
     stage.driver.ledger.check()
     counts = stage.driver.ledger.counts()
     assert (counts["trained"], counts["excluded[payload_lost]"], counts["ready"]) == (6, 2, 0)
@@ -173,7 +173,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
 
 
 def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_model: Path) -> None:
-    """Parity of no tokens would pass."""
+    """Log-prob check of no tokens would pass."""
     policy = PolicyGroup(RunConfig.model_validate(settings(tmp_path, digits_model)).policy, lambda rank: None)
 
     class NothingFound:
@@ -219,7 +219,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
     kl = {"reference__kind": "actor", "policy__loss": {"kl_coef": 0.1}}
     stage = Stage(tmp_path, digits_model, LOST, **kl)
-    stage.production.ready.groups = []
+    stage.rollouts.ready.groups = []
     c = stage.config
     actor = ray.remote(concurrency_groups=GROUPS)(ReferenceActor)
 
@@ -237,7 +237,7 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
 
     group, arrays = asyncio.run(annotate())
     assert [m.summary.id.sample for m in group.kept] == [0, 1, 3]
-    assert group.members[2].fate == Fate(TrajectoryState.EXCLUDED, "payload_lost")
+    assert group.members[2].status == Status(TrajectoryState.EXCLUDED, "payload_lost")
     assert [array.shape for array in arrays] == [(3,), (4,), (6,)]
     assert [m.advantage for m in group.kept] == [-1.5, -0.5, 1.5], "what was lost had a reward: the baseline stays"
     assert stage.events("payload_lost")[0]["trajectories"] == ["1/2"]
@@ -275,8 +275,8 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 
     driver = asyncio.run(go_on())
     assert asked == [4, 4]
-    assert ids(driver.production.ready.groups) == ids(before.groups) - {TrajectoryId(1, 0)}
-    assert all(ray.get(m.reference) == "log-probs" for g in driver.production.ready.groups for m in g.kept)
+    assert ids(driver.rollouts.ready.groups) == ids(before.groups) - {TrajectoryId(1, 0)}
+    assert all(ray.get(m.reference) == "log-probs" for g in driver.rollouts.ready.groups for m in g.kept)
     driver.ledger.check()
     assert driver.ledger.counts()["excluded[payload_lost]"] == 1
 
@@ -287,15 +287,15 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path) -> None:
     stage = Stage(tmp_path, digits_model, LOST)
     stored = stage.groups[1].members[0], stage.groups[1].members[1]
-    stage.production.finished.buffer.restore({"t": stored})
+    stage.rollouts.finished.buffer.restore({"t": stored})
     stage.lose()
     state = asyncio.run(stage.capture())
 
     kept = {TrajectoryId(g, s) for g in (1, 2) for s in range(4)} - LOST
-    production = state["production"]
-    members = [m for g in production["ready"]["groups"] for m in g["members"] if m["fate"] is None]
-    assert {TrajectoryId(*m["summary"]["id"]) for m in members} == ids(stage.production.ready.groups) == kept
-    assert [m["summary"]["id"] for m in production["finished"]["replay"]["t"]] == [[2, 1]]
+    rollouts = state["production"]
+    members = [m for g in rollouts["ready"]["groups"] for m in g["members"] if m["fate"] is None]
+    assert {TrajectoryId(*m["summary"]["id"]) for m in members} == ids(stage.rollouts.ready.groups) == kept
+    assert [m["summary"]["id"] for m in rollouts["finished"]["replay"]["t"]] == [[2, 1]]
     assert all(m["payload"]["id"] == m["summary"]["id"] for m in members)
     assert state["ledger"]["final"] == {"excluded[payload_lost]": 2}
     assert len(state["ledger"]["live"]) == 6
@@ -306,7 +306,7 @@ def test_a_payload_that_does_not_come_fails_the_checkpoint_in_time(tmp_path: Pat
     stage = Stage(tmp_path, digits_model, set(), policy__step_timeout=1.0)
     pending = Holder.remote().never.remote()
     first, *others = stage.groups[0].members
-    stage.production.ready.groups = [
+    stage.rollouts.ready.groups = [
         dataclasses.replace(stage.groups[0], members=(dataclasses.replace(first, payload=pending), *others))
     ]
 

@@ -60,8 +60,8 @@ def test_a_server_that_takes_weights_is_trained(tmp_path: Path, digits_model: Pa
             "kind": "openai_http", "base_url": f"{server.url}/v1", "model": "ours", "interface": "tokens",
             "update": update, "dtype": "float32",
         }  # fmt: skip
-        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, publish={"probes": 1}, steps=2))
-    [parity] = made.named("parity")
-    assert parity["mean"] < 1e-4
+        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, weight_sync={"probes": 1}, steps=2))
+    [logprob_check] = made.named("logprob_check")
+    assert logprob_check["mean"] < 1e-4
     assert len(made.metrics) == 2
     assert [test["group"] for test in made.named("self_test")], "each part of the weights arrived"

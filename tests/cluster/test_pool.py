@@ -72,13 +72,13 @@ class Fixture:
         self.spawned = 0
         self.good = good
         recovery = RecoverySettings(replacements=replacements, start_timeout=30.0, health_timeout=2.0)
-        self.pool = Pool("tester", size, self._spawn, recovery, self._tell, admit)
+        self.pool = Pool("tester", size, self._spawn, recovery, self._emit, admit)
 
     def _spawn(self, slot: int) -> Any:
         self.spawned += 1
         return create(Worker, {"num_cpus": 1}, self.spawned > self.good)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.events.append(event.record())
 
     def named(self, kind: str) -> list[dict[str, Any]]:

@@ -11,50 +11,50 @@ import pytest
 
 from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
 from rayloop.core.groups import Group, Scored, Unscored
-from rayloop.core.types import PlayRequest, TrajectoryId, Version
-from rayloop.production.ready import without
+from rayloop.core.types import RolloutRequest, TrajectoryId, Version
+from rayloop.rollout.ready import without
 from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
 
 
 def resumed(folder: Path, before: Loop, play: Play, **changes: Any) -> Loop:
-    """Another run of production from the state of this one. It begins as if published again."""
+    """Another run of production from the state of this one. It begins as if synced again."""
     loop = Loop(folder, play, **changes)
     loop.continues(before, folder)
     loop.version = before.version
-    loop.production.published(loop.version)
+    loop.rollouts.synced(loop.version)
     return loop
 
 
 def stopped(folder: Path, play: Play, seconds: float, **changes: Any) -> Loop:
     """Production that was stopped after so many seconds without a step. Nothing of it is cancelled, as in a checkpoint."""
     loop = Loop(folder, play, **changes)
-    close, loop.production.close = loop.production.close, lambda: None  # type: ignore[method-assign]
+    close, loop.rollouts.close = loop.rollouts.close, lambda: None  # type: ignore[method-assign]
 
     async def test() -> None:
-        loop.production._collecting = True
-        loop.production._notify()
+        loop.rollouts._collecting = True
+        loop.rollouts._notify()
         await asyncio.sleep(seconds)
 
     loop.run(test)
-    loop.production.close = close  # type: ignore[method-assign]
+    loop.rollouts.close = close  # type: ignore[method-assign]
     return loop
 
 
 def test_one_task_whose_grader_raises_does_not_end_a_resumed_run(tmp_path: Path) -> None:
     """Its group was in flight, so it is played first."""
 
-    async def slow(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def slow(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         await asyncio.sleep(request.id.group)
         return await crashes(loop, request) if request.task.id == "train-2" else spread(request)
 
-    async def fast(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def fast(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         await asyncio.sleep(1 / request.id.group)
         return await crashes(loop, request) if request.task.id == "train-2" else spread(request)
 
     rounds = {"algorithm__filtering": {"groups_per_generation": 3}}
     before = stopped(tmp_path, slow, 2.5, **rounds)
-    assert list(before.production.in_flight) == [3]
+    assert list(before.rollouts.in_flight) == [3]
     loop = resumed(tmp_path, before, fast, **rounds)
     assert issues(loop.run(loop.step)) == [1, 2]
     assert loop.ledger.counts()["excluded[grader_error]"] == 4
@@ -82,16 +82,16 @@ def test_losses_alarm_as_what_is_excluded(tmp_path: Path) -> None:
     async def test() -> None:
         for step in range(1, 20):
             groups = await loop.collect(loses(2))
-            loop.production.ready.settle_trained(groups)
+            loop.rollouts.ready.settle_trained(groups)
             loop.version = Version(1, step)
-            loop.production.published(loop.version)
+            loop.rollouts.synced(loop.version)
 
     with pytest.raises(AlarmStopped, match=r"of the last \d+ trajectories were excluded from training"):
         loop.run(test)
 
 
 def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return Scored(float(request.id.sample % 2))
 
     loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
@@ -100,14 +100,14 @@ def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp
     async def finish(group: Group) -> Group:
         """As the driver's, when the reference cannot fetch a payload."""
         group = await plain(group)
-        if group.issue != 1:
+        if group.number != 1:
             return group
-        loop.production.lose(gone)
+        loop.rollouts.lose(gone)
         return without(group, gone)
 
     loop.finish = finish  # type: ignore[method-assign]
     loop.run(loop.step)
-    stored = {member.summary.id for members in loop.production.finished.buffer.state().values() for member in members}
+    stored = {member.summary.id for members in loop.rollouts.finished.buffer.state().values() for member in members}
     assert stored >= {TrajectoryId(1, 3), TrajectoryId(2, 1), TrajectoryId(2, 3)}
     assert not stored & gone
 
@@ -121,7 +121,7 @@ def test_losses_are_made_up_for_beyond_the_budget(batches: int, tmp_path: Path) 
         return sum(len(group.kept) for group in groups)
 
     assert loop.run(test) == 8
-    assert loop.production.issuer.issued_this_step == 0
+    assert loop.rollouts.scheduler.issued_this_step == 0
 
 
 def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_pat
         loop.run(lambda: loop.collect(loses(4, times=99)))
     assert "loosen filters" not in str(spent.value)
     assert "32 were lost with the nodes that held them" in str(spent.value)
-    assert loop.production.issuer.next_number == 2 * 4
+    assert loop.rollouts.scheduler.next_number == 2 * 4
     ledger_closes(loop.ledger.counts())
 
 
@@ -141,14 +141,14 @@ def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_pat
 def test_a_resume_keeps_its_own_bound_on_staleness(stale: int, tmp_path: Path) -> None:
     """Ten groups were in flight; a step takes two."""
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
-        most.append(loop.production.ready.survivors + 4 * len(loop.production.in_flight) + loop.production._taken)
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
+        most.append(loop.rollouts.ready.survivors + 4 * len(loop.rollouts.in_flight) + loop.rollouts._taken)
         await asyncio.sleep(0.01 * (1 + (request.id.group * 7919) % 5))
         return spread(request)
 
     most: list[int] = []
     before = stopped(tmp_path, play, 0.005, algorithm__staleness={"max_staleness": 4})
-    assert len(before.production.in_flight) == 10
+    assert len(before.rollouts.in_flight) == 10
     most.clear()
     loop = resumed(tmp_path, before, play, algorithm__staleness={"max_staleness": stale})
 
@@ -181,6 +181,6 @@ def test_a_spent_budget_does_not_keep_what_was_in_flight_from_being_played(tmp_p
     assert issues(loop.run(loop.step)) == [1, 2]
 
 
-async def waits(loop: Loop, request: PlayRequest) -> Scored:
+async def waits(loop: Loop, request: RolloutRequest) -> Scored:
     await asyncio.sleep(1)
     return spread(request)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from rayloop.cluster.commands.submit import pack
+from rayloop.commands.submit import pack
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster, without_proxy
 from tests.support.heads import Head, checkout, cluster_command, head
@@ -53,7 +53,7 @@ def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
 
 
 def test_too_large_a_package_names_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.cluster.commands.submit.LIMIT", 2**20)
+    monkeypatch.setattr("rayloop.commands.submit.LIMIT", 2**20)
     files(tmp_path / "checkout", "small.py")
     (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
     with pytest.raises(ConfigError, match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)"):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.settings import load
 from rayloop.run.config import RunConfig
 from tests.support.marks import Marks, marked, next_mark

@@ -11,7 +11,7 @@ import pytest
 import ray
 import yaml
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
@@ -245,6 +245,6 @@ def test_an_interruption_speaks_of_saving_where_something_is_saved(
     def read(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"rayloop.cluster.commands.{module}.read", read)
+    monkeypatch.setattr(f"rayloop.commands.{module}.read", read)
     assert main([command, str(tmp_path / "run.yaml")]) == 1
     assert capsys.readouterr().err == f"rayloop: {said}\n"

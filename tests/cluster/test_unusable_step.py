@@ -37,7 +37,7 @@ class EpisodeRunner:
         return [record(group, **self.fields)], {}
 
 
-class Production:
+class RolloutManager:
     finished = SimpleNamespace(groups=[1, 2, 3, 4, 5, 6])
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class Production:
 def failed(folder: Path, keep: int, **fields: Any) -> str:
     config = RunConfig.model_validate(settings(folder, folder, keep_rollouts=keep))
     driver = made_driver(config, folder)
-    driver.production, driver.player = Production(), EpisodeRunner(**fields)  # type: ignore[assignment]
+    driver.rollouts, driver.player = RolloutManager(), EpisodeRunner(**fields)  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(GenerationBudgetSpent) as error:
         asyncio.run(driver.collect())
     return str(error.value)
 
 
-class Broken(Production):
+class Broken(RolloutManager):
     async def run(self, *_: Any) -> Any:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._produce())
@@ -71,7 +71,7 @@ def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) ->
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
     driver = made_driver(config, tmp_path)
-    driver.production, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
+    driver.rollouts, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"):
         asyncio.run(driver.produce())
@@ -117,13 +117,13 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     monkeypatch.setattr("rayloop.cluster.driver.plays", lambda *_, **__: [])
     (tmp_path / "evaluations").mkdir()
     driver = made_driver(RunConfig.model_validate(values), tmp_path)
-    production = Production()
-    driver.production, driver.player, driver.step = production, EpisodeRunner(), step  # type: ignore[assignment]
+    rollouts = RolloutManager()
+    driver.rollouts, driver.player, driver.step = rollouts, EpisodeRunner(), step  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     for entropy in [2.2] * STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
-        production.alarms.recorded({ENTROPY: entropy})
-    assert not production.told, "its mean of five steps is a third of the first"
+        rollouts.alarms.recorded({ENTROPY: entropy})
+    assert not rollouts.told, "its mean of five steps is a third of the first"
     with pytest.raises(GenerationBudgetSpent, match=r"entropy is 0\.65 nats .* was 2\.2 at first.* learning rate is"):
         asyncio.run(driver.collect())
-    assert [type(event).__name__ for event in production.told] == ["Alarm"]
+    assert [type(event).__name__ for event in rollouts.told] == ["Alarm"]
     assert played == [step] * evaluations

@@ -20,18 +20,18 @@ LOOKS_TWICE = {
 
 
 def trained(config: dict[str, Any]) -> Run:
-    """The run of ``config``, which ended well: parity held, every step is recorded, the ledger is closed."""
+    """The run of ``config``, which ended well: log-prob check held, every step is recorded, the ledger is closed."""
     made = finished(config)
-    [parity] = made.named("parity")
-    assert parity["step"] == 0
-    assert parity["mean"] <= parity["tolerance"], parity
+    [logprob_check] = made.named("logprob_check")
+    assert logprob_check["step"] == 0
+    assert logprob_check["mean"] <= logprob_check["tolerance"], logprob_check
     assert [record["step"] for record in made.metrics] == list(range(1, config["steps"] + 1))
     for record in made.metrics:
         assert record["actor/updates"] >= 1
         assert record["actor/skipped_updates"] == 0
         assert record["actor/grad_norm"] > 0
     ledger_closes(made.named("finished")[0]["ledger"])
-    assert not made.named("parity_warning")
+    assert not made.named("logprob_warning")
     assert not made.named("worker_lost")
     assert not made.records("quarantine")
     return made
@@ -57,15 +57,15 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         environment__episode={"environment": LOOKS_TWICE, "max_turns": 2},
         policy__ranks=2, policy__loss={"kl_coef": 0.05}, reference__kind="actor",
-        publish={"probes": 2, "transport": {"kind": "filesystem"}},
+        weight_sync={"probes": 2, "transport": {"kind": "filesystem"}},
     )  # fmt: skip
     made = trained(config)
-    [parity] = made.named("parity")
-    assert parity["images"] == 2
-    assert parity["swapped"] > 10 * parity["mean"]
+    [logprob_check] = made.named("logprob_check")
+    assert logprob_check["images"] == 2
+    assert logprob_check["swapped"] > 10 * logprob_check["mean"]
     tests = made.named("self_test", step=0)
     assert {test["group"] for test in tests} == PARTS
-    assert all(test["follows"] <= parity["tolerance"] < test["moved"] for test in tests), tests
+    assert all(test["follows"] <= logprob_check["tolerance"] < test["moved"] for test in tests), tests
     on_policy(made)
     for record in made.metrics:
         assert record["rollout/turns/mean"] == 2
@@ -103,7 +103,7 @@ def test_adapters_with_themselves_switched_off_as_the_reference(tmp_path: Path, 
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__loss={"kl_coef": 0.05},
-        policy__optimizer={"lr": 1.0e-2}, reference__kind="adapter_off", publish={"probes": 2},
+        policy__optimizer={"lr": 1.0e-2}, reference__kind="adapter_off", weight_sync={"probes": 2},
     )  # fmt: skip
     made = trained(config)
     assert {test["group"] for test in made.named("self_test", step=0)} == PARTS
@@ -130,10 +130,10 @@ def test_bfloat16(tmp_path: Path, picture_model: Path) -> None:
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "dtype": "bfloat16"}, rollout__engine={"threads": 1, "dtype": "bfloat16"},
-        publish={"probes": 2},
+        weight_sync={"probes": 2},
     )  # fmt: skip
     made = trained(config)
-    assert made.named("parity")[0]["tolerance"] == 0.05
+    assert made.named("logprob_check")[0]["tolerance"] == 0.05
     assert {test["group"] for test in made.named("self_test", step=0)} == PARTS
     on_policy(made, tolerance=0.05)
 
@@ -154,7 +154,7 @@ def test_two_actors_of_every_role(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__actors=2, environment__actors=2, reward__actors=2,
         reference={"kind": "actor", "actors": 2}, policy__loss={"kl_coef": 0.05}, policy__ranks=2,
-        publish={"probes": 2, "transport": {"kind": "collective", "bucket_bytes": 100_000}},
+        weight_sync={"probes": 2, "transport": {"kind": "collective", "bucket_bytes": 100_000}},
     )  # fmt: skip
     made = trained(config)
     on_policy(made)

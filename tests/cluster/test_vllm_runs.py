@@ -24,7 +24,7 @@ START, END = 240.0, 400.0
 
 
 def text(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    return settings(folder, model, rollout__engine=VLLM, publish={"self_test": True, "probes": 2}, **changes)
+    return settings(folder, model, rollout__engine=VLLM, weight_sync={"self_test": True, "probes": 2}, **changes)
 
 
 def pages(folder: Path, engine: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def pages(folder: Path, engine: dict[str, Any], steps: int) -> dict[str, Any]:
         "rollout": {**config["rollout"], "engine": engine},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         "evaluation": {"every": 3, "limit": 24},
-        "publish": {"self_test": True, "probes": 3},
+        "weight_sync": {"self_test": True, "probes": 3},
         "report": {},
     }  # fmt: skip
 
@@ -49,8 +49,8 @@ def finished(config: dict[str, Any]) -> Run:
 def healthy(made: Run, groups: set[str]) -> None:
     """Three steps, and engine and trainer agreed all along."""
     assert [record["step"] for record in made.metrics] == [1, 2, 3]
-    [parity] = made.named("parity")
-    assert parity["mean"] < 1e-4
+    [logprob_check] = made.named("logprob_check")
+    assert logprob_check["mean"] < 1e-4
     tests = made.named("self_test")
     assert {test["group"] for test in tests} == groups
     assert all(test["follows"] < 1e-4 < 1e-3 < test["moved"] for test in tests), tests
@@ -95,7 +95,7 @@ def vllm_metrics(made: Run) -> str:
 def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_path: Path, digits_model: Path) -> None:
     """First vLLM's engine process alone, then the actor. No health check runs: the calls that fail must notice."""
     config = text(tmp_path, digits_model, steps=40, rollout__sampling={"max_tokens": 200, "min_tokens": 200})
-    config["publish"]["self_test"] = False
+    config["weight_sync"]["self_test"] = False
     with run(config) as made:
         for number in (1, 2):
             step = made.metrics[-1]["step"] if made.metrics else 0

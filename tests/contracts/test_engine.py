@@ -25,7 +25,7 @@ from rayloop.actors.fates import cause
 from rayloop.actors.images import ImageCache
 from rayloop.actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
-from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
+from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines.generation.build import Place, build_engine
 from rayloop.engines.models import hf_state, load_model, save_model
@@ -339,14 +339,14 @@ DAMAGE = [(dropped, False), (unknown, False), (flipped, False), (dropped, True),
 def test_a_failed_load_serves_nothing_until_a_good_one(
     text: Served, damage: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], sent_that_way: bool
 ) -> None:
-    """Damage on the way is found by the manifest; a publication of another model by the engine's own names."""
+    """Damage on the way is found by the manifest; a weight update of another model by the engine's own names."""
     received = damage(text.start)
     sent = manifest(Version(0, 1), received if sent_that_way else text.start)
 
     async def test() -> None:
         await text.engine.pause()
         waiting = asyncio.create_task(text.engine.generate(prompt(text.folder, "What"), GREEDY))
-        with pytest.raises(PublicationError, match=r"model\.norm|up_proj|stray"):
+        with pytest.raises(WeightSyncError, match=r"model\.norm|up_proj|stray"):
             await text.engine.load(sent, received)
         await text.engine.resume()
         assert text.engine.health().version is None

@@ -73,12 +73,12 @@ def test_it_only_takes_members_out(filter: Filter, group: Group) -> None:
     filtered = apply_filters(group, [filter])
     assert len(filtered.members) == len(group.members)
     for before, after in zip(group.members, filtered.members, strict=True):
-        assert replace(after, fate=before.fate) == before
-        if after.fate != before.fate:
+        assert replace(after, status=before.status) == before
+        if after.status != before.status:
             assert before.kept
-            assert after.fate is not None
-            assert after.fate.state is TrajectoryState.FILTERED
-            assert after.fate.reason
+            assert after.status is not None
+            assert after.status.state is TrajectoryState.FILTERED
+            assert after.status.reason
     assert replace(filtered, members=group.members) == group, "mean, std and all else of the group stay"
 
 
@@ -111,8 +111,8 @@ def test_the_order_decides_the_reason_and_nothing_else(group: Group, chosen: lis
 
     assert left(chosen) == left(chosen[::-1])
     for i, member in enumerate(apply_filters(group, chosen).members):
-        if member.fate is not None and group.members[i].kept:
-            assert member.fate.reason == next(f.refused(group)[i] for f in chosen if i in f.refused(group))
+        if member.status is not None and group.members[i].kept:
+            assert member.status.reason == next(f.refused(group)[i] for f in chosen if i in f.refused(group))
 
 
 def test_each_shipped_filter_refuses_something() -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.pages import COMPONENTS
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure

@@ -16,12 +16,12 @@ import torch
 import yaml
 
 from rayloop.config.settings import check_components
-from rayloop.core.failures import ConfigError, PublicationError
+from rayloop.core.failures import ConfigError, WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig, read
 from rayloop.transports.choose import transport
-from rayloop.transports.seam import Publication, Transport
+from rayloop.transports.seam import Transport, WeightUpdate
 from tests.support.pages import write_snippets
 from tests.support.publishing import Engine, Stage, weights
 from tests.support.runs import settings
@@ -35,7 +35,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "cuda_ipc": {"kind": "cuda_ipc"},
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
-"""What stands in the configuration under ``publish.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
+"""What stands in the configuration under ``weight_sync.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda_ipc needs a GPU that sender and receivers share")
 
 
@@ -67,16 +67,16 @@ def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one
     on = stage(kind, tmp_path)
 
     async def play() -> None:
-        await on.publish(1)
-        await on.publish(2)
+        await on.weight_sync(1)
+        await on.weight_sync(2)
         assert await on.seen() == [[1, 2], [1, 2]]
         await on.pool.workers[2].handle.die_in_the_next_load.remote("unpack")
-        await on.publish(3)
+        await on.weight_sync(3)
         [lost] = on.named("worker_lost")
         assert lost["worker"] == 2
         await on.back()
         assert await on.seen() == [[1, 2, 3], [3]]
-        await on.publish(4)
+        await on.weight_sync(4)
         assert await on.seen() == [[1, 2, 3, 4], [3, 4]]
 
     on.run(play)
@@ -87,24 +87,24 @@ def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(ki
     on = stage(kind, tmp_path)
 
     async def play() -> None:
-        await on.publish(1)
+        await on.weight_sync(1)
         await on.policy.ranks[0].lie.remote("layer.3")
-        with pytest.raises(PublicationError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
-            await on.publish(2)
+        with pytest.raises(WeightSyncError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
+            await on.weight_sync(2)
         assert await on.seen() == [[1], [1]]
         assert not on.named("broadcast_failed"), "another way would bring the same"
         await on.policy.ranks[0].lie.remote("")
-        await on.publish(3)
+        await on.weight_sync(3)
         assert await on.seen() == [[1, 3], [1, 3]]
 
     on.run(play)
 
 
-def halves(kind: str, folder: Path) -> tuple[Publication[Any], Any]:
+def halves(kind: str, folder: Path) -> tuple[WeightUpdate[Any], Any]:
     """A packed version, and a receiver, in this process."""
     config = RunConfig.model_validate(settings(folder, folder))
-    publish = type(config.publish).model_validate({"transport": chosen(kind, folder)})
-    made = transport(publish.transport, folder)
+    weight_sync = type(config.weight_sync).model_validate({"transport": chosen(kind, folder)})
+    made = transport(weight_sync.transport, folder)
     return made.sender("127.0.0.1").pack(Version(0, 1), weights(Version(0, 1))), made.receiver()
 
 
@@ -117,7 +117,7 @@ def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:
     class Refusing(Engine):
         async def load(self, manifest: Manifest, tensors: Any) -> None:
             await super().load(manifest, tensors)
-            raise PublicationError("of another model")
+            raise WeightSyncError("of another model")
 
     async def take(engine: Any) -> None:
         await receiver.take(engine, packed.manifest, packed.source)
@@ -125,7 +125,7 @@ def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:
     good, bad = Engine(), Refusing()
     asyncio.run(take(good))
     assert not good.paused
-    with pytest.raises(PublicationError, match="of another model"):
+    with pytest.raises(WeightSyncError, match="of another model"):
         asyncio.run(take(bad))
     assert not bad.paused
     assert [loaded.version for loaded, _ in bad.loaded] == [Version(0, 1)]
@@ -136,21 +136,21 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
     written = yaml.safe_load((tmp_path / "transport.yaml").read_text(encoding="utf-8"))
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
     check_components(config)
-    assert isinstance(transport(config.publish.transport, tmp_path), Transport)
+    assert isinstance(transport(config.weight_sync.transport, tmp_path), Transport)
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"kind": "objct_store"}, r"publish\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
-        ({"kind": "collective", "bukket_bytes": 1}, r"publish\.transport\.bukket_bytes: unknown key; did you mean `bucket_bytes`"),
-        ({"use": "pathlib:Path"}, r"publish\.transport: use: 'pathlib:Path' has no nested Settings class"),
+        ({"kind": "objct_store"}, r"weight_sync\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
+        ({"kind": "collective", "bukket_bytes": 1}, r"weight_sync\.transport\.bukket_bytes: unknown key; did you mean `bucket_bytes`"),
+        ({"use": "pathlib:Path"}, r"weight_sync\.transport: use: 'pathlib:Path' has no nested Settings class"),
         ({"use": "rayloop.envs.single_turn:SingleTurn"}, "has no method sender and no receiver and no deliver"),
-        ({"use": "x:y", "wit": {}}, r"publish\.transport\.wit: unknown key; did you mean `with`"),
+        ({"use": "x:y", "wit": {}}, r"weight_sync\.transport\.wit: unknown key; did you mean `with`"),
     ],
 )  # fmt: skip
 def test_a_wrong_choice_is_named(wrong: dict[str, Any], told: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, publish={"transport": wrong})), encoding="utf-8")
+    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, weight_sync={"transport": wrong})), encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
         read(path, [])

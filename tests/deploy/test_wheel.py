@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.cluster.cli import COMMANDS
+from rayloop.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks"}
@@ -73,7 +73,7 @@ def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
     assert all(word in run(installed, tmp_path, installed / "bin" / "rayloop", "--help") for word in COMMANDS)
     program = (
         "import contextlib, sys, rayloop\n"
-        "from rayloop.cluster.cli import main\n"
+        "from rayloop.cli import main\n"
         "print(rayloop.__file__)\n"
         "for word in sys.argv[1:]:\n"
         "    with contextlib.suppress(SystemExit):\n"

@@ -1,4 +1,4 @@
-"""Publication by broadcast over gloo: who is invited gets the bytes, and nobody waits long for who does not come."""
+"""Weight update by broadcast over gloo: who is invited gets the bytes, and nobody waits long for who does not come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayloop.core.failures import BroadcastFailed, PublicationError
+from rayloop.core.failures import BroadcastFailed, WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.buckets import buckets
@@ -42,7 +42,7 @@ class Hall:
         self.receivers: dict[int, BroadcastReceiver] = {}
         self.failures = 0
 
-    def publish(
+    def sync_weights(
         self, invited: Sequence[int], present: Sequence[int] | None = None, expected: Manifest | None = None, seed: int = 0
     ) -> list[Any]:
         """What the sender (None) and each present receiver (tensors) returned or raised."""
@@ -77,10 +77,10 @@ def test_buckets_hold_every_tensor_once_within_the_limit() -> None:
     assert [list(bucket.offsets) for bucket in buckets(described, 10**6)] == [list(tensors())]
 
 
-def test_every_receiver_gets_every_publication_in_one_group() -> None:
+def test_every_receiver_gets_every_weight_update_in_one_group() -> None:
     hall, groups = Hall(), set()
     for seed in (1, 2, 3):
-        none, *received = hall.publish([7, 8, 9], seed=seed)
+        none, *received = hall.sync_weights([7, 8, 9], seed=seed)
         assert none is None
         for tensors_of_one in received:
             assert not differing(tensors_of_one, seed)
@@ -91,7 +91,7 @@ def test_every_receiver_gets_every_publication_in_one_group() -> None:
 def test_the_group_follows_its_members() -> None:
     hall = Hall()
     for seed, members in enumerate([[1, 2], [2], [2, 3, 4], [4], []]):
-        none, *received = hall.publish(members, seed=seed)
+        none, *received = hall.sync_weights(members, seed=seed)
         assert none is None
         assert len(received) == len(members)
         for tensors_of_one in received:
@@ -100,27 +100,27 @@ def test_the_group_follows_its_members() -> None:
 
 def test_a_receiver_that_does_not_come_fails_the_broadcast_and_the_next_one_is_among_the_others() -> None:
     hall = Hall()
-    hall.publish([1, 2])
-    for failure in hall.publish([1, 2, 3], present=[1, 2]):
+    hall.sync_weights([1, 2])
+    for failure in hall.sync_weights([1, 2, 3], present=[1, 2]):
         assert isinstance(failure, BroadcastFailed), failure
-    _, *received = hall.publish([1, 2], seed=5)
+    _, *received = hall.sync_weights([1, 2], seed=5)
     for tensors_of_one in received:
         assert not differing(tensors_of_one, 5)
 
 
 def test_a_member_that_left_its_group_fails_the_broadcast_until_a_new_group_is_formed() -> None:
     hall = Hall()
-    hall.publish([1, 2])
+    hall.sync_weights([1, 2])
     hall.receivers[2]._membership.leave()
-    assert any(isinstance(end, BroadcastFailed) for end in hall.publish([1, 2]))
+    assert any(isinstance(end, BroadcastFailed) for end in hall.sync_weights([1, 2]))
     hall.failures += 1
-    _, *received = hall.publish([1, 2], seed=5)
+    _, *received = hall.sync_weights([1, 2], seed=5)
     for tensors_of_one in received:
         assert not differing(tensors_of_one, 5)
 
 
 def test_one_too_many_is_turned_away_and_the_others_are_served() -> None:
-    ends = Hall().publish([1, 2], present=[1, 2, 3])
+    ends = Hall().sync_weights([1, 2], present=[1, 2, 3])
     [turned_away] = [end for end in ends if isinstance(end, BroadcastFailed)]
     assert "3 receivers came to a meeting of 2" in str(turned_away)
     for tensors_of_one in [end for end in ends[1:] if end is not turned_away]:
@@ -129,9 +129,9 @@ def test_one_too_many_is_turned_away_and_the_others_are_served() -> None:
 
 def test_bytes_that_are_not_the_manifest_s_are_noticed() -> None:
     other = manifest(Version(0, 0), tensors(seed=99))
-    none, refused = Hall().publish([1], expected=other)
+    none, refused = Hall().sync_weights([1], expected=other)
     assert none is None
-    assert isinstance(refused, PublicationError)
+    assert isinstance(refused, WeightSyncError)
     assert "layer.3: corrupt" in str(refused)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError
-from rayloop.core.files import Sum
+from rayloop.core.files import Checksum
 from rayloop.core.incidents import CheckpointDamaged
 from rayloop.engines.training import state
 from rayloop.run import checkpoint as checkpoints
@@ -28,7 +28,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(64, 64, generator=generator) for i in range(4)}
 
 
-async def write(folder: str, step: int) -> Mapping[str, Sum]:
+async def write(folder: str, step: int) -> Mapping[str, Checksum]:
     """As the only rank of a policy."""
     return state.save(folder, tensors(step), 0)
 
@@ -111,7 +111,7 @@ def test_what_the_ranks_wrote_is_what_the_marker_says(tmp_path: Path) -> None:
     """A page that changes between the rank and the marker is found too."""
     store = CheckpointStore(tmp_path, keep=9)
 
-    async def write_and_lose(folder: str) -> Mapping[str, Sum]:
+    async def write_and_lose(folder: str) -> Mapping[str, Checksum]:
         sums = await write(folder, 2)
         flip(Path(folder) / "rank_0.bin", 3, random.Random(1))
         return sums

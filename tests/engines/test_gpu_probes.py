@@ -41,7 +41,7 @@ def test_the_trainer_s_figures_come_out_without_ray_and_vllm(tmp_path: Path) -> 
     assert 0 < update["mfu"] < 1
     assert found["figures"]["waits in an update of one micro-batch"]["aten::nonzero"] > 0
     assert found["figures"]["packed and shared against one by one"]["logprob_gap_max"] < 0.1
-    assert found["figures"]["what a publication and a checkpoint need"]["restored_equal"]
+    assert found["figures"]["what a weight update and a checkpoint need"]["restored_equal"]
 
 
 def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Path) -> None:

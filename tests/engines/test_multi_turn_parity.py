@@ -16,7 +16,7 @@ from rayloop.core.types import (
     EndReason,
     ImageSource,
     Message,
-    PlayRequest,
+    RolloutRequest,
     Sampling,
     Task,
     TokenPrompt,
@@ -73,7 +73,7 @@ def served(request: pytest.FixtureRequest, tiny_vlm: Path) -> Iterator[Served]:
 def played(served: Served, number: int, **settings: object) -> tuple[Trajectory, Recording]:
     shown = image(56 + 28 * (number % 3), 84, seed=number)
     task = Task(f"t{number}", (Message("user", ("What is there? ", ImageSource(data=shown.data))),))
-    asked = PlayRequest(task, TrajectoryId(number, 0), 0, number, Sampling(temperature=0.9, max_tokens=12 + number))
+    asked = RolloutRequest(task, TrajectoryId(number, 0), 0, number, Sampling(temperature=0.9, max_tokens=12 + number))
     tools = ImageTools.Settings(image_tools=("zoom",), min_side=14, role="user")
     recording = Recording(served)
     chosen = EpisodeSettings.model_validate({"max_turns": TURNS, **settings})
@@ -96,7 +96,7 @@ def test_three_turns_with_images_are_trained_as_they_were_sampled(served: Served
             assert [shown.ref for shown in prompt.images] == list(trajectory.images[: len(prompt.images)])
             sampled[len(prompt.token_ids) : end] = True
         assert (flat.loss_mask == sampled).all()
-    parity(served, [trajectory for trajectory, _ in episodes])
+    logprob_check(served, [trajectory for trajectory, _ in episodes])
 
 
 def test_what_is_left_after_forgetting_images_is_trained_as_it_was_sampled(served: Served) -> None:
@@ -119,10 +119,10 @@ def test_what_is_left_after_forgetting_images_is_trained_as_it_was_sampled(serve
                 sampled[len(prompt.token_ids) : end] = True
             assert (flat.loss_mask == sampled).all()
         assert next(asked, None) is None
-    parity(served, [trajectory for trajectory, _ in episodes])
+    logprob_check(served, [trajectory for trajectory, _ in episodes])
 
 
-def parity(served: Served, trajectories: list[Trajectory]) -> None:
+def logprob_check(served: Served, trajectories: list[Trajectory]) -> None:
     """The trainer's log-probs are the engine's; swapping the images shows that they were looked at."""
     with trainer(served.folder) as engine:
         ours = engine.logprobs(trajectories)

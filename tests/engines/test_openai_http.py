@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayloop.chat.rendering import Renderer
-from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
+from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import openai_http
 from rayloop.engines.generation.build import Place
@@ -97,7 +97,7 @@ def test_published_weights_are_loaded_by_the_server(server: Server, tiny_text: P
         assert [folder.name for folder in (tmp_path / "server").iterdir()] == ["weights-0.2"]
         direct.close()
         server.loads = False
-        with pytest.raises(PublicationError, match=r"version 0\.3: .*/load answered .*as the test wants it"):
+        with pytest.raises(WeightSyncError, match=r"version 0\.3: .*/load answered .*as the test wants it"):
             await served.load(manifest(Version(0, 3), weights), weights)
         with pytest.raises(WorkerLost, match="the last load failed"):
             await served.generate(asked, sampling)

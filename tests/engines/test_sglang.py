@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rayloop.core.failures import DataFailure, PublicationError, WorkerLost
+from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
 from rayloop.data.images import decode
 from rayloop.engines.generation import sglang
@@ -86,7 +86,7 @@ def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:
         assert shown.tobytes() == decode(even.data or b"").tobytes(), "nothing is lost on the way"
 
 
-def test_a_publication_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_text: Path) -> None:
+def test_a_weight_update_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_text: Path) -> None:
     wanted = sglang.names(tiny_text, tied=True)
     tensors = {name: torch.zeros(1) for name in wanted}
     assert "lm_head.weight" not in wanted
@@ -94,7 +94,7 @@ def test_a_publication_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_t
     engine: Any = object.__new__(sglang.SglangEngine)
     engine._names = wanted
     del tensors["model.norm.weight"]
-    with pytest.raises(PublicationError, match=r"0.1 lacks 1 tensors of the engine's model: model.norm.weight"):
+    with pytest.raises(WeightSyncError, match=r"0.1 lacks 1 tensors of the engine's model: model.norm.weight"):
         asyncio.run(engine.load(manifest(Version(0, 1), tensors), tensors))
 
 

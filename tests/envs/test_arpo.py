@@ -58,7 +58,7 @@ def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path)
     command = [
         sys.executable, "-m", "rayloop", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
         f"data.train={tmp_path / 'rows.jsonl'}", "steps=3", "evaluation.every=0", "checkpoint.every=3",
-        "algorithm.groups_per_step=2", "algorithm.group_size=6", "publish.parity=warn",
+        "algorithm.groups_per_step=2", "algorithm.group_size=6", "weight_sync.logprob_check=warn",
     ]  # fmt: skip
     assert subprocess.run(command, timeout=280).returncode == 0
     folder = RunFolder(tmp_path / "runs", "arpo-quickstart")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from tests.envs.programs import needs
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")

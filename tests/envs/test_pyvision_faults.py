@@ -50,7 +50,7 @@ def test_a_run_outlives_its_interpreters(rows: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "rayloop", "train", "recipes/pyvision/quickstart.yaml", f"output={tmp_path / 'runs'}",
         f"data.train={rows / 'train.jsonl'}", f"data.eval={rows / 'val.jsonl'}", "steps=6", "evaluation.every=0",
-        "checkpoint.every=6", "algorithm.group_size=4", "algorithm.groups_per_step=4", "publish.parity=warn",
+        "checkpoint.every=6", "algorithm.group_size=4", "algorithm.groups_per_step=4", "weight_sync.logprob_check=warn",
     ]  # fmt: skip
     run = subprocess.Popen(command, start_new_session=True)
     folder = RunFolder(tmp_path / "runs", "pyvision")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from tests.support import fault_table
 from tests.support.marks import Marks, kill, marked, next_mark
 from tests.support.runs import Run, ledger_closes, pause, resume, run, settings

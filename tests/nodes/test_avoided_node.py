@@ -47,7 +47,7 @@ class Site(Services):
         return [event for event in self.events if event["event"] == kind]
 
     async def begin(self) -> None:
-        self._group = await reserve(self.config, f"test {self.folder}", bundles(self.config, False), self._tell)
+        self._group = await reserve(self.config, f"test {self.folder}", bundles(self.config, False), self._emit)
         self._watching = asyncio.create_task(self.nodes.watch())
         self.reward = self._pool("reward", 1, self.config.reward.placement, lambda options: create(Worker, options))
         self.pools = [self.reward]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rayloop.production.plain import Plain, filled
+from rayloop.rollout.plain import Plain, filled
 from rayloop.run.plain_files import read, write
 
 

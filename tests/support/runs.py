@@ -47,7 +47,7 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "reward": {"source": {"use": "tests.support.rewards:TokenReward", "with": {}}},
         "policy": {"engine": {"threads": 1}, "optimizer": {"lr": 1.0e-3}},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
-        "publish": {"self_test": False, "probes": 1},
+        "weight_sync": {"self_test": False, "probes": 1},
         "checkpoint": {"every": 1},
         "recovery": {"health_every": 600.0},  # whoever calls a dead actor must notice by itself
     }

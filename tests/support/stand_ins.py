@@ -19,13 +19,13 @@ from rayloop.cluster.roles.pool import Pool
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, PlayFailed, Scored, Unscored, UnscoredKind
+from rayloop.core.groups import Group, RolloutFailed, Scored, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import EndReason, PlayRequest, Summary, TrajectoryId, Version
+from rayloop.core.types import EndReason, RolloutRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.production.production import Production
+from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows
 from tests.support.runs import settings
@@ -43,7 +43,7 @@ class Handle:
         self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
         self.score = SimpleNamespace(remote=self._score)
 
-    def _play(self, requests: Sequence[PlayRequest], lease: Any, driver: Any) -> tuple[Any, ...]:
+    def _play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> tuple[Any, ...]:
         self.calls.append([request.id.sample for request in requests])
         for request in requests:
             self.played.append(request.task.id)
@@ -70,15 +70,15 @@ async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*works)
 
 
-def failed(request: PlayRequest, why: str, **kind: bool) -> PlayFailed:
+def failed(request: RolloutRequest, why: str, **kind: bool) -> RolloutFailed:
     """The environment itself failed."""
     outcome = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, why)
-    return PlayFailed(request.id, request.attempt, outcome, own=True, **kind)
+    return RolloutFailed(request.id, request.attempt, outcome, own=True, **kind)
 
 
-def bad_data(request: PlayRequest, why: str, own: bool = True) -> PlayFailed:
+def bad_data(request: RolloutRequest, why: str, own: bool = True) -> RolloutFailed:
     """A file could not be used, as the environment actor says (``own``), or an engine."""
-    return PlayFailed(request.id, request.attempt, Unscored(UnscoredKind.BAD_DATA, why), path="/data/x.png", own=own)
+    return RolloutFailed(request.id, request.attempt, Unscored(UnscoredKind.BAD_DATA, why), path="/data/x.png", own=own)
 
 
 class Houses:
@@ -110,7 +110,7 @@ class World:
     ``nodes`` are those of its actors."""
 
     def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, PlayRequest], Awaitable[Any]],
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, RolloutRequest], Awaitable[Any]],
         nodes: Any = None, **changes: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(ray, "kill", lambda handle: handle.dead.set())
@@ -124,12 +124,12 @@ class World:
         self.bad: list[DataFailure] = []
         self.version = Version(1, 0)
         self.ledger = Ledger()
-        reporter: Any = SimpleNamespace(event=self._tell, bad_row=self.bad.append)
-        self.production = Production(self.config, self.ledger, training_rows(self.config, reporter), reporter)
+        reporter: Any = SimpleNamespace(event=self._emit, bad_row=self.bad.append)
+        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter)
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         fields = event.record()
         self.events.append((fields.pop("event"), fields))
 
@@ -138,7 +138,7 @@ class World:
             self.spawned.append(Handle(self, slot))
             return self.spawned[-1]
 
-        return Pool(role, size, spawn, self.config.recovery, self._tell, nodes=self.nodes)
+        return Pool(role, size, spawn, self.config.recovery, self._emit, nodes=self.nodes)
 
     async def score(self, actor: Handle) -> Scored | Unscored:
         """What a reward actor answers. Tests replace it."""
@@ -152,13 +152,13 @@ class World:
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == kind]
 
-    def well(self, request: PlayRequest) -> Summary:
+    def well(self, request: RolloutRequest) -> Summary:
         return Summary(
             request.id, request.attempt, request.task.id, "", EndReason.DONE, 10, 5, 1, 0, 0, True, self.version, self.version
         )
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
@@ -172,18 +172,18 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        return EpisodeRunner(self.config, services, None, self._tell, self.production.quarantine, self.production.blame)
+        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.rollouts.blame)
 
     async def _run(self, steps: int) -> None:
         player = await self.player()
-        self.production.published(self.version)
-        async with background(self.production.run(player, self.finish), self._supervise()):
+        self.rollouts.synced(self.version)
+        async with background(self.rollouts.run(player, self.finish), self._supervise()):
             for _ in range(steps):
-                collected = await self.production.collect(self.version, {})
-                self.production.ready.settle_trained(collected.groups)
+                collected = await self.rollouts.collect(self.version, {})
+                self.rollouts.ready.settle_trained(collected.groups)
                 self.ledger.check()
                 self.version = Version(1, self.version.step + 1)
-                self.production.published(self.version)
+                self.rollouts.synced(self.version)
 
     async def _supervise(self) -> None:
         while True:
@@ -193,14 +193,14 @@ class World:
 
 BAD = "train-3"
 """The task that something is wrong with."""
-Behave = Callable[[Handle, PlayRequest], Awaitable[Any]]
+Behave = Callable[[Handle, RolloutRequest], Awaitable[Any]]
 Make = Callable[..., World]
 
 
 def broken(made: World) -> Behave:
     """An environment whose code is wrong: every episode fails in the same way."""
 
-    async def behave(actor: Handle, request: PlayRequest) -> Any:
+    async def behave(actor: Handle, request: RolloutRequest) -> Any:
         await asyncio.sleep(0)
         return failed(request, "Guess.step must return StepResult, not str", bug=True)
 
@@ -210,7 +210,7 @@ def broken(made: World) -> Behave:
 def hangs(made: World) -> Behave:
     """The bad task's episodes do not answer; the deadline says so."""
 
-    async def behave(actor: Handle, request: PlayRequest) -> Any:
+    async def behave(actor: Handle, request: RolloutRequest) -> Any:
         await asyncio.sleep(0.03 if request.task.id == BAD else 0.01)
         return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.run import durations
 
 if __name__ == "__main__":

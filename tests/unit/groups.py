@@ -32,8 +32,8 @@ def make_member(id: TrajectoryId, outcome: Outcome, task_id: str = "task", **cha
     return Member(summary=replace(summary, **changes), outcome=outcome)
 
 
-def make_group(issue: int, rewards: Sequence[float | None], task_id: str = "task", **changes: Any) -> Group:
+def make_group(number: int, rewards: Sequence[float | None], task_id: str = "task", **changes: Any) -> Group:
     """One member per reward; None stands for an unscored member. ``changes`` apply to every summary."""
     outcomes: list[Outcome] = [LOST if reward is None else Scored(reward) for reward in rewards]
-    members = tuple(make_member(TrajectoryId(issue, i), outcome, task_id, **changes) for i, outcome in enumerate(outcomes))
-    return Group(issue=issue, task=Task(task_id, ()), members=members)
+    members = tuple(make_member(TrajectoryId(number, i), outcome, task_id, **changes) for i, outcome in enumerate(outcomes))
+    return Group(number=number, task=Task(task_id, ()), members=members)

@@ -39,7 +39,7 @@ LIGHT = [
         "rayloop.actors.environment",
         "rayloop.actors.reward",
         "rayloop.cluster.driver",
-        "rayloop.cluster.cli",
+        "rayloop.cli",
     ),
 ]
 

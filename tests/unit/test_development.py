@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from rayloop.cluster.cli import COMMANDS
+from rayloop.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.cluster.cli import COMMANDS, parsed
+from rayloop.cli import COMMANDS, parsed
 from rayloop.config.explain import keys, walk
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig

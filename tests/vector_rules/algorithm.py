@@ -69,10 +69,10 @@ def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
     )
     settings = AdvantageSettings(normalize_std=False, min_group=1, singleton="raw")
     kept: list[int] = []
-    for issue, block in enumerate(blocks_of(entry, file)):
+    for position, block in enumerate(blocks_of(entry, file)):
         members = tuple(
             make_member(
-                TrajectoryId(issue, i),
+                TrajectoryId(position, i),
                 Scored(rewards[i]),
                 end_reason=_end_reason(ends[i]),
                 observation_images=int(images[i]),
@@ -81,7 +81,7 @@ def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
             )
             for i in block
         )
-        group = apply_filters(with_advantages(Group(issue, Task("t", ()), members), settings), _filters(entry))
+        group = apply_filters(with_advantages(Group(position, Task("t", ()), members), settings), _filters(entry))
         kept += [member.summary.id.sample for member in group.kept]
     return sorted(kept)
 
@@ -99,7 +99,7 @@ def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
         else:
             groups.append(Group(len(groups), Task("t", ()), (member,), std=stds[index]))
     selection = select(groups, target, FilteringSettings())
-    order = sorted(selection.train, key=lambda group: (-group.std, group.issue))
+    order = sorted(selection.train, key=lambda group: (-group.std, group.position))
     chosen = [member.summary.id.sample for group in order for member in group.kept]
     distinct = len(set(entry.expected)) == len(entry.expected) and set(entry.expected) <= set(stds)
     if distinct and [stds[i] for i in entry.expected] == [stds[i] for i in chosen]:

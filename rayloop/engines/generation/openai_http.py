@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
-from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
+from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
@@ -45,7 +45,7 @@ IMAGE = "<|image_pad|>"
 
 
 class OpenAiHttpEngine:
-    """A ``GenerationEngine``. ``place.weights`` is where published weights are written for the server to load."""
+    """A ``GenerationEngine``. ``place.weights`` is where synced weights are written for the server to load."""
 
     def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: Place) -> None:
         self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
@@ -73,7 +73,7 @@ class OpenAiHttpEngine:
         await self._open.wait()
         version = self._version if self._settings.update else Version(0, 0)
         if version is None:
-            raise WorkerLost("the server has no published weights: the last load failed, or none has succeeded yet")
+            raise WorkerLost("the server has no synced weights: the last load failed, or none has succeeded yet")
         self._running += 1
         self._idle.clear()
         try:
@@ -94,7 +94,7 @@ class OpenAiHttpEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write a model folder and have the server load it. Raises PublicationError, ConfigError before the first one.
+        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one.
 
         ``tensors`` [name] are whole and on the CPU.
         """
@@ -108,7 +108,7 @@ class OpenAiHttpEngine:
         for call in self._settings.update:
             answer = await self._post(self._root + call.path, _filled(call.body, str(target.resolve())))
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise PublicationError(f"version {manifest.version}: {self._root}{call.path} answered {answer}")
+                raise WeightSyncError(f"version {manifest.version}: {self._root}{call.path} answered {answer}")
         self._version = manifest.version
 
     def health(self) -> EngineHealth:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import ConfigError, DataFailure, PublicationError, WorkerLost
+from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import Place
@@ -91,7 +91,7 @@ class SglangEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises PublicationError.
+        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError.
 
         SGLang says nothing of tensors that it misses.
         """
@@ -99,7 +99,7 @@ class SglangEngine:
         await asyncio.to_thread(verify, manifest, tensors)
         if missing := sorted(self._names - tensors.keys()):
             few = ", ".join(missing[:3])
-            raise PublicationError(f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}")
+            raise WeightSyncError(f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}")
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
@@ -127,7 +127,7 @@ def _on_gpu(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[tuple[s
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
-    """The tensors of a model folder that a publication has, too: not a head that is ``tied``, nor what is computed at the start."""
+    """The tensors of a model folder that a weight update has, too: not a head that is ``tied``, nor what is computed at the start."""
     found: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -180,4 +180,4 @@ def completion(meta: Mapping[str, Any], version: Version, sent: int) -> Completi
 
 def _check(manifest: Manifest, answer: tuple[bool, str]) -> None:
     if not answer[0]:
-        raise PublicationError(f"version {manifest.version}: SGLang did not take the weights: {answer[1]}")
+        raise WeightSyncError(f"version {manifest.version}: SGLang did not take the weights: {answer[1]}")

@@ -97,7 +97,7 @@ class TransformersEngine:
         self._changed.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, then copy into the model in place (a tied head follows its embedding). Raises PublicationError.
+        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError.
 
         ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
         """

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rayloop.core.cache import Cache
-from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, PublicationError, WorkerLost
+from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
@@ -149,7 +149,7 @@ class VllmEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Hand the tensors to the workers, which verify them. Raises PublicationError.
+        """Hand the tensors to the workers, which verify them. Raises WeightSyncError.
 
         ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
         """
@@ -169,7 +169,7 @@ class VllmEngine:
             faults = await answered(self._llm, self._llm.collective_rpc("take_published", args=arguments))
             await answered(self._llm, self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
-            raise PublicationError(fault)
+            raise WeightSyncError(fault)
 
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""

@@ -1,4 +1,4 @@
-"""The part of rayloop that runs inside of vLLM's workers: taking over published weights, and ending with the rollout actor."""
+"""The part of rayloop that runs inside of vLLM's workers: taking over synced weights, and ending with the rollout actor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rayloop.core.failures import PublicationError
+from rayloop.core.failures import WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.transports.manifest import DTYPES, name_faults, raw, verify
 
@@ -34,7 +34,7 @@ class VllmWorker:
 
     model_runner: Any
     _first: frozenset[str] | None = None
-    """What the first publication filled, where parameters are quantised: their scales come from no checkpoint."""
+    """What the first weight update filled, where parameters are quantised: their scales come from no checkpoint."""
 
     def forget_names(self) -> None:
         """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
@@ -53,7 +53,7 @@ class VllmWorker:
             tensors = dict(_read(memory, manifest))
             verify(manifest, tensors)
             self._load(manifest, tensors)
-        except PublicationError as error:
+        except WeightSyncError as error:
             return str(error)
         return ""
 
@@ -83,7 +83,7 @@ class VllmWorker:
 
 def _complain(manifest: Manifest, faults: Sequence[str]) -> None:
     if faults:
-        raise PublicationError(f"version {manifest.version} is of another model than the engine's: {', '.join(faults)}")
+        raise WeightSyncError(f"version {manifest.version} is of another model than the engine's: {', '.join(faults)}")
 
 
 def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
@@ -111,9 +111,9 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def write(file: int, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors into an open file in the order of the manifest. Raises PublicationError when names are not its."""
+    """Write the tensors into an open file in the order of the manifest. Raises WeightSyncError when names are not its."""
     if faults := name_faults(manifest, tensors):
-        raise PublicationError(f"version {manifest.version}: {'; '.join(faults)}")
+        raise WeightSyncError(f"version {manifest.version}: {'; '.join(faults)}")
     for name, start in _layout(manifest):
         os.pwrite(file, raw(tensors[name]), start)
 

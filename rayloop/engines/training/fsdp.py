@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
-from rayloop.core.files import Sum
+from rayloop.core.files import Checksum
 from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.threads import asked, settle, start
@@ -50,7 +50,7 @@ from rayloop.transports.manifest import DTYPES
 logger = logging.getLogger(__name__)
 
 PERTURBATION = 0.5
-"""Noise of the publication self-test, relative to each tensor's root mean square: far above any rounding."""
+"""Noise of the weight update self-test, relative to each tensor's root mean square: far above any rounding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class FsdpEngine:
             local(self._parameters[name]).copy_(before)
         self._unperturbed = {}
 
-    def save(self, folder: str) -> dict[str, Sum]:
+    def save(self, folder: str) -> dict[str, Checksum]:
         """Write what has been trained, the optimizer, its position in the schedule and the random states.
 
         Returns name -> sum of the files that this rank has written.
@@ -339,23 +339,23 @@ class FsdpEngine:
         """
         return state.save(folder, self._saved(folder), self._rank)
 
-    def begin_save(self, folder: str) -> Future[dict[str, Sum]]:
+    def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
         """The same beside training: returns when what is to be saved has been copied. What ``save`` returns or raises is there when
         it has been written. Only one at a time."""
         own, random = state.copied(self._saved(folder)), state.random_state()
         if self._savers is None:
             within = timedelta(seconds=self._settings.collective_timeout)
             self._savers = dist.new_group(backend="gloo", timeout=within)
-        written: Future[dict[str, Sum]] = asked()
+        written: Future[dict[str, Checksum]] = asked()
         start(lambda: settle(written, lambda: state.save(folder, own, self._rank, random, self._savers)))
         return written
 
     def _saved(self, folder: str) -> dict[str, Any]:
         if self._unperturbed:
-            raise CheckpointError(f"{folder}: the weights are perturbed by the publication's self-test; restore them first")
+            raise CheckpointError(f"{folder}: the weights are perturbed by the weight update's self-test; restore them first")
         return self._state()
 
-    def load(self, folder: str, sums: Mapping[str, Sum] = state.UNKNOWN) -> None:
+    def load(self, folder: str, sums: Mapping[str, Checksum] = state.UNKNOWN) -> None:
         """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: what it returned, of all ranks. Raises
         Damaged, CheckpointError."""
         self.restore_parameters()  # what is frozen is not loaded

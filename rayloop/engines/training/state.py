@@ -36,11 +36,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from rayloop.core.failures import Damaged
-from rayloop.core.files import Sum, check_sum, kind_of, sync, write_whole
+from rayloop.core.files import Checksum, check_sum, kind_of, sync, write_whole
 from rayloop.engines.training import index
 from rayloop.engines.training.index import Entry, Piece
 
-UNKNOWN: Mapping[str, Sum] = {}
+UNKNOWN: Mapping[str, Checksum] = {}
 """Of files whose sums nobody has: they are not compared."""
 
 
@@ -53,7 +53,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 def save(
     folder: str, state: dict[str, Any], rank: int,
     random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None,
-) -> dict[str, Sum]:  # fmt: skip
+) -> dict[str, Checksum]:  # fmt: skip
     """Write ``state`` (nested dicts of tensors) and this rank's random state: ``random``, or that of now. Raises CheckpointError.
 
     Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written.
@@ -64,12 +64,12 @@ def save(
         path = Path(folder) / f"random_{rank}.safetensors"
         text = save_safetensors(_flat(random or random_state()))
         write_whole(path, text)
-        return {**writer.sums, path.name: Sum().then(text)}
+        return {**writer.sums, path.name: Checksum().then(text)}
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {_words(error)}") from error
 
 
-def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Sum] = UNKNOWN) -> None:
+def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Checksum] = UNKNOWN) -> None:
     """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective.
 
     ``sums``: what ``save`` returned, of all ranks. Raises Damaged when a file that this rank reads, or of the tensors another one,
@@ -105,7 +105,7 @@ class _Writer(StorageWriter):
     """One file of pieces per rank, and the index on the rank that coordinates."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.sums = folder, dict[str, Sum]()
+        self._folder, self.sums = folder, dict[str, Checksum]()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -119,14 +119,14 @@ class _Writer(StorageWriter):
         return [replace(plan, storage_data=f"rank_{rank}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, results, total = plan.storage_data, [], Sum()
+        name, results, total = plan.storage_data, [], Checksum()
         with open(self._folder / name, "wb") as file:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
                     raise ValueError(f"{item.index.fqn} is no tensor")
                 data = _bytes_of(planner.resolve_data(item).detach())
                 at = tuple(item.index.offset or ())
-                piece = Piece(at, (), name, total.size, data.nbytes, Sum().then(data).crc32)
+                piece = Piece(at, (), name, total.size, data.nbytes, Checksum().then(data).crc32)
                 self._write(file, data)
                 total = total.then(data)
                 results.append(WriteResult(item.index, data.nbytes, piece))
@@ -155,7 +155,7 @@ class _Writer(StorageWriter):
         index.read(text)
         write_whole(self._folder / index.FILE, text)
         sync(self._folder)
-        self.sums[index.FILE] = Sum().then(text)
+        self.sums[index.FILE] = Checksum().then(text)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -176,7 +176,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class _Reader(StorageReader):
     """Pieces of files by their index; each compared with its sum before it is used."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Sum]) -> None:
+    def __init__(self, folder: Path, sums: Mapping[str, Checksum]) -> None:
         """Raises OSError, ValueError and Damaged when the folder has no index that can be used."""
         self._folder, self._sums = folder, sums
         self._pieces: dict[MetadataIndex, tuple[Piece, torch.dtype]] = {}
@@ -235,7 +235,7 @@ class _Reader(StorageReader):
         if piece.crc32 is None:  # schema 2
             loaded: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             return loaded
-        if (len(data), Sum().then(data).crc32) != (piece.bytes, piece.crc32):
+        if (len(data), Checksum().then(data).crc32) != (piece.bytes, piece.crc32):
             raise Damaged(piece.file, f"the {piece.bytes:,} bytes at {piece.offset:,} are not those that were written")
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(piece.shape)
@@ -254,7 +254,7 @@ def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"cpu": state["cpu"], **{f"cuda.{number}": one for number, one in enumerate(state["cuda"])}}
 
 
-def _load_random(folder: Path, rank: int, sums: Mapping[str, Sum]) -> None:
+def _load_random(folder: Path, rank: int, sums: Mapping[str, Checksum]) -> None:
     """Set the random state that this rank saved, if it did; in schema 2 it is a file of ``torch.save``."""
     new, old = folder / f"random_{rank}.safetensors", folder / f"random_{rank}.pt"
     path = new if new.exists() else old

@@ -25,13 +25,13 @@ class OwnFilter:
             found = dict(self._refused(group))
         except Exception as error:
             raise FilterBroken(
-                f"the filter {self._use} raised on group {group.issue} (task {group.task.id}): {type(error).__name__}: {error}"
+                f"the filter {self._use} raised on group {group.number} (task {group.task.id}): {type(error).__name__}: {error}"
             ) from error
         kept = {i for i, member in enumerate(group.members) if member.kept}
         wrong = {i: why for i, why in found.items() if i not in kept or not isinstance(why, str) or not why}
         if wrong:
             raise FilterBroken(
-                f"the filter {self._use} refused {wrong!r:.200} of group {group.issue}: it must return a mapping from positions of "
+                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: it must return a mapping from positions of "
                 f"kept members (here {sorted(kept)}) to a reason each"
             )
         return found

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.serve.schema import ServeDeploySchema
 
-from rayloop.cluster.cli import parser
+from rayloop.cli import parser
 from rayloop.core.failures import RayloopError
 from rayloop.launch.ray_variables import node_settings
 from rayloop.run.config import read

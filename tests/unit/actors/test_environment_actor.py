@@ -18,7 +18,7 @@ from rayloop.actors.lease import Lease
 from rayloop.actors.lost import as_value
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
-from rayloop.core.groups import PlayFailed, UnscoredKind
+from rayloop.core.groups import RolloutFailed, UnscoredKind
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -27,7 +27,7 @@ from rayloop.core.types import (
     FinishReason,
     ImageSource,
     Message,
-    PlayRequest,
+    RolloutRequest,
     Sampling,
     Summary,
     Task,
@@ -107,36 +107,36 @@ def actor(folder: Path, environment: dict[str, Any] | None = None, timeout: floa
     return EnvironmentActor(ModelSettings(path=str(folder)), EpisodeSettings.model_validate(chosen), timeout=timeout)
 
 
-def request(task: Task | None = None, cohort: int | None = None, attempt: int = 0, sample: int = 1) -> PlayRequest:
+def request(task: Task | None = None, cohort: int | None = None, attempt: int = 0, sample: int = 1) -> RolloutRequest:
     asked = task or Task("t1", (Message("user", ("Click.",)),))
-    return PlayRequest(asked, TrajectoryId(3, sample), attempt, 42 + sample, Sampling(), cohort)
+    return RolloutRequest(asked, TrajectoryId(3, sample), attempt, 42 + sample, Sampling(), cohort)
 
 
-def named(task: str, sample: int) -> PlayRequest:
+def named(task: str, sample: int) -> RolloutRequest:
     return request(Task(task, (Message("user", ("Click.",)),)), sample=sample)
 
 
 EIGHT = [request(sample=sample) for sample in range(8)]
 
-Played = tuple[Summary | PlayFailed, Trajectory | None]
+Played = tuple[Summary | RolloutFailed, Trajectory | None]
 
 
-def run(player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: PlayRequest | None = None) -> Played:
+def run(player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: RolloutRequest | None = None) -> Played:
     [[summary], trajectory] = group(player, [asked or request()], engine, driver)
     return summary, trajectory
 
 
 def group(
-    player: EnvironmentActor, asked: list[PlayRequest], engine: Engine, driver: Driver | None = None
-) -> tuple[list[Summary | PlayFailed], *tuple[Trajectory | None, ...]]:
+    player: EnvironmentActor, asked: list[RolloutRequest], engine: Engine, driver: Driver | None = None
+) -> tuple[list[Summary | RolloutFailed], *tuple[Trajectory | None, ...]]:
     played = asyncio.run(player.play(asked, Lease(7, engine), driver or Driver()))
     assert player.health() == 0
     return played
 
 
-def failed(played: Played) -> PlayFailed:
+def failed(played: Played) -> RolloutFailed:
     summary, trajectory = played
-    assert isinstance(summary, PlayFailed)
+    assert isinstance(summary, RolloutFailed)
     assert trajectory is None
     return summary
 
@@ -294,7 +294,7 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
 def test_a_member_that_fails_is_a_value_beside_the_others(text_folder: Path) -> None:
     faulty = {"use": FAULTY, "with": {"step": {"sick": "raise"}}}
     summaries, *trajectories = group(actor(text_folder, faulty), [named("well", 0), named("sick", 1), named("well", 2)], Engine())
-    assert [type(summary) for summary in summaries] == [Summary, PlayFailed, Summary]
+    assert [type(summary) for summary in summaries] == [Summary, RolloutFailed, Summary]
     assert [summary.id.sample for summary in summaries] == [0, 1, 2]
     assert [trajectory and trajectory.id.sample for trajectory in trajectories] == [0, None, 2]
 
@@ -331,7 +331,7 @@ def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_ans
     well, slow = group(player, [named("well", 0), named("slow", 1)], Engine())[0]
     assert time.monotonic() - began < 30
     assert isinstance(well, Summary)
-    assert isinstance(slow, PlayFailed)
+    assert isinstance(slow, RolloutFailed)
     assert (slow.own, slow.hung, slow.contained) == (True, True, isolation == "process")
     assert slow.outcome.reason == "the episode did not end within 6 s"
 
@@ -375,7 +375,7 @@ def test_a_failure_to_render_reaches_all_who_show_the_same(text_folder: Path) ->
     counted = Counted(player, error=DataFailure("/x.png", "gone"))
     summaries = group(player, EIGHT, Engine())[0]
     assert counted.count == 1
-    assert [(one.outcome.kind, one.path, one.own) for one in summaries if isinstance(one, PlayFailed)] == [
+    assert [(one.outcome.kind, one.path, one.own) for one in summaries if isinstance(one, RolloutFailed)] == [
         (UnscoredKind.BAD_DATA, "/x.png", True)
     ] * 8
 
@@ -387,7 +387,7 @@ def test_who_waits_for_the_same_prompt_waits_its_own_time(text_folder: Path) -> 
     before = hanging()
     summaries = group(player, EIGHT, Engine())[0]
     assert hanging() == before + 1
-    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, PlayFailed)] == [True] * 8
+    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, RolloutFailed)] == [True] * 8
 
 
 def test_what_is_immediate_is_played_without_a_thread_of_its_own(text_folder: Path) -> None:
@@ -438,7 +438,7 @@ def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_f
     other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
     asked = [named("well", 0), named("sick", 1), named("well", 2), named("well", 3), other]
     summaries = group(actor(text_folder, faulty, max_turns=1), asked, engine)[0]
-    assert [type(summary) for summary in summaries] == [Summary, PlayFailed, Summary, Summary, Summary]
+    assert [type(summary) for summary in summaries] == [Summary, RolloutFailed, Summary, Summary, Summary]
     assert sorted(map(len, engine.together)) == [1, 3]
     assert time.monotonic() - began < 20
 
@@ -469,7 +469,7 @@ def test_an_engine_that_dies_with_the_request_of_a_group_costs_each_its_turn(tex
 def test_a_sample_that_fails_costs_the_others_nothing(text_folder: Path) -> None:
     engine = Engine(raising(DataFailure("/x.png", "gone"), at=3))
     summaries = group(single_turn(text_folder), EIGHT, engine)[0]
-    [failure] = [summary for summary in summaries if isinstance(summary, PlayFailed)]
+    [failure] = [summary for summary in summaries if isinstance(summary, RolloutFailed)]
     assert len(summaries) == 8
     assert (failure.outcome.kind, failure.path, failure.own) == (UnscoredKind.BAD_DATA, "/x.png", False)
 
@@ -518,7 +518,7 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
     async def wait(number: int) -> None:
         await gate.wait()
 
-    async def all_of_them() -> tuple[Played, list[Summary | PlayFailed]]:
+    async def all_of_them() -> tuple[Played, list[Summary | RolloutFailed]]:
         slow, quick = Lease(7, Engine(wait)), Lease(8, Engine())
         neighbours = asyncio.create_task(player.play([request(sample=n) for n in range(2)], slow, Driver()))
         await asyncio.sleep(0.1)

@@ -24,8 +24,8 @@ from rayloop.core.types import (
     FinishReason,
     ImageRef,
     ImagesSent,
-    PlayRequest,
     PromptImage,
+    RolloutRequest,
     Sampling,
     Task,
     TokenPrompt,
@@ -91,7 +91,7 @@ class Driver:
 def episode(
     lease: Lease[Engine], had: SentImages, driver: Driver | None = None, cohort: int | None = None, first: FirstTurn | None = None
 ) -> LeasedEngine:
-    request = PlayRequest(Task("t", ()), TrajectoryId(3, 1), 0, 42, Sampling(), cohort)
+    request = RolloutRequest(Task("t", ()), TrajectoryId(3, 1), 0, 42, Sampling(), cohort)
     return LeasedEngine(request, lease, cast(Any, LocalActor(driver or Driver())), 5.0, had, first)
 
 

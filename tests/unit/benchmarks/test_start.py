@@ -57,9 +57,9 @@ while time.process_time() < 1.5: pass
 def test_a_part_ends_with_its_last_event_before_the_step() -> None:
     events = [
         {"event": "start", "time": 5.0}, {"event": "self_test", "time": 8.0}, {"event": "self_test", "time": 9.0},
-        {"event": "parity", "time": 7.0}, {"event": "parity", "time": 30.0}, {"event": "trained", "time": 10.0},
+        {"event": "logprob_check", "time": 7.0}, {"event": "logprob_check", "time": 30.0}, {"event": "trained", "time": 10.0},
     ]  # fmt: skip
-    assert until(events, 11.0) == {"Ray is up": 5.0, "published and compared": 7.0, "self-test": 9.0, "first step": 11.0}
+    assert until(events, 11.0) == {"Ray is up": 5.0, "synced and compared": 7.0, "self-test": 9.0, "first step": 11.0}
 
 
 def test_the_table_sums_rows_and_columns() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.envs import catalog
 from rayloop.envs.catalog import FAMILIES, family, playable

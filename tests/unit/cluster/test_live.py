@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.cluster.stages import live
 from rayloop.core import events, incidents
 from rayloop.run.folder import RunFolder

@@ -55,9 +55,9 @@ class Run:
         self.told: list[tuple[str, int]] = []
         self.ranks, self.state = Ranks(), {"step": 0}
         self.store = CheckpointStore(folder, keep=9)
-        self.saving = Saving(self.store, self._tell, beside=beside, timeout=timeout)
+        self.saving = Saving(self.store, self._emit, beside=beside, timeout=timeout)
 
-    def _tell(self, event: Event, step: int) -> None:
+    def _emit(self, event: Event, step: int) -> None:
         self.told.append((event.record()["event"], step))
 
     async def save(self, step: int, last: bool = False) -> None:

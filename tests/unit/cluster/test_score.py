@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayloop import recipes
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.measure import intervals
 from rayloop.measure.intervals import interval

@@ -1,4 +1,4 @@
-"""The published weights go with the node that held them: engines that come wait for others, which are made at once."""
+"""The synced weights go with the node that held them: engines that come wait for others, which are made at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from ray import exceptions
 
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.core.failures import PolicyLost
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 from tests.support.local import LocalActor
 from tests.support.runs import settings
 
@@ -50,12 +50,12 @@ class Stage:
         self.serving = Engine(set())
         self.reporter = Reporter(config, folder, open_logger)
         services: Any = SimpleNamespace(policy=self, rollout=self, weights=str(folder))
-        self.publisher = Publisher(config, services, self.reporter)
+        self.weight_sync = WeightSync(config, services, self.reporter)
 
-    async def export(self, version: Version) -> Publication[str]:
+    async def export(self, version: Version) -> WeightUpdate[str]:
         if not self.alive:
             raise PolicyLost("rank 0 died")
-        return Publication(SimpleNamespace(version=version), next(self.exports))  # type: ignore[arg-type]
+        return WeightUpdate(SimpleNamespace(version=version), next(self.exports))  # type: ignore[arg-type]
 
     def within(self, deadline: float) -> Stage:
         return self
@@ -68,7 +68,7 @@ class Stage:
 
     @asynccontextmanager
     async def remaking(self) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(self.publisher.remake(lambda: NOW))
+        task = asyncio.create_task(self.weight_sync.remake(lambda: NOW))
         try:
             yield task
         finally:
@@ -77,7 +77,7 @@ class Stage:
                 await task
 
     def admit(self, engine: Engine) -> asyncio.Task[None]:
-        return asyncio.create_task(self.publisher.admit(LocalActor(engine)))
+        return asyncio.create_task(self.weight_sync.admit(LocalActor(engine)))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def act(play: Any) -> None:
 
 def test_a_policy_that_lives_publishes_again_and_all_who_wait_are_admitted(stage: Stage) -> None:
     async def play() -> None:
-        await stage.publisher.publish(NOW)
+        await stage.weight_sync.send(NOW)
         engines = [Engine(stage.lost) for _ in range(3)]
         async with stage.remaking():
             await asyncio.gather(*(stage.admit(engine) for engine in engines))
@@ -108,14 +108,14 @@ def test_a_policy_that_lives_publishes_again_and_all_who_wait_are_admitted(stage
 
 def test_while_an_update_is_under_way_the_next_weights_are_waited_for(stage: Stage) -> None:
     async def play() -> None:
-        await stage.publisher.publish(NOW)
+        await stage.weight_sync.send(NOW)
         engine = Engine(stage.lost)
-        async with stage.remaking(), stage.publisher.making:
+        async with stage.remaking(), stage.weight_sync.making:
             admitted = stage.admit(engine)
             await asyncio.sleep(0.05)
             assert not admitted.done()
             assert stage.serving.had == ["first"], "no export in the middle of an update"
-            await stage.publisher.publish(NEXT)
+            await stage.weight_sync.send(NEXT)
             await admitted
         assert engine.had == ["second"]
         assert stage.serving.had == ["first", "second"]
@@ -125,7 +125,7 @@ def test_while_an_update_is_under_way_the_next_weights_are_waited_for(stage: Sta
 
 def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it_is_rebuilt(stage: Stage) -> None:
     async def play() -> None:
-        await stage.publisher.publish(NOW)
+        await stage.weight_sync.send(NOW)
         engine, stage.alive = Engine(stage.lost), False
         admitted = stage.admit(engine)
         async with stage.remaking() as remaking:
@@ -133,7 +133,7 @@ def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it
                 await remaking
         assert not admitted.done()
         stage.alive = True
-        await stage.publisher.publish(Version(2, 4))
+        await stage.weight_sync.send(Version(2, 4))
         await admitted
         assert engine.had == ["second"]
 
@@ -143,4 +143,4 @@ def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it
 def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage: Stage) -> None:
     stage.serving = Engine({"first"})
     with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were published"):
-        act(stage.publisher.publish(NOW))
+        act(stage.weight_sync.send(NOW))

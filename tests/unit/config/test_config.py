@@ -491,14 +491,14 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"publish.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
+        ({"weight_sync.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
         (
-            {"publish.transport": {"kind": "cuda_ipc"}, "policy.placement": {"num_gpus": 1}, "rollout.placement": {"num_gpus": 1}},
+            {"weight_sync.transport": {"kind": "cuda_ipc"}, "policy.placement": {"num_gpus": 1}, "rollout.placement": {"num_gpus": 1}},
             "cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU",
         ),
         (
             {
-                "publish.transport": {"kind": "cuda_ipc"},
+                "weight_sync.transport": {"kind": "cuda_ipc"},
                 "policy.ranks": 2,
                 "policy.placement": {"num_gpus": 0.25},
                 "rollout.placement": {"num_gpus": 0.25},
@@ -507,7 +507,7 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
         ),
         (
             {
-                "publish.transport": {"kind": "collective", "backend": "nccl"},
+                "weight_sync.transport": {"kind": "collective", "backend": "nccl"},
                 "policy.placement": {"num_gpus": 1},
                 "rollout.placement": {"num_gpus": 0.5},
             },
@@ -525,9 +525,9 @@ def test_transports_that_the_placement_does_not_allow_are_refused(changes: dict[
 
 def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path) -> None:
     placement = {"placement": {"num_gpus": 0.4}}
-    config = settings(tmp_path, tmp_path, policy=placement, publish={"transport": {"kind": "cuda_ipc"}})
+    config = settings(tmp_path, tmp_path, policy=placement, weight_sync={"transport": {"kind": "cuda_ipc"}})
     config["rollout"] |= placement
-    assert RunConfig.model_validate(config).publish.transport == CudaIpcTransport()
+    assert RunConfig.model_validate(config).sync_weights.transport == CudaIpcTransport()
 
 
 @pytest.mark.parametrize(

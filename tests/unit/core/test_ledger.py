@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import LedgerError
-from rayloop.core.groups import Fate, TrajectoryState
+from rayloop.core.groups import Status, TrajectoryState
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId
 
-READY = Fate(TrajectoryState.READY)
-TRAINED = Fate(TrajectoryState.TRAINED)
+READY = Status(TrajectoryState.READY)
+TRAINED = Status(TrajectoryState.TRAINED)
 FINAL = [
     TRAINED,
-    Fate(TrajectoryState.FILTERED, "all_wrong"),
-    Fate(TrajectoryState.STALE),
-    Fate(TrajectoryState.CANCELLED, "preempted"),
+    Status(TrajectoryState.FILTERED, "all_wrong"),
+    Status(TrajectoryState.STALE),
+    Status(TrajectoryState.CANCELLED, "preempted"),
 ]
 
 
@@ -33,7 +33,7 @@ def test_counts_by_state_and_reason() -> None:
     for id in ids(0, 3):
         ledger.move(id, READY)
     ledger.move(TrajectoryId(0, 0), TRAINED)
-    ledger.move(TrajectoryId(0, 1), Fate(TrajectoryState.FILTERED, "all_wrong"))
+    ledger.move(TrajectoryId(0, 1), Status(TrajectoryState.FILTERED, "all_wrong"))
     ledger.attempt(TrajectoryId(0, 3))
     ledger.replay()
     ledger.check()
@@ -54,9 +54,9 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
     first, second = ids(0, 2)
     ledger.move(first, READY)
     before = ledger.state()
-    for id, fate in [(first, READY), (first, Fate(TrajectoryState.IN_FLIGHT)), (TrajectoryId(9, 9), TRAINED)]:
+    for id, status in [(first, READY), (first, Status(TrajectoryState.IN_FLIGHT)), (TrajectoryId(9, 9), TRAINED)]:
         with pytest.raises(LedgerError):
-            ledger.move(id, fate)
+            ledger.move(id, status)
     with pytest.raises(LedgerError, match="issued before"):
         ledger.issue([second])
     with pytest.raises(LedgerError, match="not in flight"):
@@ -72,20 +72,20 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([READY, *FINAL])), max_size=60))
-def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(moves: list[tuple[int, Fate]]) -> None:
+def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(moves: list[tuple[int, Status]]) -> None:
     ledger, model = Ledger(), {}
     for group in range(5):
         ledger.issue(ids(group))
         model.update(dict.fromkeys(ids(group), TrajectoryState.IN_FLIGHT))
-    for number, fate in moves:
+    for number, status in moves:
         id = TrajectoryId(number // 4, number % 4)
-        legal = model.get(id) == TrajectoryState.IN_FLIGHT or (model.get(id) == TrajectoryState.READY and fate != READY)
+        legal = model.get(id) == TrajectoryState.IN_FLIGHT or (model.get(id) == TrajectoryState.READY and status != READY)
         if legal:
-            ledger.move(id, fate)
-            model[id] = fate.state
+            ledger.move(id, status)
+            model[id] = status.state
         else:
             with pytest.raises(LedgerError):
-                ledger.move(id, fate)
+                ledger.move(id, status)
         ledger.check()
     counts = ledger.counts()
     assert counts["issued"] == len(model)

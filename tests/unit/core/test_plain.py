@@ -14,7 +14,7 @@ import pytest
 
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, DataFailure
-from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import (
     EndReason,
@@ -29,9 +29,9 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.production import plain
-from rayloop.production.playing import Issue
-from rayloop.production.production import Production
+from rayloop.rollout import plain
+from rayloop.rollout.group_rollout import GroupRequest
+from rayloop.rollout.manager import RolloutManager
 from rayloop.run import plain_files
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
@@ -58,7 +58,7 @@ TRAJECTORY = Trajectory(
 REFERENCE = np.array([0.5, -0.25, 1e-7], np.float32)
 MEMBERS = (
     Member(SUMMARY, Scored(0.3, {"iou": 0.1}, ("unparsable",), "Traceback"), TRAJECTORY, -1.25, REFERENCE, True),
-    Member(SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), fate=Fate(TrajectoryState.EXCLUDED, "timeout")),
+    Member(SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), status=Status(TrajectoryState.EXCLUDED, "timeout")),
 )
 GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2))
 
@@ -160,28 +160,28 @@ OF_THE_PROCESS = {
 """Attributes that a checkpoint does not hold: what the configuration says, and what begins anew with a process."""
 
 
-def production(folder: Path) -> Production:
+def rollouts(folder: Path) -> RolloutManager:
     config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"enabled": True}))
-    return Production(config, Ledger(), training_rows(config, Told()), Told())
+    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told())
 
 
-def full(made: Production) -> None:
+def full(made: RolloutManager) -> None:
     """Every field of ``made`` is as no new one has it."""
     made.ledger.issue([TrajectoryId(group, sample) for group in (1, 2, 3, 7) for sample in range(4)])
     made.ledger.reissue_live()
     made.ledger.issue([TrajectoryId(group, sample) for group in (3, 7) for sample in range(4)])
     for sample in range(4):
-        made.ledger.move(TrajectoryId(7, sample), Fate(TrajectoryState.READY))
+        made.ledger.move(TrajectoryId(7, sample), Status(TrajectoryState.READY))
     made.ledger.attempt(TrajectoryId(3, 0))
-    made.ledger.move(TrajectoryId(7, 0), Fate(TrajectoryState.STALE))
+    made.ledger.move(TrajectoryId(7, 0), Status(TrajectoryState.STALE))
     made.ledger.replay()
     for _ in range(30):  # a second epoch
-        made.issuer.cursor.next()
-    made.issuer.next_number, made.issuer.issued_this_step = 9, 5
-    made.issuer.make_up_for(1)
-    made.issuer.reissue, made.issuer.one_round = [Issue(1, 4, 2), Issue(2, 5, 2)], False
-    made.in_flight = {3: Issue(3, 6, 2)}
-    made.issuer.quarantine(made.dataset[8], "/a.png", "cannot be read")
+        made.scheduler.cursor.next()
+    made.scheduler.next_number, made.scheduler.issued_this_step = 9, 5
+    made.scheduler.make_up_for(1)
+    made.scheduler.reissue, made.scheduler.one_round = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2)], False
+    made.in_flight = {3: GroupRequest(3, 6, 2)}
+    made.scheduler.quarantine(made.dataset[8], "/a.png", "cannot be read")
     made.ready.groups = [GROUP]
     made.ready.dropped["stale/digits"] = 3
     made.finished.groups = [GROUP.bare()]
@@ -193,9 +193,9 @@ def full(made: Production) -> None:
     made.blame.groups_failed["train-9"] = 2
 
 
-def parts(made: Production) -> dict[str, Any]:
+def parts(made: RolloutManager) -> dict[str, Any]:
     finished = made.finished
-    found = (made, made.issuer, made.issuer.cursor, made.ready, finished, finished.buffer, finished.acceptance,
+    found = (made, made.scheduler, made.scheduler.cursor, made.ready, finished, finished.buffer, finished.acceptance,
              made.alarms, made.alarms.collapse, made.blame, made.ledger)  # fmt: skip
     return {type(part).__name__: part for part in found}
 
@@ -219,7 +219,7 @@ def shown(value: Any) -> str:
 
 
 def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
-    new, before, after = (production(tmp_path) for _ in range(3))
+    new, before, after = (rollouts(tmp_path) for _ in range(3))
     full(before)
     for name, part in parts(before).items():
         unset = [key for key, value in fields(part).items() if shown(value) == shown(fields(parts(new)[name])[key])]
@@ -232,7 +232,7 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
     after.ledger.restore(read["ledger"])
     after.restore(read["production"], lambda payload: payload)
     expected = {name: dict(fields(part)) for name, part in parts(before).items()}
-    expected["Issuer"]["reissue"] = [Issue(1, 4, 2), Issue(2, 5, 2), Issue(3, 6, 2)]  # with what was in flight
+    expected["Issuer"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]  # with what was in flight
     task = after.dataset[[task.id for task in after.dataset].index("train-5")]
     for part, groups in (("ReadyGroups", [GROUP]), ("FinishedGroups", [GROUP.bare()])):
         expected[part]["groups"] = [dataclasses.replace(group, task=task) for group in groups]
@@ -268,7 +268,7 @@ class Silent:
 def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     """The files were written by the code that made this schema. Never write them anew: raise SCHEMA instead."""
     state = Checkpoint(KEPT, 13, 2).state()
-    made = production(tmp_path)
+    made = rollouts(tmp_path)
     made.ledger.restore(state["ledger"])
     made.restore(state["production"], lambda payload: payload)
     (group,) = made.ready.groups
@@ -276,8 +276,8 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     before_restarts = tuple(dataclasses.replace(turn, restart=False, executed=None) for turn in TRAJECTORY.turns)
     assert payload == dataclasses.replace(TRAJECTORY, turns=before_restarts)
     assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
-    assert [issue.number for issue in made.issuer.reissue] == [1, 2, 3]
-    assert made.issuer.quarantined == {"train-8"}
+    assert [number.number for number in made.scheduler.reissue] == [1, 2, 3]
+    assert made.scheduler.quarantined == {"train-8"}
     assert len(made.finished.buffer) == 3
     made.ledger.check()
     assert (state["step"], state["version"], state["inherited"]) == (13, [2, 13], [[1, 8]])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from tests.support.pages import write_snippets
 
 

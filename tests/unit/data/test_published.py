@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rayloop import recipes
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.dataset import Dataset, Reader
@@ -389,7 +389,7 @@ def test_rows_that_were_never_solved_are_left_out(
         written(Path(words[words.index("--out") + 1]) / "items.jsonl", items[:2])
         return type("Done", (), {"returncode": 0})
 
-    monkeypatch.setattr("rayloop.cluster.commands.solvable.subprocess.run", eval_of)
+    monkeypatch.setattr("rayloop.commands.solvable.subprocess.run", eval_of)
     assert main([*command, "--solvable-by", "owner/model"]) == 2
     assert "--config" in capsys.readouterr().err
     config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")

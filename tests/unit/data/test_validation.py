@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from tests.support.runs import ROOT
 
 

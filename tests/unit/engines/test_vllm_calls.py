@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rayloop.engines.generation.vllm as module
-from rayloop.core.failures import InfrastructureFailure, PublicationError, WorkerLost
+from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import vllm_worker
 from rayloop.engines.generation.build import Place
@@ -226,7 +226,7 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
         asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
         await settle()
         llm.faults = ["a checksum is wrong"]
-        with pytest.raises(PublicationError):
+        with pytest.raises(WeightSyncError):
             await load(engine, NEW)
         llm.faults = [None]
         await load(engine, NEW)
@@ -238,7 +238,7 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
 
 
 def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor that prepares 256 images of 8 megapixels answers health checks, and a publication meanwhile is the newer one."""
+    """An actor that prepares 256 images of 8 megapixels answers health checks, and a weight update meanwhile is the newer one."""
     preparing, go_on = threading.Event(), threading.Event()
 
     def prepare_slowly(self: VllmEngine, image: PromptImage) -> str:
@@ -308,9 +308,9 @@ class Quantised(VllmWorker):
 def test_scales_of_quantised_weights_are_not_missed_and_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_worker, "_refresh_tied_head", lambda model: None)
     whole = {"weight": torch.ones(2)}
-    with pytest.raises(PublicationError, match="scale is missing"):
+    with pytest.raises(WeightSyncError, match="scale is missing"):
         Quantised(None)._load(manifest(OLD, whole), whole)
     worker = Quantised("fp8")
     worker._load(manifest(OLD, whole), whole)
-    with pytest.raises(PublicationError, match="weight is missing"):
+    with pytest.raises(WeightSyncError, match="weight is missing"):
         worker._load(manifest(NEW, {}), {})

@@ -31,7 +31,7 @@ from rayloop.core.types import (
     FinishReason,
     ImageSource,
     Message,
-    PlayRequest,
+    RolloutRequest,
     Sampling,
     Task,
     Trajectory,
@@ -57,8 +57,8 @@ def renderer(vision_folder: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(vision_folder)), 1_000_000)
 
 
-def request(task: Task = TASK, **sampling: Any) -> PlayRequest:
-    return PlayRequest(task, TrajectoryId(3, 1), 0, 42, Sampling(**{"max_tokens": 16, **sampling}))
+def request(task: Task = TASK, **sampling: Any) -> RolloutRequest:
+    return RolloutRequest(task, TrajectoryId(3, 1), 0, 42, Sampling(**{"max_tokens": 16, **sampling}))
 
 
 def scripted(*steps: dict[str, Any], **settings: Any) -> ScriptedTool:
@@ -66,7 +66,7 @@ def scripted(*steps: dict[str, Any], **settings: Any) -> ScriptedTool:
 
 
 def run(
-    renderer: Renderer, environment: Any, said: list[Said], asked: PlayRequest | None = None, **settings: Any
+    renderer: Renderer, environment: Any, said: list[Said], asked: RolloutRequest | None = None, **settings: Any
 ) -> tuple[Trajectory, ScriptedEngine]:
     """Play with a scripted engine; returns the trajectory and the engine."""
     engine = ScriptedEngine(renderer, said)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
 from rayloop.estimate.memory import Lengths, activations, fitted, memory
@@ -217,7 +217,7 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
     except ConfigError:
         pytest.skip("not a run's file")
     monkeypatch.setattr(
-        "rayloop.cluster.commands.estimate.read_shape", lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b()
+        "rayloop.commands.estimate.read_shape", lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b()
     )
     assert main(["estimate", name]) == 0
     said = capsys.readouterr().out
@@ -231,7 +231,7 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
 def test_four_ranks_are_too_few_for_arpos_episodes(
     fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rayloop.cluster.commands.estimate.read_shape", lambda *_: qwen7b())
+    monkeypatch.setattr("rayloop.commands.estimate.read_shape", lambda *_: qwen7b())
     assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=4"]) == 0
     assert "fits a card of 141 GB" in capsys.readouterr().out
     assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=1"]) == 0

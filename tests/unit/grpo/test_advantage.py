@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.groups import Fate, TrajectoryState
+from rayloop.core.groups import Status, TrajectoryState
 from rayloop.grpo.advantage import advantages, with_advantages
 from rayloop.grpo.settings import ADVANTAGES, AdvantageChoice, AdvantageSettings
 from tests.unit.groups import make_group
@@ -125,7 +125,7 @@ def test_an_unscored_member_is_excluded_and_changes_nothing_for_its_siblings(val
     with_loss = with_advantages(make_group(0, [*values[:at], None, *values[at:]]), AdvantageSettings())
     alone = with_advantages(make_group(0, values), AdvantageSettings())
     lost = with_loss.members[at]
-    assert lost.fate == Fate(TrajectoryState.EXCLUDED, "reward_unavailable")
+    assert lost.status == Status(TrajectoryState.EXCLUDED, "reward_unavailable")
     assert lost.advantage is None
     assert [member.advantage for member in with_loss.kept] == [member.advantage for member in alone.members]
     assert (with_loss.mean, with_loss.std) == (alone.mean, alone.std)
@@ -133,9 +133,9 @@ def test_an_unscored_member_is_excluded_and_changes_nothing_for_its_siblings(val
 
 def test_too_few_scored_members_are_excluded_together() -> None:
     group = with_advantages(make_group(0, [1.0, None, 0.0]), AdvantageSettings(min_group=3))
-    fates = [member.fate for member in group.members]
-    lonely = Fate(TrajectoryState.EXCLUDED, "min_group")
-    assert fates == [lonely, Fate(TrajectoryState.EXCLUDED, "reward_unavailable"), lonely]
+    statuses = [member.status for member in group.members]
+    lonely = Status(TrajectoryState.EXCLUDED, "min_group")
+    assert statuses == [lonely, Status(TrajectoryState.EXCLUDED, "reward_unavailable"), lonely]
     assert (group.mean, group.std) == (None, None)
     assert with_advantages(make_group(0, [None, None]), AdvantageSettings()).kept == ()
 

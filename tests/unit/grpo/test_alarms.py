@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.groups import Fate, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.limits import Limit
@@ -31,9 +31,9 @@ class Watched:
 
     def __init__(self, **settings: Any) -> None:
         self.told: list[dict[str, Any]] = []
-        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._tell)
+        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._emit)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.told.append(event.record())
 
     def observe(self, members: list[Member]) -> list[str]:
@@ -105,8 +105,8 @@ def test_limits_of_one_flag_leave_those_of_the_others() -> None:
 
 
 def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
-    lonely = member(fate=Fate(TrajectoryState.EXCLUDED, "min_group"))
-    filtered = member(fate=Fate(TrajectoryState.FILTERED, "all_equal"))
+    lonely = member(status=Status(TrajectoryState.EXCLUDED, "min_group"))
+    filtered = member(status=Status(TrajectoryState.FILTERED, "all_equal"))
     (alarm,) = Watched().observe([lonely] * 30 + [filtered] * 30)
     assert alarm == "30 of the last 60 trajectories were excluded from training"
 
@@ -126,7 +126,7 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_gro
         ({"unscored": {"stop": 0.3}}, member(LOST), r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3"),
         (
             {"excluded": {"stop": 0.3}},
-            member(LOST, fate=Fate(TrajectoryState.EXCLUDED)),
+            member(LOST, status=Status(TrajectoryState.EXCLUDED)),
             r"excluded from training; alarms\.excluded",
         ),
         ({"flags": {"odd": {"stop": 0.3}}}, member(Scored(1.0, {}, ("odd",))), r"flag odd; alarms\.flags\.odd\.stop"),

@@ -21,9 +21,9 @@ WELL = {ENTROPY: 0.6, LENGTH: 38.0, DONE: 0.9, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.
 class Watched:
     def __init__(self, **settings: Any) -> None:
         self.told: list[dict[str, Any]] = []
-        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._tell)
+        self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._emit)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.told.append(event.record())
 
     def steps(self, count: int, **changes: float) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Fate, Group, TrajectoryState
+from rayloop.core.groups import Group, Status, TrajectoryState
 from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
@@ -22,14 +22,14 @@ from tests.unit.groups import make_group
 ALL = (EqualRewards(), ToolImage(), ImagesConsistent(), MaxLength(tokens=10), KeepEndReasons(), PositiveNegativeAdvantage())
 
 
-def scored(issue: int, rewards: Sequence[float | None], **changes: object) -> Group:
-    return with_advantages(make_group(issue, rewards, **changes), AdvantageSettings())
+def scored(number: int, rewards: Sequence[float | None], **changes: object) -> Group:
+    return with_advantages(make_group(number, rewards, **changes), AdvantageSettings())
 
 
 @st.composite
-def groups(draw: st.DrawFn, issue: int = 0) -> Group:
+def groups(draw: st.DrawFn, number: int = 0) -> Group:
     """A group with advantages whose members differ in everything a filter looks at."""
-    group = scored(issue, draw(st.lists(st.sampled_from([None, 0.0, 0.5, 1.0]), max_size=6)))
+    group = scored(number, draw(st.lists(st.sampled_from([None, 0.0, 0.5, 1.0]), max_size=6)))
     summaries = [
         replace(
             member.summary,
@@ -44,7 +44,7 @@ def groups(draw: st.DrawFn, issue: int = 0) -> Group:
 
 
 def reasons(group: Group) -> list[str | None]:
-    return [None if member.fate is None else member.fate.reason for member in group.members]
+    return [None if member.status is None else member.status.reason for member in group.members]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def reasons(group: Group) -> list[str | None]:
     [([1.0, 1.0], "all_right"), ([1.2, 1.2], "all_right"), ([0.0, 0.0], "all_wrong"), ([0.5, 0.5], "all_equal")],
 )
 def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason: str) -> None:
-    assert [m.fate for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
-        Fate(TrajectoryState.FILTERED, reason)
+    assert [m.status for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
+        Status(TrajectoryState.FILTERED, reason)
     ] * 2
 
 
@@ -102,15 +102,15 @@ def test_a_right_answer_below_the_mean_is_dropped() -> None:
 def test_filters_only_remove_and_change_nothing_else(group: Group, filters: list[object]) -> None:
     filtered = apply_filters(group, filters)
     for before, after in zip(group.members, filtered.members, strict=True):
-        assert replace(after, fate=before.fate) == before
-        assert after.fate == before.fate or (before.kept and after.fate.state == TrajectoryState.FILTERED)
+        assert replace(after, status=before.status) == before
+        assert after.status == before.status or (before.kept and after.status.state == TrajectoryState.FILTERED)
     assert apply_filters(filtered, [f for f in filters if not isinstance(f, EqualRewards)]) == filtered
 
 
 ready_groups = st.lists(st.integers(0, 30), unique=True, max_size=8).flatmap(
-    lambda issues: st.tuples(*(groups(issue) for issue in issues))
+    lambda issues: st.tuples(*(groups(number) for number in issues))
 )
-filtering = st.builds(FilteringSettings, ranking=st.sampled_from(["std", "issue"]))
+filtering = st.builds(FilteringSettings, ranking=st.sampled_from(["std", "fifo"]))
 
 
 @given(ready_groups, st.integers(0, 20), filtering, st.randoms(use_true_random=False))
@@ -121,11 +121,11 @@ def test_select_takes_the_target_and_ignores_the_order_of_its_input(
     kept = sum(len(group.kept) for group in ready)
     assert sum(len(group.kept) for group in selection.train) == min(target, kept)
     assert all(group.kept for group in selection.train)
-    issues = [group.issue for group in selection.train]
+    issues = [group.number for group in selection.train]
     assert issues == sorted(issues)
-    whole = {group.issue: group for group in ready}
-    assert all(whole[group.issue] == group for group in selection.left_over)
-    assert {g.issue for g in ready if g.kept} == {*issues, *(g.issue for g in selection.left_over)}
+    whole = {group.number: group for group in ready}
+    assert all(whole[group.number] == group for group in selection.left_over)
+    assert {g.number for g in ready if g.kept} == {*issues, *(g.number for g in selection.left_over)}
     shuffled = list(ready)
     random.shuffle(shuffled)
     assert select(shuffled, target, settings) == selection
@@ -135,16 +135,16 @@ def test_the_largest_spread_trains_first_and_the_cut_is_surplus() -> None:
     plain, wide = scored(3, [1.0, 0.0, 0.0, 0.0]), scored(7, [4.0, 0.0, 0.0])
     rest = scored(9, [1.0, 0.0, 0.0, 0.0])
     selection = select([rest, wide, plain], 4, FilteringSettings())
-    assert [group.issue for group in selection.train] == [3, 7]
+    assert [group.number for group in selection.train] == [3, 7]
     assert selection.train[1] == wide
-    assert [m.fate for m in selection.train[0].members] == [None] + [Fate(TrajectoryState.SURPLUS, "cut")] * 3
+    assert [m.status for m in selection.train[0].members] == [None] + [Status(TrajectoryState.SURPLUS, "cut")] * 3
     assert selection.train[0].kept[0].summary.id == TrajectoryId(3, 0)
     assert selection.left_over == (rest,)
 
 
 def test_issue_order_ignores_the_spread_and_ranking_needs_one() -> None:
     narrow, wide = scored(1, [0.5, 0.0]), scored(2, [1.0, 0.0])
-    assert select([wide, narrow], 2, FilteringSettings(ranking="issue")).train == (narrow,)
+    assert select([wide, narrow], 2, FilteringSettings(ranking="fifo")).train == (narrow,)
     with pytest.raises(ValueError, match="no std"):
         select([make_group(0, [1.0])], 1, FilteringSettings())
 
@@ -153,14 +153,14 @@ def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -
     old = [scored(4, [0.5, 0.0], first_version=Version(0, 1)), scored(5, [0.6, 0.0], first_version=Version(0, 1))]
     new = scored(3, [9.0, 0.0], first_version=Version(0, 2))
     chosen = select([new, *old], 4, FilteringSettings(), oldest_first=True)
-    assert [group.issue for group in chosen.train] == [4, 5]
+    assert [group.number for group in chosen.train] == [4, 5]
     chosen = select([new, *old], 2, FilteringSettings(), oldest_first=True)
-    assert [group.issue for group in chosen.train] == [5], "of one version, the largest spread"
+    assert [group.number for group in chosen.train] == [5], "of one version, the largest spread"
     replayed = new.map({i: replace(member, replayed=True) for i, member in enumerate(new.members)})
     assert select([replayed, *old], 4, FilteringSettings(), oldest_first=True).left_over == (replayed,)
     partial = new.map({0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))})
     assert select([partial, *old], 2, FilteringSettings(), oldest_first=True).train == (partial,)
-    without = partial.map({0: replace(partial.members[0], fate=Fate(TrajectoryState.FILTERED, "max_length"))})
+    without = partial.map({0: replace(partial.members[0], status=Status(TrajectoryState.FILTERED, "max_length"))})
     assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (without,)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from rayloop.core.groups import Fate, TrajectoryState
+from rayloop.core.groups import Status, TrajectoryState
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
@@ -24,11 +24,11 @@ def buffer_with_success(settings: ReplaySettings = ON, rules: ReplayRules = Repl
 def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
     injection = buffer_with_success().inject(make_group(1, [0.0] * 8), step=1)
     first = injection.group.members[0]
-    assert (first.summary.id, first.replayed, first.fate) == (TrajectoryId(0, 1), True, None)
+    assert (first.summary.id, first.replayed, first.status) == (TrajectoryId(0, 1), True, None)
     assert injection.group.replay_of == TrajectoryId(0, 1)
     assert injection.displaced is not None
     assert injection.displaced.summary.id == TrajectoryId(1, 0)
-    assert injection.displaced.fate == Fate(TrajectoryState.SURPLUS, "replaced_by_replay")
+    assert injection.displaced.status == Status(TrajectoryState.SURPLUS, "replaced_by_replay")
     advantages = [m.advantage for m in with_advantages(injection.group, AdvantageSettings()).members]
     assert [round(a, 3) for a in advantages] == [2.475] + [-0.354] * 7
 
@@ -37,7 +37,7 @@ def test_a_displaced_member_without_a_reward_counts_as_its_own_failure() -> None
     injection = buffer_with_success().inject(make_group(1, [None, 0.0, 0.0]), step=1)
     assert injection.group.members[0].replayed
     assert injection.displaced is not None
-    assert injection.displaced.fate == Fate(TrajectoryState.EXCLUDED, "reward_unavailable")
+    assert injection.displaced.status == Status(TrajectoryState.EXCLUDED, "reward_unavailable")
 
 
 def test_other_groups_and_other_tasks_are_left_alone() -> None:
@@ -85,8 +85,8 @@ def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
 
 def test_first_in_first_out_per_task() -> None:
     buffer = ReplayBuffer(ON, seed=0, rules=ReplayRules(capacity=3))
-    for issue in range(3):
-        buffer.store(make_group(issue, [1.0, 1.0]))
+    for number in range(3):
+        buffer.store(make_group(number, [1.0, 1.0]))
     assert [str(member.summary.id) for member in buffer.state()["task"]] == ["1/1", "2/0", "2/1"]
 
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_draws_the_same() -> None:
     buffer.store(make_group(0, [1.0] * 8))
     resumed = ReplayBuffer(ON, seed=7)
     resumed.restore(pickle.loads(pickle.dumps(buffer.state())))
-    failed = [make_group(issue, [0.0, 0.0]) for issue in range(1, 30)]
+    failed = [make_group(number, [0.0, 0.0]) for number in range(1, 30)]
     drawn = [buffer.inject(group, step=1).group.replay_of for group in failed]
     assert drawn == [resumed.inject(group, step=1).group.replay_of for group in failed]
     assert len(set(drawn)) > 4

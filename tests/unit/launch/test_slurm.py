@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rayloop.cluster.cli import main, parsed
+from rayloop.cli import main, parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.launch import slurm_job

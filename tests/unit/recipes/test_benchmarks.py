@@ -10,9 +10,9 @@ import pytest
 
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
-from rayloop.cluster.cli import main
-from rayloop.cluster.commands.eval import evaluation_folder
+from rayloop.cli import main
 from rayloop.cluster.stages.evaluate import _more
+from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext

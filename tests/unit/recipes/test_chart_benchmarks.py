@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 from pyarrow import parquet
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
 from rayloop.recipes.arc_vision import miniwob

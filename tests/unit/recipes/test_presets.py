@@ -98,7 +98,7 @@ def test_they_are_of_the_kind_that_their_names_say() -> None:
     made = {name: read(ROOT / f"recipes/presets/{name}.yaml", []) for name in PRESETS}
     assert {name for name, config in made.items() if config.algorithm.staleness.max_staleness} == {"asynchronous"}
     assert {name for name, config in made.items() if config.reference.kind == "adapter_off"} == {"lora_kl"}
-    assert {n for n, c in made.items() if c.publish.transport.kind == "collective"} == {"gpu_8", "nodes_2", "asynchronous"}
+    assert {n for n, c in made.items() if c.weight_sync.transport.kind == "collective"} == {"gpu_8", "nodes_2", "asynchronous"}
     assert Path(made["nodes_2"].output).is_absolute(), "on a file system that both see"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rayloop import recipes
 from rayloop.benchmarks import recipe
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.measure.benchmark import Benchmark, HeldOut
 from rayloop.run.config import read
 

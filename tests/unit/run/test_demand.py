@@ -1,4 +1,4 @@
-"""What a run asks of a cluster: the object store holds the publications that exist at once, as far as the memory goes."""
+"""What a run asks of a cluster: the object store holds the weight updates that exist at once, as far as the memory goes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return usage
 
 
-def test_the_store_has_room_for_two_publications_and_a_half(tmp_path: Path, free: SimpleNamespace) -> None:
+def test_the_store_has_room_for_two_weight_update_and_a_half(tmp_path: Path, free: SimpleNamespace) -> None:
     assert store(config(tmp_path), PARAMETERS, tmp_path) == OBJECT_STORE + 5 * PARAMETERS
 
 
@@ -48,5 +48,5 @@ def test_it_takes_no_more_than_the_shared_memory_has(tmp_path: Path, free: Simpl
 
 
 def test_weights_that_take_another_way_or_are_not_here_need_no_room(tmp_path: Path) -> None:
-    assert store_wanted(config(tmp_path, publish__transport={"kind": "filesystem"}), PARAMETERS) == OBJECT_STORE
+    assert store_wanted(config(tmp_path, weight_sync__transport={"kind": "filesystem"}), PARAMETERS) == OBJECT_STORE
     assert store_wanted(config(tmp_path), 0) == OBJECT_STORE

@@ -23,7 +23,7 @@ def config(folder: Path, **changes: object) -> RunConfig:
 
 def test_the_order_holds_by_default(tmp_path: Path) -> None:
     check(config(tmp_path))
-    check(config(tmp_path, publish={"transport": {"kind": "collective"}}))
+    check(config(tmp_path, weight_sync={"transport": {"kind": "collective"}}))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_the_order_holds_by_default(tmp_path: Path) -> None:
         ({"environment__episode__request_timeout": 4000.0},
          r"environment\.episode_timeout \(3600 s\) must be longer than environment\.episode\.request_timeout \(4000 s\)"),
         ({"policy__engine__collective_timeout": 3600.0}, r"policy\.step_timeout .* policy\.engine\.collective_timeout"),
-        ({"publish": {"transport": {"kind": "collective"}, "timeout": 60}},
-         r"publish\.timeout \(60 s\) must be longer than publish\.transport\.timeout \(60 s\)"),
+        ({"weight_sync": {"transport": {"kind": "collective"}, "timeout": 60}},
+         r"weight_sync\.timeout \(60 s\) must be longer than weight_sync\.transport\.timeout \(60 s\)"),
         ({"recovery__start_timeout": 20.0}, r"recovery\.start_timeout \(20 s\) .* recovery\.health_timeout \(30 s\)"),
     ],
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_every_duration_is_in_the_table() -> None:
 
 
 def test_the_table_names_keys_that_exist(tmp_path: Path) -> None:
-    known: BaseModel = config(tmp_path, publish={"transport": {"kind": "collective"}})
+    known: BaseModel = config(tmp_path, weight_sync={"transport": {"kind": "collective"}})
     assert [each.key for each in DURATIONS if value_of(known, each.key) is None] == []
     assert {each.within for each in DURATIONS} - {""} <= {each.key for each in DURATIONS}
 

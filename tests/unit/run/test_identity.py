@@ -13,7 +13,7 @@ import pytest
 import ray
 import yaml
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
 from rayloop.recipes.digits.data import DigitRows

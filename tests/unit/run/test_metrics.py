@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.config import RunConfig
@@ -70,14 +70,14 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     version = Version(0, 1)
     outcomes = (
         (Scored(1.0, {"exact": 1.0}, ("late",)), None),
-        (Scored(0.0, {"exact": 0.0}), Fate(TrajectoryState.FILTERED, "max_length")),
-        (Unscored(UnscoredKind.TIMEOUT), Fate(TrajectoryState.EXCLUDED, "timeout")),
+        (Scored(0.0, {"exact": 0.0}), Status(TrajectoryState.FILTERED, "max_length")),
+        (Unscored(UnscoredKind.TIMEOUT), Status(TrajectoryState.EXCLUDED, "timeout")),
     )
     ended = Summary(TrajectoryId(0, 0), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version)
     sent = ImagesSent(images=2, bytes=100, again=1)
     members = tuple(
-        Member(replace(ended, id=TrajectoryId(0, i), cut=i == 0, sent=sent), outcome, fate=fate)
-        for i, (outcome, fate) in enumerate(outcomes)
+        Member(replace(ended, id=TrajectoryId(0, i), cut=i == 0, sent=sent), outcome, status=status)
+        for i, (outcome, status) in enumerate(outcomes)
     )
     group = Group(0, Task("t", ()), members)
     held = {"stored": 3, "tasks": 2, "per_task": {}}

@@ -13,8 +13,8 @@ from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
-from rayloop.production.production import Production
 from rayloop.recipes.arc_vision.curriculum import LargeFirst
+from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
 from rayloop.run.order import BySolveRate
@@ -110,5 +110,5 @@ def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:
     file = rates(tmp_path, **{id: [0.0, 1.0] for id in ids[10:13]})
     config["data"]["order"] = {"use": "rayloop.run.order:BySolveRate", "with": {"rates": str(file)}}
     made = RunConfig.model_validate(config)
-    issuer = Production(made, Ledger(), training_rows(made, Told()), Told()).issuer
-    assert sorted(visited(issuer.cursor, 3)) == [10, 11, 12]
+    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told()).scheduler
+    assert sorted(visited(scheduler.cursor, 3)) == [10, 11, 12]

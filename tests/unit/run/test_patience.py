@@ -29,10 +29,10 @@ def reporter(folder: Path, patience: int | None = 2) -> tuple[Reporter, list[Eve
     made = Reporter(RunConfig.model_validate(config), folder, lambda *_: Silent())
     told: list[Event] = []
 
-    def tell(event: Event, step: int | None = None) -> None:
+    def emit(event: Event, step: int | None = None) -> None:
         told.append(event)
 
-    made.event = tell  # type: ignore[method-assign]
+    made.event = emit  # type: ignore[method-assign]
     return made, told
 
 

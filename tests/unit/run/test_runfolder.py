@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rayloop.core.failures import ConfigError, RunNameInUse, StorageFailed
-from rayloop.core.groups import Fate, Group, Member, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
 from rayloop.run.folder import FORGETS, RunFolder, rollout_record
@@ -172,10 +172,10 @@ def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> N
     assert folder.rollouts.file(4).exists()
 
 
-def _member(sample: int, outcome: Scored | Unscored, fate: Fate | None = None) -> Member:
+def _member(sample: int, outcome: Scored | Unscored, status: Status | None = None) -> Member:
     version = Version(1, 4)
     summary = Summary(TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version)
-    return Member(summary, outcome, advantage=0.5 if isinstance(outcome, Scored) else None, fate=fate)
+    return Member(summary, outcome, advantage=0.5 if isinstance(outcome, Scored) else None, status=status)
 
 
 def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
         TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer, anew, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
     )
     members = (
-        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Fate(TrajectoryState.FILTERED, "too_long")),
+        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Status(TrajectoryState.FILTERED, "too_long")),
         _member(1, Unscored(UnscoredKind.TIMEOUT, "judge")),
     )
     group = Group(7, Task("task-a", ()), members)

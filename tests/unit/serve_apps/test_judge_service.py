@@ -20,7 +20,7 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from rayloop.cluster.cli import parsed
+from rayloop.cli import parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import new_secret
@@ -490,9 +490,9 @@ def test_the_shipped_files_are_ray_serves_and_ours() -> None:
         assert deployment.name == "Judge"
         assert 0 < deployment.max_ongoing_requests <= 256
         assert 0 < deployment.max_queued_requests <= 512
-    production = load(CONFIGS / "judge_qwen2_5_72b.yaml", [], ServeFile).applications[0].args
-    assert (production.backend.kind, production.key_file) == ("vllm", "runs/judge.key")
-    assert production.replicas.resources == {"judge": 1}
+    rollouts = load(CONFIGS / "judge_qwen2_5_72b.yaml", [], ServeFile).applications[0].args
+    assert (rollouts.backend.kind, rollouts.key_file) == ("vllm", "runs/judge.key")
+    assert rollouts.replicas.resources == {"judge": 1}
     with pytest.raises(ValidationError, match="Extra inputs"):
         app({"backend": {"kind": "rule", "model": "x"}})
     with pytest.raises(ValidationError, match="min 3 is more than max 2"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
 from rayloop.view.files import write_files

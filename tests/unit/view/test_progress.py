@@ -100,8 +100,8 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
 
 
 @pytest.mark.parametrize(("width", "there", "gone"), [
-    (130, ["publish", "filtered", "871", "60%"], ["KL", "excluded"]),
-    (80, ["reward", "T=1", "trained/", "16/16", "held-out", "greedy", "0.750", "0.250"], ["publish", "…"]),
+    (130, ["weight_sync", "filtered", "871", "60%"], ["KL", "excluded"]),
+    (80, ["reward", "T=1", "trained/", "16/16", "held-out", "greedy", "0.750", "0.250"], ["weight_sync", "…"]),
     (45, ["reward", "T=1", "trained/", "held-out", "greedy", "0.750", "0.250"], ["loss", "entropy", "…"]),
 ])  # fmt: skip
 def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone: list[str]) -> None:
@@ -124,10 +124,10 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
          "[0] training begins with the start model; records of 45 later steps are moved aside"),
         ({"event": "begin", "step": 5, "lineage": 2, "restored": "step_5", "superseded_records": 3},
          "[5] training continues from step_5; records of 3 later steps are moved aside"),
-        ({"event": "parity", "step": 0, "tokens": 34, "mean": 2.22e-07, "max": 1.19e-06, "images": 0, "swapped": 0.0,
+        ({"event": "logprob_check", "step": 0, "tokens": 34, "mean": 2.22e-07, "max": 1.19e-06, "images": 0, "swapped": 0.0,
           "tolerance": 0.001},
          "[0] engine and trainer agree: yes, their log-probs differ by 2.22e-07 on average over 34 tokens (0.001 is allowed)"),
-        ({"event": "parity", "step": 0, "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
+        ({"event": "logprob_check", "step": 0, "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
          "[0] engine and trainer agree: NO, their log-probs differ by 0.5 on average over 9 tokens (0.001 is allowed); other "
          "images change them by 0.25"),
         ({"event": "evaluated", "step": 1, "val/reward/mean": 0.743, "val/exact/mean": 0.275, "val/a/reward/mean": 0.5,
@@ -168,7 +168,7 @@ def test_what_is_being_done_is_told_with_how_far_it_is() -> None:
         timings=SimpleNamespace(phase="start"),
         services=SimpleNamespace(up=2, wanted=5),
         player=SimpleNamespace(playing=11, evaluation=None),
-        production=SimpleNamespace(in_flight={1: "group", 2: "group"}, finished=SimpleNamespace(groups=["group"])),
+        rollouts=SimpleNamespace(in_flight={1: "group", 2: "group"}, finished=SimpleNamespace(groups=["group"])),
         config=SimpleNamespace(algorithm=SimpleNamespace(group_size=16)),
     )
 

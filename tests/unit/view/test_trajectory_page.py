@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rayloop.cluster.cli import main
+from rayloop.cli import main
 from rayloop.config.settings import Component
 from rayloop.core import events, incidents
 from rayloop.recipes.arc_vision.boxes import GroundingBoxes
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
 from rayloop.run.jsonl import encode
 from rayloop.view.page import content, write_page
-from rayloop.view.pictures import boxes, curves, draw, draw_or_tell
+from rayloop.view.pictures import boxes, curves, draw, draw_or_emit
 from rayloop.view.reader import by_step, evenly, matching
 from tests.support.pictures import picture
 
@@ -34,12 +34,12 @@ report: {boxes: {use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}}
 """
 
 
-def answer(group: int, sample: int, text: str, reward: float, fate: str = "kept") -> RolloutRecord:
+def answer(group: int, sample: int, text: str, reward: float, status: str = "kept") -> RolloutRecord:
     image = {"sha256": "aa" * 32, "width": 60, "height": 40, "file": f"images/{'aa' * 32}.png"}
     return RolloutRecord(
         group, sample, 0, f"task-{group}", "pages", f"Where is it? {NASTY}", (image,),
         (RolloutTurn("assistant", text, True),), "done", reward, {"iou": reward}, advantage=2 * reward - 1,
-        fate=fate, replayed=sample == 1 and group == 2, versions=("1.0", "1.0"), truth=TRUTH, length=30, sampled_tokens=9,
+        status=status, replayed=sample == 1 and group == 2, versions=("1.0", "1.0"), truth=TRUTH, length=30, sampled_tokens=9,
     )  # fmt: skip
 
 
@@ -232,11 +232,11 @@ def test_boxes_need_a_reader_and_two_evaluations(evaluated: RunFolder) -> None:
 
 def test_a_drawing_that_fails_is_told_and_fails_nothing(evaluated: RunFolder) -> None:
     reader, said = Component(use="rayloop.recipes.arc_vision.boxes:GroundingBoxes"), []
-    draw_or_tell(evaluated, reader, said.append)
+    draw_or_emit(evaluated, reader, said.append)
     assert said == [f"wrote {evaluated.path / name}" for name in ("curves.png", "boxes.png")]
     for image in evaluated.evaluations.images.iterdir():
         image.write_bytes(b"no image")
-    draw_or_tell(evaluated, reader, said.append)
+    draw_or_emit(evaluated, reader, said.append)
     assert said[2].startswith("the pictures could not be drawn: UnidentifiedImageError")
 
 

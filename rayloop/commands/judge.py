@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rayloop.cluster.commands.arguments import add_cluster, cluster
+from rayloop.commands.arguments import add_cluster, cluster
 from rayloop.config.settings import Component, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure

@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rayloop.core.groups import Fate, Group, Member, TrajectoryState, UnscoredKind
+from rayloop.core.groups import Group, Member, Status, TrajectoryState, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.grpo.filtering import Selection, select
 from rayloop.grpo.staleness import expired
-from rayloop.production.plain import Own, group_from_plain, plain_group
+from rayloop.rollout.plain import Own, group_from_plain, plain_group
 from rayloop.run.config import AlgorithmSettings
 
 
 class ReadyGroups:
-    """Finished groups with something to train on, in issue order; ``dropped`` counts what is not trained after all."""
+    """Finished groups with something to train on, in request order; ``dropped`` counts what is not trained after all."""
 
     def __init__(self, settings: AlgorithmSettings, ledger: Ledger) -> None:
         self.settings, self.ledger = settings, ledger
@@ -40,18 +40,18 @@ class ReadyGroups:
     def add(self, group: Group) -> None:
         """A finished group; one of which nothing was kept is not ready."""
         if group.kept:
-            self.groups = sorted([*self.groups, group], key=lambda g: g.issue)
+            self.groups = sorted([*self.groups, group], key=lambda g: g.number)
 
     def expire(self, version: Version, inherited: Mapping[int, int]) -> None:
         """Members too old for ``version`` become stale. Asked whenever something happens: what it found fresh, it remembers."""
         limit = self.settings.staleness.max_staleness
         if self._fresh_for != (version, inherited):
             self._fresh_for, self._fresh = (version, dict(inherited)), {}
-        unseen = [group for group in self.groups if self._fresh.get(group.issue) is not group]
-        now = {group.issue: expired(group, version, limit, inherited) for group in unseen}
-        if changed := [now[group.issue] for group in unseen if now[group.issue] is not group]:
-            self.settle_fates(changed)
-            self.groups = [g for group in self.groups if (g := now.get(group.issue, group)).kept]
+        unseen = [group for group in self.groups if self._fresh.get(group.number) is not group]
+        now = {group.number: expired(group, version, limit, inherited) for group in unseen}
+        if changed := [now[group.number] for group in unseen if now[group.number] is not group]:
+            self.settle(changed)
+            self.groups = [g for group in self.groups if (g := now.get(group.number, group)).kept]
         self._fresh.update(now)
 
     def select(self) -> Selection:
@@ -59,26 +59,26 @@ class ReadyGroups:
         return select(self.groups, self.settings.target, self.settings.filtering, oldest_first=self.settings.carry_over)
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
-        """The step trains on ``chosen.train``. What is left over of the groups ``among`` which was chosen (issue numbers) competes
+        """The step trains on ``chosen.train``. What is left over of the groups ``among`` which was chosen (group numbers) competes
         again or is surplus; groups that came later stay."""
-        self.settle_fates(chosen.train)
-        self.groups = [group for group in self.groups if group.issue not in among]
+        self.settle(chosen.train)
+        self.groups = [group for group in self.groups if group.number not in among]
         if self.settings.carry_over:
-            self.groups = sorted([*chosen.left_over, *self.groups], key=lambda g: g.issue)
+            self.groups = sorted([*chosen.left_over, *self.groups], key=lambda g: g.number)
         else:
-            self.settle_fates(_with_fate(g, Fate(TrajectoryState.SURPLUS, "left_over")) for g in chosen.left_over)
+            self.settle(_with_status(g, Status(TrajectoryState.SURPLUS, "left_over")) for g in chosen.left_over)
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
         """The payloads of these trajectories are gone."""
         remaining = [without(group, ids) for group in self.groups]
-        self.settle_fates(remaining)
+        self.settle(remaining)
         self.groups = [group for group in remaining if group.kept]
 
     async def complete(self, annotate: Callable[[Group], Awaitable[Group]]) -> None:
         """Annotate what a run without a reference has left: no step with a KL term could train on it."""
         for group in [g for g in self.groups if any(m.reference is None for m in g.kept)]:
             annotated = await annotate(group)
-            self.groups = [annotated if g.issue == group.issue else g for g in self.groups]
+            self.groups = [annotated if g.number == group.number else g for g in self.groups]
 
     # The ledger ----------------------------------------------------------------------------------------------------
 
@@ -86,19 +86,19 @@ class ReadyGroups:
         """The kept members of these groups were trained."""
         for member in self._live(groups):
             if member.kept:
-                self.ledger.move(member.summary.id, Fate(TrajectoryState.TRAINED))
+                self.ledger.move(member.summary.id, Status(TrajectoryState.TRAINED))
 
-    def settle_fates(self, groups: Iterable[Group]) -> None:
+    def settle(self, groups: Iterable[Group]) -> None:
         """Members of these groups that have a fate meet it, unless they have before."""
         for member in self._live(groups):
-            if member.fate is not None:
-                self.end(member, member.fate)
+            if member.status is not None:
+                self.end(member, member.status)
 
-    def end(self, member: Member, fate: Fate) -> None:
+    def end(self, member: Member, status: Status) -> None:
         """A member's final state, when it will not be trained."""
-        self.ledger.move(member.summary.id, fate)
-        if fate.state in (TrajectoryState.STALE, TrajectoryState.SURPLUS):
-            self.dropped[f"{fate.state}/{member.summary.source or 'unnamed'}"] += 1
+        self.ledger.move(member.summary.id, status)
+        if status.state in (TrajectoryState.STALE, TrajectoryState.SURPLUS):
+            self.dropped[f"{status.state}/{member.summary.source or 'unnamed'}"] += 1
 
     def _live(self, groups: Iterable[Group]) -> Iterable[Member]:
         members = (member for group in groups for member in group.members if not member.replayed)
@@ -106,7 +106,7 @@ class ReadyGroups:
 
     def close(self) -> None:
         """The run is over: none of these will be trained."""
-        self.settle_fates(_with_fate(group, Fate(TrajectoryState.SURPLUS, "run_ended")) for group in self.groups)
+        self.settle(_with_status(group, Status(TrajectoryState.SURPLUS, "run_ended")) for group in self.groups)
         self.groups = []
 
     # The checkpoint ------------------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ class ReadyGroups:
 
 def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
     """The group after the payloads of these trajectories were lost. Rewards and advantages of the others stay."""
-    fate = Fate(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
+    status = Status(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
     gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
-    return group.map({i: replace(m.bare(), fate=fate) for i, m in gone.items()})
+    return group.map({i: replace(m.bare(), status=status) for i, m in gone.items()})
 
 
-def _with_fate(group: Group, fate: Fate) -> Group:
-    return group.map({i: replace(m, fate=fate) for i, m in enumerate(group.members) if m.kept})
+def _with_status(group: Group, status: Status) -> Group:
+    return group.map({i: replace(m, status=status) for i, m in enumerate(group.members) if m.kept})

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.cli import COMMANDS, main, parsed, parser
-from rayloop.cluster.commands.eval import evaluation_folder
+from rayloop.cli import COMMANDS, main, parsed, parser
+from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
 ) -> None:
     """Its folder has no revisions."""
     seen: list[RunConfig] = []
-    monkeypatch.setattr("rayloop.cluster.commands.eval.preflight", lambda config, trains: seen.append(config))
+    monkeypatch.setattr("rayloop.commands.eval.preflight", lambda config, trains: seen.append(config))
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
@@ -98,7 +98,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["--version"], r"^rayloop \S+, ray [\d.]+, torch [\d.]+"),
         (["--help"], r"python -m rayloop try \S+\.yaml"),
-        (["bench", "--help"], "publish"),
+        (["bench", "--help"], "weight_sync"),
     ):
         with pytest.raises(SystemExit) as end:
             main(words)

@@ -17,20 +17,20 @@ from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import EndReason, PlayRequest, Summary, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Trajectory, TrajectoryId, Turn, Version
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.production.playing import Issue, Playing
-from rayloop.production.production import Hold, Production
+from rayloop.rollout.group_rollout import GroupRequest, GroupRollout
+from rayloop.rollout.manager import Hold, RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows
 from tests.support.plain import saved_and_read
 from tests.support.runs import ledger_closes, settings
 
-Play = Callable[["Loop", PlayRequest], Awaitable[Scored | Unscored]]
+Play = Callable[["Loop", RolloutRequest], Awaitable[Scored | Unscored]]
 
 
 class Reporter:
@@ -45,7 +45,7 @@ class Reporter:
         self.bad.append(failure)
 
 
-def member(request: PlayRequest, outcome: Scored | Unscored, version: Version) -> Member:
+def member(request: RolloutRequest, outcome: Scored | Unscored, version: Version) -> Member:
     summary = Summary(
         request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
         observation_images=0, images_consistent=True, first_version=version, last_version=version,
@@ -61,29 +61,29 @@ class Loop:
     def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
-        self.production = Production(self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter)
+        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter)
         self.version = Version(1, 0)
-        self.production.published(self.version)
-        self.played: list[PlayRequest] = []
+        self.rollouts.synced(self.version)
+        self.played: list[RolloutRequest] = []
         self.collecting = False
         self._play = play
 
-    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
+    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, begins) for request in asked))
 
-    async def _episode(self, request: PlayRequest, begins: Callable[[PlayRequest], None]) -> Member:
+    async def _episode(self, request: RolloutRequest, begins: Callable[[RolloutRequest], None]) -> Member:
         self.played.append(request)
         begins(request)
         version = self.version
         return member(request, await self._play(self, request), version)
 
     async def finish(self, group: Group) -> Group:
-        group = self.production.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     async def collect(self, hold: Hold | None = None) -> tuple[Group, ...]:
-        collected = await self.production.collect(self.version, {}, *filter(None, [hold]))
+        collected = await self.rollouts.collect(self.version, {}, *filter(None, [hold]))
         return collected.groups
 
     async def step(self, between: float = 0.0) -> tuple[Group, ...]:
@@ -92,23 +92,23 @@ class Loop:
         groups = await self.collect()
         self.collecting = False
         await asyncio.sleep(between)
-        self.production.ready.settle_trained(groups)
+        self.rollouts.ready.settle_trained(groups)
         self.ledger.check()
         self.version = Version(1, self.version.step + 1)
-        self.production.published(self.version)
+        self.rollouts.synced(self.version)
         return groups
 
     def continues(self, before: Loop, folder: Path) -> None:
         """Become what ``before`` saved, written to ``folder`` and read again."""
-        state = {"ledger": before.ledger.state(), "production": before.production.state()}
+        state = {"ledger": before.ledger.state(), "production": before.rollouts.state()}
         state = saved_and_read(state, folder)
         self.ledger.restore(state["ledger"])
         self.ledger.reissue_live()
-        self.production.restore(state["production"], lambda payload: payload)
+        self.rollouts.restore(state["production"], lambda payload: payload)
 
     def run(self, test: Callable[[], Awaitable[Any]]) -> Any:
         async def both() -> Any:
-            produce = self.production.run(self, self.finish)  # type: ignore[arg-type]
+            produce = self.rollouts.run(self, self.finish)  # type: ignore[arg-type]
             async with background(produce):
                 return await asyncio.wait_for(test(), 30)
 
@@ -116,31 +116,31 @@ class Loop:
             with asyncio.Runner(loop_factory=VirtualLoop) as runner:
                 return runner.run(both())
         finally:
-            self.production.close()
+            self.rollouts.close()
             self.ledger.check()
 
 
-def spread(request: PlayRequest) -> Scored:
+def spread(request: RolloutRequest) -> Scored:
     """Rewards that differ within a group, more in later groups."""
     return Scored(request.id.sample * request.id.group / 100)
 
 
-async def differs(loop: Loop, request: PlayRequest) -> Scored:
+async def differs(loop: Loop, request: RolloutRequest) -> Scored:
     return spread(request)
 
 
-async def equal(loop: Loop, request: PlayRequest) -> Scored:
+async def equal(loop: Loop, request: RolloutRequest) -> Scored:
     return Scored(0.5)
 
 
 def issues(groups: tuple[Group, ...]) -> list[int]:
-    return [group.issue for group in groups]
+    return [group.number for group in groups]
 
 
 def test_a_synchronous_round_starts_and_ends_within_its_step(tmp_path: Path) -> None:
-    outside: list[PlayRequest] = []
+    outside: list[RolloutRequest] = []
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         await asyncio.sleep(0.001 * request.id.sample)
         if not loop.collecting:
             outside.append(request)
@@ -158,7 +158,7 @@ def test_a_synchronous_round_starts_and_ends_within_its_step(tmp_path: Path) -> 
 
 
 def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return spread(request) if request.id.group % 3 == 0 else Scored(0.5)
 
     loop = Loop(tmp_path, play)
@@ -170,18 +170,18 @@ def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
     counts = loop.ledger.counts()
     ledger_closes(counts)
     assert counts["trained"] == 8
-    assert counts["filtered[all_equal]"] == 4 * (loop.production.issuer.next_number - loop.production.issuer.next_number // 3)
+    assert counts["filtered[all_equal]"] == 4 * (loop.rollouts.scheduler.next_number - loop.rollouts.scheduler.next_number // 3)
 
 
 def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> None:
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 3})
     with pytest.raises(GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"):
         loop.run(loop.step)
-    assert loop.production.issuer.next_number == 3 * 2
+    assert loop.rollouts.scheduler.next_number == 3 * 2
 
 
 def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return spread(request) if request.id.group == 1 else Scored(0.5)
 
     loop = Loop(tmp_path, play, algorithm__filtering={"min_fraction": 0.5, "max_generation_batches": 2})
@@ -190,7 +190,7 @@ def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None
         return issues(await loop.step())
 
     assert loop.run(test) == [1]
-    assert loop.production.issuer.next_number == 4
+    assert loop.rollouts.scheduler.next_number == 4
 
 
 def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
 
     async def test() -> list[list[int]]:
         await asyncio.sleep(0.05)  # two steps' worth is admitted
-        assert loop.production.issuer.next_number == 4
+        assert loop.rollouts.scheduler.next_number == 4
         return [issues(await loop.step(between=0.02)) for _ in range(3)]
 
     assert loop.run(test) == [[1, 2], [3, 4], [5, 6]]
@@ -222,7 +222,7 @@ def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
 
     async def test() -> list[int]:
         await asyncio.sleep(0.05)
-        assert loop.production.ready.survivors == 16
+        assert loop.rollouts.ready.survivors == 16
         loop.version = Version(1, 2)
         return issues(await loop.step())
 
@@ -233,7 +233,7 @@ def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
 def held_back(released: asyncio.Event) -> Play:
     """Group 1 ends when it is released, all others at once."""
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         if request.id.group == 1:
             await released.wait()
         return spread(request)
@@ -263,11 +263,11 @@ def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(when_late:
 def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(tmp_path: Path) -> None:
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}))
     changes: list[str] = []
-    playing = Playing(config, lambda: changes.append("begun again"))
+    playing = GroupRollout(config, lambda: changes.append("begun again"))
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
     class EpisodeRunner:
-        async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
+        async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
             first, *others = asked
             await admitted.wait()
             begins(first)
@@ -283,7 +283,7 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     async def test() -> None:
         task = Dataset(config.data.train, config.data.reader.build(), True, print)[0]
         playing.version = Version(1, 0)
-        group = asyncio.create_task(playing.play(Issue(1, 0, 1), task, EpisodeRunner()))  # type: ignore[arg-type]
+        group = asyncio.create_task(playing.play(GroupRequest(1, 0, 1), task, EpisodeRunner()))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert due() == []
         for version, event, expected in ((2, admitted, [3]), (3, failed, [4]), (5, ended, [5])):
@@ -305,7 +305,7 @@ def test_a_stop_ends_the_wait_for_a_late_group(tmp_path: Path) -> None:
 
     async def test() -> None:
         await loop.step()
-        asyncio.get_running_loop().call_later(0.02, loop.production.stop)
+        asyncio.get_running_loop().call_later(0.02, loop.rollouts.stop)
         await loop.step()
 
     with pytest.raises(Preempted):
@@ -319,7 +319,7 @@ def test_what_is_too_old_is_dropped_by_data_source(tmp_path: Path) -> None:
     async def test() -> None:
         await asyncio.sleep(0.05)
         loop.version = Version(1, 2)
-        sources.append((await loop.production.collect(loop.version, {})).dropped)
+        sources.append((await loop.rollouts.collect(loop.version, {})).dropped)
 
     loop.run(test)
     assert sources == [{"stale/unnamed": 16}]
@@ -329,10 +329,10 @@ def test_what_is_too_old_is_dropped_by_data_source(tmp_path: Path) -> None:
 def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int, tmp_path: Path) -> None:
     most = 0
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         nonlocal most
-        production = loop.production
-        most = max(most, production.ready.survivors + 4 * len(production.in_flight) + production._taken)
+        rollouts = loop.rollouts
+        most = max(most, rollouts.ready.survivors + 4 * len(rollouts.in_flight) + rollouts._taken)
         await asyncio.sleep(0.004 + 0.002 * (request.id.group % 7))
         return spread(request)
 
@@ -352,7 +352,7 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
 def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(stale: int, tmp_path: Path) -> None:
     """Later groups have the larger spread, so that ranking alone would let older ones wait until they are stale."""
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         await asyncio.sleep(0.002)
         return spread(request)
 
@@ -376,16 +376,16 @@ def stopped_and_resumed(folder: Path, stop: float | None) -> list[list[int]]:
     On a virtual clock: group n ends after n seconds.
     """
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         await asyncio.sleep(request.id.group)
         return spread(request)
 
     changes = {"algorithm__filtering": {"groups_per_generation": 5}, "rollout__deterministic": True}
 
     async def steps(loop: Loop, until: float | None = None) -> list[list[int]]:
-        async with background(loop.production.run(loop, loop.finish)):  # type: ignore[arg-type]
+        async with background(loop.rollouts.run(loop, loop.finish)):  # type: ignore[arg-type]
             if until is not None:
-                asyncio.get_running_loop().call_later(until, loop.production.stop)
+                asyncio.get_running_loop().call_later(until, loop.rollouts.stop)
             return [issues(await loop.step()) for _ in range(2)]
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -412,8 +412,8 @@ def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbe
     loop = Loop(tmp_path, differs)
     loop.ledger.restore(first.state())
     loop.ledger.reissue_live()
-    loop.production.issuer.reissue = [Issue(number, number - 1, 1) for number in (1, 2)]
-    loop.production.issuer.next_number, loop.production.issuer.issued_this_step = 2, 2
+    loop.rollouts.scheduler.reissue = [GroupRequest(number, number - 1, 1) for number in (1, 2)]
+    loop.rollouts.scheduler.next_number, loop.rollouts.scheduler.issued_this_step = 2, 2
 
     async def test() -> list[int]:
         return issues(await loop.step())
@@ -426,7 +426,7 @@ def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbe
 def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Path) -> None:
     generator = random.Random(3)
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         await asyncio.sleep(generator.uniform(0, 0.03))
         return spread(request)
 
@@ -437,8 +437,8 @@ def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Pat
         order: list[int] = []
 
         async def test() -> None:
-            collected = await loop.production.collect(loop.version, {})
-            order.extend(group.issue for group in collected.finished)
+            collected = await loop.rollouts.collect(loop.version, {})
+            order.extend(group.number for group in collected.finished)
 
         loop.run(test)
         assert {request.cohort for request in loop.played} == ({4} if deterministic else {None})
@@ -448,10 +448,10 @@ def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Pat
     assert committed(False) != list(range(1, 13)), "the delays must be able to change the order"
 
 
-async def bad_first(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+async def bad_first(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
     if request.task.id != "train-0":
         return spread(request)
-    loop.production.quarantine(request.task, "/data/gone.png", "cannot be read")
+    loop.rollouts.quarantine(request.task, "/data/gone.png", "cannot be read")
     return Unscored(UnscoredKind.BAD_DATA, "cannot be read")
 
 
@@ -478,8 +478,8 @@ def test_strict_data_stops_at_the_bad_task(tmp_path: Path) -> None:
 
 
 def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Unscored:
-        loop.production.quarantine(request.task, "", "broken")
+    async def play(loop: Loop, request: RolloutRequest) -> Unscored:
+        loop.rollouts.quarantine(request.task, "", "broken")
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 50})
@@ -490,8 +490,8 @@ def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
 def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(tmp_path: Path) -> None:
     for seed in range(10):
         loop = Loop(tmp_path, differs, seed=seed)
-        loop.production.issuer.cursor = TaskCursor(24, seed, True)
-        loop.production.issuer.quarantined = {f"train-{n}" for n in range(2, 24)}
+        loop.rollouts.scheduler.cursor = TaskCursor(24, seed, True)
+        loop.rollouts.scheduler.quarantined = {f"train-{n}" for n in range(2, 24)}
 
         async def test(loop: Loop = loop) -> None:
             for _ in range(6):
@@ -505,11 +505,11 @@ def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(t
 def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fraction: float, steps: int, tmp_path: Path) -> None:
     """Five groups are played, two make a step; the sixth task is the last."""
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         await asyncio.sleep(0.01 * request.id.group)
         if request.id.group < 6:
             return spread(request)
-        loop.production.issuer.quarantined = {task.id for task in loop.production.dataset}
+        loop.rollouts.scheduler.quarantined = {task.id for task in loop.rollouts.dataset}
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
     changes = {"algorithm__staleness": {"max_staleness": 2}, "algorithm__filtering": {"min_fraction": fraction, "ranking": "issue"}}
@@ -526,7 +526,7 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fractio
 
 
 def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         lost = request.id.sample % 2
         return Unscored(UnscoredKind.REWARD_UNAVAILABLE, "no judge") if lost else Scored(float(request.id.sample))
 
@@ -544,7 +544,7 @@ def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None
     assert "excluded from training" in alarms[1][1]
 
 
-async def crashes(loop: Loop, request: PlayRequest) -> Unscored:
+async def crashes(loop: Loop, request: RolloutRequest) -> Unscored:
     return Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback ...\nKeyError: 'x'")
 
 
@@ -552,11 +552,11 @@ def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: P
     loop = Loop(tmp_path, crashes)
     with pytest.raises(GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"):
         loop.run(loop.step)
-    assert loop.production.finished.groups, "for the answer that the error quotes"
+    assert loop.rollouts.finished.groups, "for the answer that the error quotes"
 
 
 def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         if request.id.sample == 0:
             return Scored(0.5)
         return Unscored(UnscoredKind.INVALID_REWARD, "the reward source returned None, not a finite number")
@@ -573,7 +573,7 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
     """One task succeeds once; when it comes again, its first episode loses its environment, and the others fail."""
     first: list[int] = []
 
-    async def play(loop: Loop, request: PlayRequest) -> Scored | Unscored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         if request.task.id != "train-0":
             return spread(request)
         first.append(request.id.group)
@@ -583,13 +583,13 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
 
     loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
     blamed: list[str] = []
-    ended = loop.production.blame.ended
+    ended = loop.rollouts.blame.ended
 
     def note(group: int, task: str, failed: bool) -> str:
         blamed.extend([task] * failed)
         return ended(group, task, failed)
 
-    monkeypatch.setattr(loop.production.blame, "ended", note)
+    monkeypatch.setattr(loop.rollouts.blame, "ended", note)
 
     async def test() -> None:
         while not loop.ledger.counts().get("replayed"):
@@ -606,16 +606,16 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
 def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
     """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})
-    loop.production.issuer.reissue = [Issue(number, number - 1, 1) for number in (1, 2, 3)]
-    loop.production.issuer.next_number, loop.production.issuer.issued_this_step = 3, 3
+    loop.rollouts.scheduler.reissue = [GroupRequest(number, number - 1, 1) for number in (1, 2, 3)]
+    loop.rollouts.scheduler.next_number, loop.rollouts.scheduler.issued_this_step = 3, 3
     with pytest.raises(GenerationBudgetSpent):
         loop.run(loop.step)
     assert sorted({request.id.group for request in loop.played}) == [1, 2, 3]
 
 
 def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
-        loop.production.stop()
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
+        loop.rollouts.stop()
         await asyncio.sleep(60)
         return spread(request)
 
@@ -626,7 +626,7 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_an_error_of_production_ends_the_wait_for_it(tmp_path: Path) -> None:
-    async def play(loop: Loop, request: PlayRequest) -> Scored:
+    async def play(loop: Loop, request: RolloutRequest) -> Scored:
         raise ZeroDivisionError("a bug")
 
     loop = Loop(tmp_path, play)
@@ -650,9 +650,9 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
         steps = []
         for _ in range(3):
             steps.append(await loop.collect(hold))
-            loop.production.ready.settle_trained(steps[-1])
+            loop.rollouts.ready.settle_trained(steps[-1])
             loop.version = Version(1, loop.version.step + 1)
-            loop.production.published(loop.version)
+            loop.rollouts.synced(loop.version)
         return steps
 
     steps = loop.run(test)
@@ -668,13 +668,13 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
 
 def test_no_wake_up_is_lost(tmp_path: Path) -> None:
     """A group ends just after one waiter began to wait and just before another does: the first must hear of it."""
-    production = Loop(tmp_path, differs, recovery={"stall_timeout": 5.0}).production
+    rollouts = Loop(tmp_path, differs, recovery={"stall_timeout": 5.0}).rollouts
 
     async def test() -> None:
-        first = asyncio.create_task(production._change())
+        first = asyncio.create_task(rollouts._change())
         await asyncio.sleep(0)
-        production._notify()
-        second = production._change()
+        rollouts._notify()
+        second = rollouts._change()
         second.send(None)
         await asyncio.wait({first}, timeout=1)
         second.close()

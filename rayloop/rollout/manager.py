@@ -16,20 +16,20 @@ from typing import Any
 
 from rayloop.core import incidents
 from rayloop.core.failures import GenerationBudgetSpent, Preempted
-from rayloop.core.groups import Fate, Group, TrajectoryState, Unscored
+from rayloop.core.groups import Group, Status, TrajectoryState, Unscored
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict
-from rayloop.production.blame import Blame
-from rayloop.production.finished import FinishedGroups
-from rayloop.production.issuer import Issuer
-from rayloop.production.plain import Own
-from rayloop.production.playing import Issue, Player, Playing
-from rayloop.production.ready import ReadyGroups
+from rayloop.rollout.blame import Blame
+from rayloop.rollout.finished import FinishedGroups
+from rayloop.rollout.group_rollout import GroupRequest, GroupRollout, Player
+from rayloop.rollout.plain import Own
+from rayloop.rollout.ready import ReadyGroups
+from rayloop.rollout.scheduler import GroupScheduler
 from rayloop.run.config import RunConfig
-from rayloop.run.rows import Tell
+from rayloop.run.rows import Reports
 from rayloop.run.step_metrics import Collected
 
 Finish = Callable[[Group], Awaitable[Group]]
@@ -40,18 +40,18 @@ async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
     return ()
 
 
-class Production:
-    """``in_flight`` is what is being played, by issue number."""
+class RolloutManager:
+    """``in_flight`` is what is being played, by group number."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, tell: Tell) -> None:
-        self.config, self.ledger, self.dataset, self._tell = config, ledger, dataset, tell
-        self.issuer = Issuer(config, dataset, ledger, tell.bad_row)
+    def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, reporter: Reports) -> None:
+        self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
+        self.scheduler = GroupScheduler(config, dataset, ledger, reporter.bad_row)
         self.ready = ReadyGroups(config.algorithm, ledger)
-        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, tell.event)
+        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event)
         self.blame = Blame(config.environment)
         self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, self.blame)
-        self.in_flight: dict[int, Issue] = {}
-        self._playing = Playing(config, self._notify)
+        self.in_flight: dict[int, GroupRequest] = {}
+        self._playing = GroupRollout(config, self._notify)
         self._taken = 0
         """Trajectories that a step has taken and that are not known to be trained: they fill the bound on staleness."""
         self._collecting = False
@@ -63,7 +63,7 @@ class Production:
 
     async def run(self, player: Player, finish: Finish) -> None:
         """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
-        self.issuer.again(self.in_flight.values())
+        self.scheduler.again(self.in_flight.values())
         if self.in_flight:
             self.ledger.reissue_live()
         self.in_flight.clear()
@@ -72,11 +72,11 @@ class Production:
         async with asyncio.TaskGroup() as group:
             while True:
                 for _ in range(self._admissible()):
-                    if (issue := self.issuer.issue()) is None:
+                    if (request := self.scheduler.issue()) is None:
                         self._notify()
                         break
-                    self.in_flight[issue.number] = issue
-                    group.create_task(self._produce(issue, player, finish, self._turn()))
+                    self.in_flight[request.number] = request
+                    group.create_task(self._produce(request, player, finish, self._turn()))
                 await self._change()
 
     def _admissible(self) -> int:
@@ -85,29 +85,29 @@ class Production:
         if self._stopping or (synchronous and not self._collecting):
             return 0
         occupied, rate = self.ready.survivors + self._taken, self.finished.acceptance.value
-        return self.issuer.admissible(ready=occupied, in_flight=len(self.in_flight), acceptance=rate)
+        return self.scheduler.admissible(ready=occupied, in_flight=len(self.in_flight), acceptance=rate)
 
     def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
-        """In deterministic mode groups are committed in issue order: each waits for the one before it."""
+        """In deterministic mode groups are committed in request order: each waits for the one before it."""
         mine = asyncio.get_running_loop().create_future()
         before, self._last_commit = self._last_commit, mine
         return (before if self.config.rollout.deterministic else None), mine
 
     async def _produce(
-        self, issue: Issue, player: Player, finish: Finish,
+        self, request: GroupRequest, player: Player, finish: Finish,
         turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:  # fmt: skip
         """Play one group, wait for its turn, finish it."""
         before, done = turn
         try:
-            group = await self._playing.play(issue, self.dataset[issue.index], player)
+            group = await self._playing.play(request, self.dataset[request.index], player)
             if before is not None:
                 await asyncio.shield(before)
             group = await finish(group)
             if why := self.finished.commit(group):
                 self.quarantine(group.task, "", why)
-            self._playing.forget(issue.number)
-            del self.in_flight[issue.number]
+            self._playing.forget(request.number)
+            del self.in_flight[request.number]
             self._notify()
         finally:
             if not done.done():
@@ -127,21 +127,21 @@ class Production:
             while True:
                 if self._stopping:
                     raise Preempted("asked to stop")
-                if self.issuer.bad is not None and self.config.data.strict:
-                    raise self.issuer.bad
+                if self.scheduler.bad is not None and self.config.data.strict:
+                    raise self.scheduler.bad
                 self.ready.expire(version, inherited)
                 if self._verdict(self._owed(version, inherited)) is not Enough.TRAIN:
                     await self._change()
                     continue
                 chosen = self.ready.select()
-                among = {group.issue for group in self.ready.groups}
+                among = {group.number for group in self.ready.groups}
                 if not (lost := await hold(chosen.train)):
                     break
                 self.lose(lost)
         finally:
             self._collecting = False
         self.ready.take(chosen, among)
-        self.issuer.begin_step()
+        self.scheduler.begin_step()
         self._taken = sum(len(group.kept) for group in chosen.train)
         return self._collected(chosen.train)
 
@@ -151,7 +151,7 @@ class Production:
         dropped, self.ready.dropped = self.ready.dropped, Counter()
         return Collected(groups, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
 
-    def published(self, version: Version) -> None:
+    def synced(self, version: Version) -> None:
         """Engines serve ``version``, and what the step before took is trained: until then it fills the bound on staleness."""
         self._playing.version, self._taken = version, 0
         self._notify()
@@ -161,24 +161,24 @@ class Production:
         would be too old for the next step."""
         c = self.config.algorithm.staleness
         if c.max_staleness == 0:
-            return bool(self.in_flight or (self.issuer.one_round and self.issuer.reissue))
+            return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _verdict(self, owed: bool) -> Enough:
         """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
         is quarantined."""
-        c, survivors, spent = self.config.algorithm, self.ready.survivors, self.issuer.spent
-        if not (survivors >= c.target and not owed) and (self.in_flight or self.issuer.reissue or not spent):
+        c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
+        if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return Enough.MORE
         used = c.filtering.max_generation_batches if spent else 0
         members = [member for group in self.finished.groups for member in group.members]
-        fates = Counter(f"{m.fate.state}[{m.fate.reason}]" for m in members if m.fate is not None)
+        statuses = Counter(f"{m.status.state}[{m.status.reason}]" for m in members if m.status is not None)
         unscored = [m.outcome for m in members if isinstance(m.outcome, Unscored)]
         try:
-            return generation_verdict(survivors, c.target, used, c.filtering, fates, unscored)
+            return generation_verdict(survivors, c.target, used, c.filtering, statuses, unscored)
         except GenerationBudgetSpent:
-            if self.issuer.exhausted:
-                raise self.issuer.no_task() from None
+            if self.scheduler.exhausted:
+                raise self.scheduler.no_task() from None
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
@@ -186,8 +186,8 @@ class Production:
 
         They are made up for at no cost to the step's budget, which is about filters, as often as that has groups.
         """
-        self._tell.event(incidents.PayloadLost(sorted(map(str, ids))))
-        self.issuer.make_up_for(self.finished.lose(ids))
+        self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
+        self.scheduler.make_up_for(self.finished.lose(ids))
         self.ready.lose(ids)
         self._notify()
 
@@ -206,14 +206,14 @@ class Production:
 
     def clear_quarantine(self) -> list[str]:
         """Issue quarantined tasks again, as if none had ever failed. Returns their ids."""
-        cleared = sorted(self.issuer.quarantined)
-        self.issuer.quarantined.clear()
+        cleared = sorted(self.scheduler.quarantined)
+        self.scheduler.quarantined.clear()
         self.blame.groups_failed.clear()
         return cleared
 
     def quarantine(self, task: Task, path: str, reason: str) -> None:
         """Never play this task again, and write down why. With ``data.strict`` the run stops."""
-        if self.issuer.quarantine(task, path, reason):
+        if self.scheduler.quarantine(task, path, reason):
             self._notify()
 
     # The end, and the checkpoint -----------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ class Production:
 
     def close(self) -> None:
         """The run is over: what is still being played is cancelled, what is ready will not be trained."""
-        for issue in self.in_flight.values():
-            for id in issue.ids(self.config.algorithm.group_size):
+        for request in self.in_flight.values():
+            for id in request.ids(self.config.algorithm.group_size):
                 if self.ledger.state_of(id) is not None:
-                    self.ledger.move(id, Fate(TrajectoryState.CANCELLED))
+                    self.ledger.move(id, Status(TrajectoryState.CANCELLED))
         self.in_flight.clear()
         self.ready.close()
 
     def state(self) -> dict[str, Any]:
-        """Of this moment, for the checkpoint: plain values, and ``Held`` ones (rayloop/production/plain.py) for payloads."""
+        """Of this moment, for the checkpoint: plain values, and ``Held`` ones (rayloop/rollout/plain.py) for payloads."""
         return {
-            "issuer": self.issuer.state(self.in_flight.values()),
+            "issuer": self.scheduler.state(self.in_flight.values()),
             "ready": self.ready.state(),
             "finished": self.finished.state(),
             "alarms": self.alarms.state(),
@@ -252,7 +252,7 @@ class Production:
         def task(id: str) -> Task:
             return tasks.get(id) or Task(id, ())
 
-        self.issuer.restore(state["issuer"])
+        self.scheduler.restore(state["issuer"])
         self.ready.restore(state["ready"], own, task)
         self.finished.restore(state["finished"], own, task)
         self.alarms.restore(state["alarms"])

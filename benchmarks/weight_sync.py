@@ -1,4 +1,4 @@
-"""``bench publish``: weights from one actor into the tensors of another, over each transport, beside a plain copy.
+"""``bench weight_sync``: weights from one actor into the tensors of another, over each transport, beside a plain copy.
 
 The plain copy is the same bytes returned by the one actor (Ray puts them into its store) and copied into tensors by the other.
 A transport does the same and describes and checks every tensor (CRC-32 on both sides).
@@ -27,7 +27,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.transports.choose import transport
-from rayloop.transports.seam import Publication
+from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import TransportSettings
 
 DEADLINE = 600.0
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=64, help="that they consist of")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured; the first one is left out")
     parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS, help="those to compare (all)")
-    parser.set_defaults(run=_publish)
+    parser.set_defaults(run=_weight_sync)
 
 
 class _End:
@@ -67,8 +67,8 @@ class Sending(_End):
         return {name: raw(tensor) for name, tensor in self.tensors.items()}
 
     def export(self, version: Version) -> tuple[Manifest, Any]:
-        publication = self.sender.pack(version, self.tensors)
-        return publication.manifest, publication.source
+        update = self.sender.pack(version, self.tensors)
+        return update.manifest, update.source
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.sender, method)(*args, **kwargs)
@@ -100,23 +100,23 @@ class _Pair:
     receiving: Any
     members = (0,)
 
-    async def export(self, version: Version) -> Publication[Any]:
+    async def export(self, version: Version) -> WeightUpdate[Any]:
         manifest, source = self.sending.export.options(num_returns=2).remote(version)
-        return Publication(await manifest, source)
+        return WeightUpdate(await manifest, source)
 
     async def ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await self.sending.ask.remote(method.__name__, *args, **kwargs)
 
-    def keep(self, publication: Publication[Any]) -> None: ...
+    def keep(self, update: WeightUpdate[Any]) -> None: ...
 
-    async def load(self, publication: Publication[Any]) -> None:
-        await self.receiving.load.remote(publication.manifest, publication.source)
+    async def load(self, update: WeightUpdate[Any]) -> None:
+        await self.receiving.load.remote(update.manifest, update.source)
 
     def fell_back(self, version: Version, error: Exception) -> None:
         raise error
 
 
-def _publish(arguments: argparse.Namespace) -> int:
+def _weight_sync(arguments: argparse.Namespace) -> int:
     found: dict[str, list[float]] = {name: [] for name in ("plain", *arguments.transports)}
     with private_cluster() as temporary, tempfile.TemporaryDirectory() as folder:
         import ray  # reads the environment
@@ -168,7 +168,7 @@ def _plain(ends: _Pair) -> Callable[[int], None]:
 
 
 def _way(kind: str, arguments: argparse.Namespace, folder: str) -> Callable[[int], None]:
-    """One publication, as a run does it."""
+    """One weight update, as a run does it."""
     ends = _ends(kind, arguments, folder)
     chosen = transport(_settings(kind), str(Path(folder) / kind))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import add_cluster, add_overrides, cluster
+from rayloop.commands.arguments import add_cluster, add_overrides, cluster
 from rayloop.config.settings import check_components, load
 from rayloop.sft.stage import SftConfig
 

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.seeds import derive
-from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version
 from rayloop.grpo.staleness import is_due
 from rayloop.run.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Issue:
+class GroupRequest:
     """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
 
     number: int
@@ -30,19 +30,19 @@ class Issue:
 class Player(Protocol):
     """Plays and scores groups, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
 
-    async def play(self, asked: Sequence[PlayRequest], step: int, begins: Callable[[PlayRequest], None]) -> list[Member]:
+    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
         """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
         the engines."""
 
 
-def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[PlayRequest]:
+def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[RolloutRequest]:
     """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
     sampling = config.rollout.sampling.sampling()
     cohort = len(ids) if config.rollout.deterministic else None
-    return [PlayRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
+    return [RolloutRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
 
 
-class Playing:
+class GroupRollout:
     """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more.
 
     An episode's staleness counts from its first token. The driver learns that token's version when the episode ends; until
@@ -56,16 +56,16 @@ class Playing:
         self._versions: Counter[Version] = Counter()
         """How many of those episodes each version began: thousands are in flight, of a few versions."""
 
-    async def play(self, issue: Issue, task: Task, player: Player) -> Group:
+    async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
         """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
-        asked = requests(self.config, task, issue.ids(self.config.algorithm.group_size), issue.visit)
-        self._began[issue.number] = {}
+        asked = requests(self.config, task, request.ids(self.config.algorithm.group_size), request.visit)
+        self._began[request.number] = {}
         members = await player.play(asked, self.version.step, self._begins)
         for member in members:
             self._ended(member)
-        return Group(issue.number, task, tuple(members))
+        return Group(request.number, task, tuple(members))
 
-    def _begins(self, request: PlayRequest) -> None:
+    def _begins(self, request: RolloutRequest) -> None:
         if self._set(request.id, self.version):
             self._changed()
 
@@ -92,8 +92,8 @@ class Playing:
         limit = self.config.algorithm.staleness.max_staleness
         return any(is_due(first, training, limit, inherited) for first in self._versions)
 
-    def forget(self, issue: int) -> None:
-        for version in self._began.pop(issue).values():
+    def forget(self, request: int) -> None:
+        for version in self._began.pop(request).values():
             self._forget(version)
 
     def clear(self) -> None:

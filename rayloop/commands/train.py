@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rayloop.cluster.commands.arguments import add_cluster, add_run, cluster
+from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.settings import dump
 from rayloop.launch.again import supervised
 from rayloop.run.config import read

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from rayloop.core.groups import Fate, Group, Member, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate
-from rayloop.production.blame import Blame
-from rayloop.production.plain import Own, group_from_plain, member_from_plain, plain_group, plain_member
-from rayloop.production.ready import ReadyGroups, without
+from rayloop.rollout.blame import Blame
+from rayloop.rollout.plain import Own, group_from_plain, member_from_plain, plain_group, plain_member
+from rayloop.rollout.ready import ReadyGroups, without
 from rayloop.run.config import RunConfig
 
 
@@ -31,7 +31,7 @@ class FinishedGroups:
     def replay(self, group: Group, step: int) -> Group:
         """Let a stored success take a member's place (ARPO). Takes effect in buffer and ledger when the group is committed."""
         injection = self.buffer.inject(group, step)
-        self._injected[group.issue] = (group, injection.displaced)
+        self._injected[group.number] = (group, injection.displaced)
         return injection.group
 
     def commit(self, group: Group) -> str:
@@ -42,22 +42,22 @@ class FinishedGroups:
         played = self._account_for_replay(group)
         for member in group.members:
             if not member.replayed:
-                self.ledger.move(member.summary.id, member.fate or Fate(TrajectoryState.READY))
+                self.ledger.move(member.summary.id, member.status or Status(TrajectoryState.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
         self.groups.append(group)
         self.alarms.groups(played)
         kinds = [m.outcome.kind for m in played if isinstance(m.outcome, Unscored)]
-        why = self.blame.ended(group.issue, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds)
+        why = self.blame.ended(group.number, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds)
         self.ready.add(group)
         return why
 
     def _account_for_replay(self, group: Group) -> tuple[Member, ...]:
         """The members that were played for this group: a displaced one instead of what took its place."""
-        fresh, displaced = self._injected.pop(group.issue)
+        fresh, displaced = self._injected.pop(group.number)
         self.buffer.store(fresh)
-        if displaced is None or displaced.fate is None:
+        if displaced is None or displaced.status is None:
             return group.members
-        self.ready.end(displaced, displaced.fate)
+        self.ready.end(displaced, displaced.status)
         self.ledger.replay()
         return displaced, *group.members[1:]
 
@@ -66,7 +66,7 @@ class FinishedGroups:
         live = [id for id in ids if self.ledger.state_of(id) is not None]
         self.alarms.lost(live)
         self.buffer.forget(ids)
-        self._injected = {issue: (without(group, ids), gone) for issue, (group, gone) in self._injected.items()}
+        self._injected = {request: (without(group, ids), gone) for request, (group, gone) in self._injected.items()}
         self.groups = [without(group, ids) for group in self.groups]
         return len(live)
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import add_run
+from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
 from rayloop.estimate.memory import Lengths, Role, memory, with_micro_batch
 from rayloop.estimate.run import as_json, has_steps, lines, measured, plan

@@ -1,6 +1,6 @@
 """The proof at the start that engine and trainer agree: it passes on an honest model, and notices each kind of sabotage.
 
-Publisher, player, pools, actors and engines are the real ones; the actors stand behind local handles in this process.
+WeightSync, player, pools, actors and engines are the real ones; the actors stand behind local handles in this process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.pool import Pool
-from rayloop.core.failures import DataFailure, ParityError, PublicationError
+from rayloop.core.failures import DataFailure, LogprobMismatch, WeightSyncError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
 from rayloop.engines.training import collator
-from rayloop.production.production import Production
+from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.run.rows import training_rows
@@ -48,7 +48,7 @@ START = Version(0, 0)
 def configuration(folder: Path, model: Path, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(
         settings(
-            folder, model, data={"train": str(picture_rows(folder, 4))}, publish={"probes": 3},
+            folder, model, data={"train": str(picture_rows(folder, 4))}, weight_sync={"probes": 3},
             rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
             environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"}, **changes,
         )
@@ -63,10 +63,10 @@ class Stage:
         folder.mkdir()
         self.config, self.reporter = c, Reporter(c, folder, open_logger)
         made = RankSettings(
-            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.publish.transport, str(folder / "weights"), 0
+            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, str(folder / "weights"), 0
         )
         self.policy = PolicyGroup(c.policy, lambda number: LocalActor(rank(made, number, 1)))
-        self.engine = rollout(c.model, c.engine, c.publish.transport, str(folder / "weights"))
+        self.engine = rollout(c.model, c.engine, c.weight_sync.transport, str(folder / "weights"))
         environment = EnvironmentActor(c.model, c.environment.episode)
         self.services: Any = SimpleNamespace(
             policy=self.policy,
@@ -74,10 +74,10 @@ class Stage:
             environment=self._pool("env", environment),
             weights=str(folder / "weights"),
         )
-        self.publisher = Publisher(c, self.services, self.reporter)
-        production = Production(c, Ledger(), training_rows(c, self.reporter), self.reporter)
-        self.tasks = production.issuer.probe_tasks()
-        self.player = EpisodeRunner(c, self.services, None, self.reporter.event, production.quarantine)
+        self.weight_sync = WeightSync(c, self.services, self.reporter)
+        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter)
+        self.tasks = rollouts.scheduler.probe_tasks()
+        self.player = EpisodeRunner(c, self.services, None, self.reporter.event, rollouts.quarantine)
 
         self.found: float | None = None
 
@@ -90,9 +90,9 @@ class Stage:
         await self.services.rollout.start()
         await self.services.environment.start()
 
-    async def publish_and_verify(self) -> None:
-        await self.publisher.publish(START)
-        await self.publisher.verify(START, self.tasks, self.player)
+    async def sync_and_verify(self) -> None:
+        await self.weight_sync.send(START)
+        await self.weight_sync.verify(START, self.tasks, self.player)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [record for kind, record in self.reporter.updates if kind == "event" and record["event"] == name]
@@ -106,7 +106,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def act(
     config: RunConfig,
-    play: Callable[[Stage], Awaitable[None]] = Stage.publish_and_verify,
+    play: Callable[[Stage], Awaitable[None]] = Stage.sync_and_verify,
     rollout: type[RolloutActor] = RolloutActor,
     rank: type[PolicyRank] = PolicyRank,
 ) -> Stage:
@@ -131,10 +131,10 @@ def act(
 
 def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
     stage = act(configuration(tmp_path, picture_model))
-    [parity] = stage.events("parity")
-    assert parity["mean"] < 1e-5 < 1e-4 < parity["swapped"]
-    assert parity["images"] == 3
-    assert 3 * 2 <= parity["tokens"] <= 3 * 8
+    [logprob_check] = stage.events("logprob_check")
+    assert logprob_check["mean"] < 1e-5 < 1e-4 < logprob_check["swapped"]
+    assert logprob_check["images"] == 3
+    assert 3 * 2 <= logprob_check["tokens"] <= 3 * 8
     tests = stage.events("self_test")
     assert sorted(test["group"] for test in tests) == PARTS
     assert all(test["follows"] < 1e-5 < 1e-2 < test["moved"] for test in tests), tests
@@ -179,14 +179,14 @@ class OtherMask(RolloutActor):
 def test_an_engine_that_samples_from_another_distribution_is_noticed(
     rollout: type[RolloutActor], tmp_path: Path, picture_model: Path
 ) -> None:
-    with pytest.raises(ParityError, match="rollout and trainer disagree"):
+    with pytest.raises(LogprobMismatch, match="rollout and trainer disagree"):
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
 def test_a_trainer_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = collator._decoded
     monkeypatch.setattr(collator, "_decoded", lambda *a: torch.full_like(decoded(*a), 0.5))
-    with pytest.raises(ParityError, match="rollout and trainer disagree"):
+    with pytest.raises(LogprobMismatch, match="rollout and trainer disagree"):
         act(configuration(tmp_path, picture_model))
 
 
@@ -194,7 +194,7 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
     weights = load_file(picture_model / "model.safetensors")
     blind = {name: torch.zeros_like(t) if "merger" in name else t for name, t in weights.items()}
     save_model(str(picture_model), tmp_path / "blind", blind)
-    with pytest.raises(ParityError, match=r"swapping the images of 3 probes .* pixels do not reach the model"):
+    with pytest.raises(LogprobMismatch, match=r"swapping the images of 3 probes .* pixels do not reach the model"):
         act(configuration(tmp_path, tmp_path / "blind"))
 
 
@@ -202,7 +202,7 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
 
 
 class Forgetful(PolicyRank):
-    """Leaves one tensor out of the second publication, and says nothing about it in the manifest."""
+    """Leaves one tensor out of the second weight update, and says nothing about it in the manifest."""
 
     left_out = "model.layers.0.mlp.up_proj.weight"
 
@@ -215,7 +215,7 @@ class Forgetful(PolicyRank):
 
 
 class Lossy(PolicyRank):
-    """Loses one tensor of the second publication on the way, and damages another."""
+    """Loses one tensor of the second weight update on the way, and damages another."""
 
     lost, damaged = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 
@@ -227,19 +227,19 @@ class Lossy(PolicyRank):
         return manifest, source
 
 
-async def publish_twice(stage: Stage) -> None:
-    await stage.publisher.publish(START)
-    await stage.publisher.publish(Version(0, 1))
+async def sync_twice(stage: Stage) -> None:
+    await stage.weight_sync.send(START)
+    await stage.weight_sync.send(Version(0, 1))
 
 
-def test_a_tensor_left_out_of_a_later_publication_is_named(tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(PublicationError, match=rf"version 0\.1 .*missing \['{Forgetful.left_out}'\]"):
-        act(configuration(tmp_path, picture_model), publish_twice, rank=Forgetful)
+def test_a_tensor_left_out_of_a_later_weight_update_is_named(tmp_path: Path, picture_model: Path) -> None:
+    with pytest.raises(WeightSyncError, match=rf"version 0\.1 .*missing \['{Forgetful.left_out}'\]"):
+        act(configuration(tmp_path, picture_model), sync_twice, rank=Forgetful)
 
 
 def test_tensors_lost_and_damaged_on_the_way_are_named(tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(PublicationError) as raised:
-        act(configuration(tmp_path, picture_model), publish_twice, rank=Lossy)
+    with pytest.raises(WeightSyncError) as raised:
+        act(configuration(tmp_path, picture_model), sync_twice, rank=Lossy)
     assert f"{Lossy.lost}: missing" in str(raised.value)
     assert f"{Lossy.damaged}: " in str(raised.value)
 
@@ -254,7 +254,7 @@ class OwnHead(RolloutActor):
 
 
 class Stale(RolloutActor):
-    """Accepts every publication but keeps its first weights of one part."""
+    """Accepts every weight update but keeps its first weights of one part."""
 
     part: Callable[[str], bool]
 
@@ -293,7 +293,7 @@ SABOTAGE = {OwnHead: "embedding", StaleLanguage: "language", StaleVision: "visio
 
 @pytest.mark.parametrize(("rollout", "part"), SABOTAGE.items())
 def test_a_part_that_stays_stale_is_named(rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(PublicationError, match=f"publishing changed {part} weights .* this part did not arrive"):
+    with pytest.raises(WeightSyncError, match=f"publishing changed {part} weights .* this part did not arrive"):
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
@@ -304,7 +304,7 @@ class Unmoved(PolicyRank):
 
 
 def test_a_self_test_that_proves_nothing_is_noticed(tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(PublicationError, match="the self-test could not see whether they arrive"):
+    with pytest.raises(WeightSyncError, match="the self-test could not see whether they arrive"):
         act(configuration(tmp_path, picture_model), rank=Unmoved)
 
 
@@ -314,13 +314,13 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
 ) -> None:
     """Two implementations of a network that is half noise differ in bfloat16 by more than those of a sound one may."""
     config = configuration(tmp_path, picture_model, rollout__engine__dtype=dtype, policy__engine__dtype=dtype)
-    publisher = Publisher(config, None, None)  # type: ignore[arg-type]
-    publisher._unchanged = LogprobGap(10, 1e-4, 1e-3)
+    weight_sync = WeightSync(config, None, None)  # type: ignore[arg-type]
+    weight_sync._unchanged = LogprobGap(10, 1e-4, 1e-3)
     moved, follows = LogprobGap(10, 0.9, 3.0), LogprobGap(10, 0.2, 1.0)
-    with nullcontext() if arrived else pytest.raises(PublicationError, match="did not arrive"):
-        publisher._judge("language", moved, follows)
-    with pytest.raises(PublicationError, match="did not arrive"):
-        publisher._judge("language", moved, dataclasses.replace(follows, mean=0.31))
+    with nullcontext() if arrived else pytest.raises(WeightSyncError, match="did not arrive"):
+        weight_sync._judge("language", moved, follows)
+    with pytest.raises(WeightSyncError, match="did not arrive"):
+        weight_sync._judge("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
 # Warnings ----------------------------------------------------------------------------------------------------------
@@ -330,11 +330,11 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
 def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
     rollout: type[RolloutActor], says: str, tmp_path: Path, picture_model: Path
 ) -> None:
-    config = configuration(tmp_path, picture_model, publish__parity="warn")
+    config = configuration(tmp_path, picture_model, weight_sync__logprob_check="warn")
 
     async def go_on(stage: Stage) -> None:
-        await stage.publish_and_verify()
-        [warning] = stage.events("parity_warning")
+        await stage.sync_and_verify()
+        [warning] = stage.events("logprob_warning")
         assert says in warning["why"]
         served, start = stage.engine.engine, load_file(picture_model / "model.safetensors")
         assert served.health().version == START
@@ -348,8 +348,8 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
 
 async def observe(stage: Stage) -> None:
     stage.tasks = stage.tasks[:3]
-    await stage.publisher.publish(START)
-    stage.found = await stage.publisher.observe(stage.tasks, stage.player, 10)
+    await stage.weight_sync.send(START)
+    stage.found = await stage.weight_sync.observe(stage.tasks, stage.player, 10)
 
 
 @pytest.mark.parametrize(("rollout", "low", "high"), [(RolloutActor, 0, 1e-5), (OtherTemperature, 1e-3, 10)])
@@ -357,10 +357,10 @@ def test_fresh_episodes_tell_how_far_engine_and_trainer_are_apart(
     rollout: type[RolloutActor], low: float, high: float, tmp_path: Path, picture_model: Path
 ) -> None:
     stage = act(configuration(tmp_path, picture_model), observe, rollout=rollout)
-    [parity] = stage.events("parity")
-    assert parity["mean"] == stage.found
-    assert low <= parity["mean"] < high
-    assert parity["images"] == 3
+    [logprob_check] = stage.events("logprob_check")
+    assert logprob_check["mean"] == stage.found
+    assert low <= logprob_check["mean"] < high
+    assert logprob_check["images"] == 3
 
 
 class Broken(RolloutActor):

@@ -1,4 +1,4 @@
-"""Publication of weights to the rollout engines, and the proof at the start that they arrive (docs/algorithm.md, 10, 11)."""
+"""Weight update of weights to the rollout engines, and the proof at the start that they arrive (docs/algorithm.md, 10, 11)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rayloop.cluster.roles.policy_group import LOADING
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import DataFailure, EnvironmentFailed, ParityError, PolicyLost, PublicationError, WorkerLost
-from rayloop.core.groups import PlayFailed, Unscored, UnscoredKind
+from rayloop.core.failures import DataFailure, EnvironmentFailed, LogprobMismatch, PolicyLost, WeightSyncError, WorkerLost
+from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
 from rayloop.core.seeds import derive
-from rayloop.core.types import PlayRequest, Task, TrajectoryId, Version
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.choose import transport
-from rayloop.transports.seam import Publication, Transport
+from rayloop.transports.seam import Transport, WeightUpdate
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 FAILING = 4
-"""Tasks that cannot be played, with none that can, before the proof at the start gives up; ``publish.probes`` if that is more."""
-PARITY = "parity"
+"""Tasks that cannot be played, with none that can, before the proof at the start gives up; ``weight_sync.probes`` if that is more."""
+LOGPROB_CHECK = "logprob_check"
 """Why probes are played at the start; for the self-test it is the name of the parameters that were changed."""
 SELF_TEST_TOKENS = 32
 """An answer of the self-test is at most as long: whether weights arrived shows in its first tokens, and each group of parameters
@@ -42,7 +42,7 @@ ARRIVED = 1 / 3
 """Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
 
 
-class Publisher:
+class WeightSync:
     """Brings the policy's weights into every engine; a replacement engine is admitted with the current ones.
 
     For the transport, which decides how, it is the engines in service (``rayloop.transports.seam.Rollouts``).
@@ -50,20 +50,20 @@ class Publisher:
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
-        self._current: Publication[Any] | None = None
+        self._current: WeightUpdate[Any] | None = None
         self._kept, self._gone = asyncio.Event(), asyncio.Event()
         self.making = asyncio.Lock()
-        """Held from the beginning of an update until its weights are published."""
+        """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
 
     @cached_property
     def _transport(self) -> Transport[Any]:
-        return transport(self.config.publish.transport, self.services.weights)
+        return transport(self.config.weight_sync.transport, self.services.weights)
 
-    async def publish(self, version: Version) -> None:
+    async def send(self, version: Version) -> None:
         """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
 
-        Raises PublicationError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
+        Raises WeightSyncError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
         """
         try:
             await self._transport.deliver(self.services.policy, self, version)
@@ -77,30 +77,30 @@ class Publisher:
         """Serial numbers of the engines in service."""
         return tuple(self.services.rollout.workers)
 
-    def keep(self, publication: Publication[Any]) -> None:
+    def keep(self, update: WeightUpdate[Any]) -> None:
         """What engines load that come from now on."""
-        self._current = publication
+        self._current = update
         self._gone.clear()
         self._kept.set()
 
-    async def load(self, publication: Publication[Any]) -> None:
+    async def load(self, update: WeightUpdate[Any]) -> None:
         """Into every engine in service. Raises the first failure, when all have ended."""
-        engines = self.services.rollout.within(self.config.publish.timeout)
-        await engines.everywhere(RolloutActor.load, publication.manifest, publication.source)
+        engines = self.services.rollout.within(self.config.weight_sync.timeout)
+        await engines.everywhere(RolloutActor.load, update.manifest, update.source)
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """The transport's own way failed; a slower one follows."""
         self.reporter.event(incidents.BroadcastFailed(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
-        """Bring a new engine to the current weights (none before the first publication). Waits for others when these are lost."""
-        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.publish.timeout
+        """Bring a new engine to the current weights (none before the first weight update). Waits for others when these are lost."""
+        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.weight_sync.timeout
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
             answer = submit(engine, RolloutActor.load, loaded.manifest, loaded.source)
             try:
-                await with_deadline(self.config.publish.timeout, answer, "load of a new rollout engine", engine)
+                await with_deadline(self.config.weight_sync.timeout, answer, "load of a new rollout engine", engine)
             except Exception as error:
                 if not object_lost(error):
                     raise
@@ -117,36 +117,36 @@ class Publisher:
             await self._gone.wait()
             async with self.making:
                 if self._gone.is_set():
-                    await self.publish(version())
+                    await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Parity at step 0, then the self-test. Raises ParityError or PublicationError, or warns (``publish.parity``).
+        """Log-prob check at step 0, then the self-test. Raises LogprobMismatch or WeightSyncError, or warns (``weight_sync.logprob_check``).
 
         ``tasks`` are those to draw probes from, in order.
         """
         self._unplayable.clear()
         try:
-            await self._parity(tasks, player)
-            if self.config.publish.self_test:
+            await self._logprob_check(tasks, player)
+            if self.config.weight_sync.self_test:
                 await self._self_test(version, tasks, player)
-        except (ParityError, PublicationError) as error:
-            if self.config.publish.parity == "stop":
+        except (LogprobMismatch, WeightSyncError) as error:
+            if self.config.weight_sync.logprob_check == "stop":
                 raise
-            self.reporter.event(incidents.ParityWarning(why=str(error)))
-            await self.publish(version)  # a self-test that ended early leaves changed weights in the engines
+            self.reporter.event(incidents.LogprobWarning(why=str(error)))
+            await self.send(version)  # a self-test that ended early leaves changed weights in the engines
 
-    async def _parity(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        self._probes = await self._probe(tasks, player, PARITY)
+    async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
+        self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
         found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
-        self.reporter.event(events.Parity(**found.report(), tolerance=self.config.tolerance))
+        self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.tolerance))
         if not found.mean <= self.config.tolerance:
-            raise ParityError(
+            raise LogprobMismatch(
                 f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
                 f"{self.config.tolerance:.0e} is allowed. Check that engine and trainer use the same weights, dtype, attention, "
                 "pixels, temperature and banned tokens"
             )
         if found.images and not found.swapped > found.mean:
-            raise ParityError(
+            raise LogprobMismatch(
                 f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
                 "the pixels do not reach the model"
             )
@@ -154,12 +154,12 @@ class Publisher:
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
         """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
 
-        ``publish.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
+        ``weight_sync.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
         event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
         play, WorkerLost.
         """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
-        chosen = draw.sample(list(tasks), min(self.config.publish.probes, len(tasks)))
+        chosen = draw.sample(list(tasks), min(self.config.weight_sync.probes, len(tasks)))
         played = await asyncio.gather(*(self._play(task, -1 - i, player, step) for i, task in enumerate(chosen)))
         payloads = [payload for payload in played if payload is not None]
         try:
@@ -169,23 +169,23 @@ class Publisher:
         except WorkerLost as error:
             self.reporter.event(incidents.DriftUnknown(why=str(error)))
             return None
-        self.reporter.event(events.Parity(**found.report(), tolerance=self.config.drift))
+        self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.drift))
         return found.mean
 
     async def _play(self, task: Task, group: int, player: EpisodeRunner, step: int) -> Any:
         """The payload of a fresh episode, or None and an event."""
         seed = derive(self.config.seed, "probe", "drift", step, task.id)
-        request = PlayRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
+        request = RolloutRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
         played = await self._episode("drift", request, player)
         return None if isinstance(played, Unscored) else played
 
-    async def _episode(self, purpose: str, request: PlayRequest, player: EpisodeRunner) -> Any:
+    async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:
         """The payload of a fresh episode, or why there is none, with an event."""
         try:
             [played] = await player.episodes([request])
         finally:
             player.blame.forget(request.id.group)
-        if not isinstance(played, PlayFailed):
+        if not isinstance(played, RolloutFailed):
             return played[1]
         self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.outcome.reason))
         return played.outcome
@@ -199,34 +199,34 @@ class Publisher:
                 continue
             try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
                 await self.services.policy.perturb(group)
-                await self.publish(Version(version.lineage, version.step + number))  # rising: older ones are pruned
+                await self.send(Version(version.lineage, version.step + number))  # rising: older ones are pruned
                 moved, probes = await asyncio.gather(self.services.policy.compare(self._probes), self._probe(tasks, player, group))
                 follows = await self.services.policy.compare(probes)
             finally:
                 await self.services.policy.restore_parameters()
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
             self._judge(group, moved, follows)
-        await self.publish(version)
+        await self.send(version)
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
         """``moved``: the trainer's log-probs by the change; ``follows``: what then still separates the engines from it."""
         if not moved.mean > VISIBLE * self._unchanged.mean:
-            raise PublicationError(
+            raise WeightSyncError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
-                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Raise publish.probes, "
-                "or set publish.self_test=false"
+                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Raise weight_sync.probes, "
+                "or set weight_sync.self_test=false"
             )
         # In bfloat16 two implementations of a network with this much noise differ by more than those of a sound one.
         share = ARRIVED * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:
-            raise PublicationError(
+            raise WeightSyncError(
                 f"publishing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
                 f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``publish.probes`` tasks that can be played, all that are still wanted at once.
+        """Payloads of fresh episodes on the first ``weight_sync.probes`` tasks that can be played, all that are still wanted at once.
 
         At the run's own sampling settings; answers of the self-test are cut. A task that cannot be played is not tried again in
         this proof: it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when so many fail that the tasks
@@ -235,14 +235,14 @@ class Publisher:
         payloads: list[Any] = []
         failed: list[Unscored] = []
         sampling = self.config.rollout.sampling.sampling()
-        if purpose != PARITY:
+        if purpose != LOGPROB_CHECK:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        wanted = self.config.publish.probes
+        wanted = self.config.weight_sync.probes
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
         while chosen := list(islice(playable, min(wanted - len(payloads), max(wanted, FAILING) - len(failed)))):
             requests = [
-                PlayRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
+                RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
                 for number, task in chosen
             ]
             answers = await asyncio.gather(*(self._episode(purpose, request, player) for request in requests))

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import live_cluster
+from rayloop.commands.arguments import live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rayloop.cluster.commands.arguments import add_overrides, reachable
+from rayloop.commands.arguments import add_overrides, reachable
 from rayloop.config.settings import SettingsModel
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rayloop.core.groups import Fate, Group, Member, Outcome, Scored, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import (
     EndReason,
     FinishReason,
@@ -72,7 +72,7 @@ def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
 
 def plain_group(group: Group) -> Plain:
     return {
-        "issue": group.issue,
+        "issue": group.number,
         "task": group.task.id,  # the row is in the run's data
         "members": [plain_member(member) for member in group.members],
         "mean": group.mean,
@@ -97,12 +97,12 @@ def plain_member(member: Member) -> Plain:
         "advantage": member.advantage,
         "reference": None if member.reference is None or not member.kept else Held(id, member.reference),
         "replayed": member.replayed,
-        "fate": None if member.fate is None else [str(member.fate.state), member.fate.reason],
+        "fate": None if member.status is None else [str(member.status.state), member.status.reason],
     }
 
 
 def member_from_plain(plain: Plain, own: Own) -> Member:
-    payload, reference, fate = plain["payload"], plain["reference"], plain["fate"]
+    payload, reference, status = plain["payload"], plain["reference"], plain["fate"]
     return Member(
         summary=_summary_from(plain["summary"]),
         outcome=_outcome_from(plain["outcome"]),
@@ -110,7 +110,7 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
         advantage=plain["advantage"],
         reference=None if reference is None else own(reference),
         replayed=plain["replayed"],
-        fate=None if fate is None else Fate(TrajectoryState(fate[0]), fate[1]),
+        status=None if status is None else Status(TrajectoryState(status[0]), status[1]),
     )
 
 

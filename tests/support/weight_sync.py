@@ -17,7 +17,7 @@ import torch
 from rayloop.actors.base import GROUPS
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.loop.publication import Publisher
+from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.pool import Pool
 from rayloop.core.events import Event
@@ -60,7 +60,7 @@ class Receiving(RolloutActor):
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)
         self.engine: Any = Engine()
-        self.receiver: Any = transport(config.publish.transport, folder).receiver()
+        self.receiver: Any = transport(config.weight_sync.transport, folder).receiver()
 
     def health(self) -> int:  # type: ignore[override]
         return os.getpid()
@@ -90,7 +90,7 @@ class Sending(PolicyRank):
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)
-        self.sender: Any = transport(config.publish.transport, folder).sender("127.0.0.1")
+        self.sender: Any = transport(config.weight_sync.transport, folder).sender("127.0.0.1")
         self.engine: Any = SimpleNamespace(export=weights)
         self.lies = ""
 
@@ -111,29 +111,29 @@ class Stage:
     """The publisher of a run with a policy rank and ``size`` rollout actors, each with ``gpus``."""
 
     def __init__(self, folder: Path, size: int, chosen: Any, *, gpus: float = 0.0, timeout: float = 600.0) -> None:
-        publish = {"transport": chosen, "timeout": timeout}
+        weight_sync = {"transport": chosen, "timeout": timeout}
         placed = {role: {"num_gpus": gpus, "num_cpus": 0} for role in ("policy", "rollout")} if gpus else {}
         changes = {f"{role}__placement": placement for role, placement in placed.items()}
-        c = self.config = RunConfig.model_validate(settings(folder, folder, publish=publish, **changes))
+        c = self.config = RunConfig.model_validate(settings(folder, folder, weight_sync=weight_sync, **changes))
         self.events: list[dict[str, Any]] = []
         where = str(folder / "weights")
         sending, receiving = (ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))
         self.policy = PolicyGroup(c.policy, lambda _: sending.remote(c, where))
         self.policy.ranks = [sending.remote(c, where)]
         self.pool = Pool(
-            "rollout", size, lambda _: receiving.options(max_concurrency=10).remote(c, where), c.recovery, self._tell, self._admit
+            "rollout", size, lambda _: receiving.options(max_concurrency=10).remote(c, where), c.recovery, self._emit, self._admit
         )
         services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where)
-        self.publisher = Publisher(c, services, SimpleNamespace(event=self._tell))  # type: ignore[arg-type]
+        self.weight_sync = WeightSync(c, services, SimpleNamespace(event=self._emit))  # type: ignore[arg-type]
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.events.append(event.record())
 
     async def _admit(self, engine: Any) -> None:
-        await self.publisher.admit(engine)
+        await self.weight_sync.admit(engine)
 
-    async def publish(self, step: int) -> None:
-        await self.publisher.publish(Version(0, step))
+    async def sync_weights(self, step: int) -> None:
+        await self.weight_sync.send(Version(0, step))
 
     async def seen(self) -> list[list[int]]:
         """For each engine the steps that it loaded, the last one's weights checked."""

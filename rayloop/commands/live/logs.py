@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import live_cluster
+from rayloop.commands.arguments import live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.view.words import visible

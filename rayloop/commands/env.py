@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import add_overrides
+from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
@@ -97,6 +97,6 @@ def _of_run(file: Path, overrides: list[str], row: int) -> tuple[EnvironmentKind
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from rayloop.cluster.cli import main
+    from rayloop.cli import main
 
     return main(["bench", BENCHES[arguments.kind], *arguments.options])

@@ -1,7 +1,7 @@
 """What starts next: which task, under which number, and whether the staleness bound and the step's budget leave room for it.
 
 With ``max_staleness: 0`` groups start in rounds, only while a step waits for them; a round ends before the next begins, so
-nothing in flight survives a publish. Otherwise groups start whenever the staleness bound leaves room.
+nothing in flight survives a weight sync. Otherwise groups start whenever the staleness bound leaves room.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.staleness import open_slots
-from rayloop.production.playing import Issue
+from rayloop.rollout.group_rollout import GroupRequest
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Order
 
 
-class Issuer:
+class GroupScheduler:
     """Visits the tasks that are not quarantined, in the cursor's order; what was in flight at a checkpoint comes first."""
 
     def __init__(self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]) -> None:
@@ -31,7 +31,7 @@ class Issuer:
         tiers = [order.tier(task) for task in dataset] if order else ()
         self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle, tiers)
         self.next_number = 0
-        self.reissue: list[Issue] = []
+        self.reissue: list[GroupRequest] = []
         """Groups that were in flight when their run ended, to be played again under their numbers."""
         self.one_round = True
         """Without staleness: what is issued again was one round, which is finished as it began; else it fills rounds of its own."""
@@ -70,31 +70,31 @@ class Issuer:
         """Nothing new may begin for this step."""
         return self.exhausted or self.issued_this_step >= self.budget
 
-    def issue(self) -> Issue | None:
+    def issue(self) -> GroupRequest | None:
         """The next group, which is now in flight in the ledger. None when every task is quarantined."""
-        issue = self._next()
-        if issue is not None:
-            self.ledger.issue(issue.ids(self.config.algorithm.group_size))
-        return issue
+        request = self._next()
+        if request is not None:
+            self.ledger.issue(request.ids(self.config.algorithm.group_size))
+        return request
 
-    def _next(self) -> Issue | None:
+    def _next(self) -> GroupRequest | None:
         if self.reissue:
-            issue = self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
-            if self.ledger.may_issue(issue.ids(self.config.algorithm.group_size)):
-                return issue
+            request = self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
+            if self.ledger.may_issue(request.ids(self.config.algorithm.group_size)):
+                return request
             self.next_number += 1  # groups have grown since: its ids would not
-            return replace(issue, number=self.next_number)
+            return replace(request, number=self.next_number)
         while not self.exhausted:
             index = self.cursor.next()
             if self.dataset[index].id not in self.quarantined:
                 self.next_number += 1
                 self.issued_this_step += 1
-                return Issue(self.next_number, index, self.cursor.visits(index))
+                return GroupRequest(self.next_number, index, self.cursor.visits(index))
         return None
 
-    def again(self, issues: Iterable[Issue]) -> None:
+    def again(self, issues: Iterable[GroupRequest]) -> None:
         """These were in flight and are gone: they are issued again, oldest first."""
-        self.reissue = sorted([*self.reissue, *issues], key=lambda issue: issue.number)
+        self.reissue = sorted([*self.reissue, *issues], key=lambda request: request.number)
 
     def make_up_for(self, trajectories: int) -> None:
         """So many were lost after they were scored: groups for them cost the step nothing, as often as its budget has groups."""
@@ -130,21 +130,21 @@ class Issuer:
         )
 
     def probe_tasks(self) -> list[Task]:
-        """Those that the parity check and the self-test may play, in the dataset's order. Raises ConfigError when there is none."""
+        """Those that the log-prob check and the self-test may play, in the dataset's order. Raises ConfigError when there is none."""
         if self.exhausted:
             raise self.no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]
 
     # The checkpoint ------------------------------------------------------------------------------------------------
 
-    def state(self, in_flight: Iterable[Issue]) -> dict[str, Any]:
+    def state(self, in_flight: Iterable[GroupRequest]) -> dict[str, Any]:
         """Plain values. What is ``in_flight`` will be issued again, before anything else."""
-        again, playing = [astuple(issue) for issue in self.reissue], [astuple(issue) for issue in in_flight]
+        again, playing = [astuple(request) for request in self.reissue], [astuple(request) for request in in_flight]
         synchronous = self.config.algorithm.staleness.max_staleness == 0
         return {
             "cursor": self.cursor.state(),
             "next_number": self.next_number,
-            "reissue": [list(issue) for issue in sorted([*again, *playing])],
+            "reissue": [list(request) for request in sorted([*again, *playing])],
             "one_round": synchronous and (self.one_round or not again),
             "issued_this_step": self.issued_this_step,
             "made_up_for": self._made_up_for,
@@ -155,7 +155,7 @@ class Issuer:
         """Go on where ``state`` was taken. Raises CheckpointError when data, seed or shuffling have changed."""
         self.cursor.restore(state["cursor"])
         self.next_number = state["next_number"]
-        self.reissue = [Issue(*issue) for issue in state["reissue"]]
+        self.reissue = [GroupRequest(*request) for request in state["reissue"]]
         self.one_round = state["one_round"]
         self.issued_this_step, self._made_up_for = state["issued_this_step"], state["made_up_for"]
         self.quarantined = set(state["quarantined"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rayloop.cluster.commands.arguments import live_cluster
+from rayloop.commands.arguments import live_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.view.words import visible
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rayloop import recipes
-from rayloop.cluster.commands.arguments import add_cluster, add_run, cluster
+from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
 from rayloop.run.preflight import preflight

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
-from rayloop.cluster.commands.arguments import add_overrides
-from rayloop.cluster.commands.solvable import OPTION, keep_solvable, solvable_options
+from rayloop.commands.arguments import add_overrides
+from rayloop.commands.solvable import OPTION, keep_solvable, solvable_options
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.data.published import prepare

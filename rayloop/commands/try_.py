@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rayloop.cluster.commands.arguments import add_run
+from rayloop.commands.arguments import add_run
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
 
