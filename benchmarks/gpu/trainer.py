@@ -1,4 +1,4 @@
-"""The trainer on a vision model of 3B's shape: memory, speed, waits for the device, packing, and what a weight update needs of it."""
+"""The trainer on a vision model of 3B's shape: memory, speed, waits for the device, packing, and weight updates."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from rayloop.transports.seam import Transport, WeightUpdate
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 FAILING = 4
-"""Tasks that cannot be played, with none that can, before the proof at the start gives up; ``weight_sync.probes`` if that is more."""
+"""Tasks that cannot be played, with none that can, before the check at the start gives up; at least ``weight_sync.probes``."""
 LOGPROB_CHECK = "logprob_check"
 """Why probes are played at the start; for the self-test it is the name of the parameters that were changed."""
 SELF_TEST_TOKENS = 32
@@ -120,7 +120,7 @@ class WeightSync:
                     await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Log-prob check at step 0, then the self-test. Raises LogprobMismatch or WeightSyncError, or warns (``weight_sync.logprob_check``).
+        """Check the log-probs at step 0, then the self-test. Raises LogprobMismatch or WeightSyncError, or warns, as configured.
 
         ``tasks`` are those to draw probes from, in order.
         """
@@ -154,7 +154,7 @@ class WeightSync:
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
         """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
 
-        ``weight_sync.probes`` of the tasks are played at once, other ones at each step; those that fail are passed over. None, with an
+        Plays ``weight_sync.probes`` of the tasks at once, other ones at each step; skips those that fail. None, with an
         event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
         play, WorkerLost.
         """
@@ -226,7 +226,7 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``weight_sync.probes`` tasks that can be played, all that are still wanted at once.
+        """Payloads of fresh episodes on the first ``weight_sync.probes`` tasks that can be played, all missing ones at once.
 
         At the run's own sampling settings; answers of the self-test are cut. A task that cannot be played is not tried again in
         this proof: it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when so many fail that the tasks

@@ -74,7 +74,7 @@ class BadData(Event, by="cluster/loop/episode_runner.py"):
 
 
 class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
-    """Log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn. To do: do what `why` says before you trust the run."""
+    """The log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn. To do: what `why` says."""
 
     why: str
 

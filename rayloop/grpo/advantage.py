@@ -74,7 +74,9 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     ``excluded[min_group]`` and mean and std stay None. Members that already have a fate are left alone.
     """
     members = tuple(
-        replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind))) if m.kept and isinstance(m.outcome, Unscored) else m
+        replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind)))
+        if m.kept and isinstance(m.outcome, Unscored)
+        else m
         for m in group.members
     )
     group = replace(group, members=members, mean=None, std=None)

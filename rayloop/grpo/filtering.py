@@ -25,7 +25,8 @@ def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}
-    return group.map({i: replace(group.members[i], status=Status(TrajectoryState.FILTERED, reason)) for i, reason in reasons.items()})
+    filtered = {i: Status(TrajectoryState.FILTERED, reason) for i, reason in reasons.items()}
+    return group.map({i: replace(group.members[i], status=status) for i, status in filtered.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class GroupScheduler:
         )
 
     def probe_tasks(self) -> list[Task]:
-        """Those that the log-prob check and the self-test may play, in the dataset's order. Raises ConfigError when there is none."""
+        """Tasks that log-prob check and self-test may play, in the dataset's order. Raises ConfigError when there is none."""
         if self.exhausted:
             raise self.no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]

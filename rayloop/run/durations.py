@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rayloop.core.failures import ConfigError
 
 EPISODE, STEP = "environment.episode_timeout", "policy.step_timeout"
-PUBLISH, STALL = "weight_sync.timeout", "recovery.stall_timeout"
+SYNC, STALL = "weight_sync.timeout", "recovery.stall_timeout"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ DURATIONS = (
     Duration("reference.timeout", "the reference's log-probs of one group", "the actor is replaced and asked again", STALL),
     Duration("policy.engine.collective_timeout", "one collective of the ranks", "it fails, and the ranks are rebuilt", STEP),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("weight_sync.transport.timeout", "meeting, and each bucket, of a broadcast", "the object store's copy is loaded", PUBLISH),
-    Duration(PUBLISH, "an engine's taking over of weights", "the engine is replaced", STALL),
+    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
+    Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced", "recovery.start_timeout"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
     Duration("recovery.stall_report", "nothing having moved", "what is awaited becomes an event, with stacks", STALL),

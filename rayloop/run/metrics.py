@@ -156,7 +156,7 @@ METRICS = tuple(
         ("timing_s/gen", "s", "Waiting for the step's groups."),
         ("timing_s/update_actor", "s", "The trainer's step, fetching included."),
         ("timing_s/update_weights", "s", "Weight update of the weights to all engines."),
-        ("timing_s/logprob_check", "s", "Comparing fresh episodes, in steps that look for drift by themselves (docs/algorithm.md, 10)."),
+        ("timing_s/logprob_check", "s", "Playing and comparing fresh episodes, in the steps that do so (docs/algorithm.md, 10)."),
         ("timing_s/testing", "s", "Evaluation on held-out tasks."),
         ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
         ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),

@@ -69,7 +69,7 @@ class CollectiveTransport(TransportChoice):
     def problems(self, placed: Placed) -> Iterator[str]:
         if self.backend == "nccl" and min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
-                f"weight_sync.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each at least one, "
+                f"weight_sync.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each one, "
                 "or use backend: gloo; on one shared GPU kind: cuda_ipc"
             )
 

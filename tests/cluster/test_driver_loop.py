@@ -40,7 +40,7 @@ def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(tmp_path: 
         return {}
 
     monkeypatch.setattr(Driver, "collect", collect)
-    for name in ("restore", "weight_sync", "verify", "produce", "supervise", "evaluate", "train", "record", "checkpoint"):
+    for name in ("restore", "sync_weights", "verify", "produce", "supervise", "evaluate", "train", "record", "checkpoint"):
         monkeypatch.setattr(Driver, name, nothing)
     driver = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, steps=3)), tmp_path)
     asyncio.run(driver.run())
@@ -76,7 +76,7 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_p
 
     monkeypatch.setattr(Driver, "collect", collect)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
-    monkeypatch.setattr(Driver, "weight_sync", weight_sync)
+    monkeypatch.setattr(Driver, "sync_weights", sync_weights)
     for name in ("restore", "verify", "produce", "supervise", "train", "record"):
         monkeypatch.setattr(Driver, name, nothing)
     config = settings(tmp_path, tmp_path, steps=6)

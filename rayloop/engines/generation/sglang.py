@@ -127,7 +127,7 @@ def _on_gpu(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[tuple[s
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
-    """The tensors of a model folder that a weight update has, too: not a head that is ``tied``, nor what is computed at the start."""
+    """The tensors of a model folder that a weight update has, too: no ``tied`` head, nothing that is computed at the start."""
     found: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:

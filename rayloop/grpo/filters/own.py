@@ -31,7 +31,7 @@ class OwnFilter:
         wrong = {i: why for i, why in found.items() if i not in kept or not isinstance(why, str) or not why}
         if wrong:
             raise FilterBroken(
-                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: it must return a mapping from positions of "
+                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: return a mapping from positions of "
                 f"kept members (here {sorted(kept)}) to a reason each"
             )
         return found

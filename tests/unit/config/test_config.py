@@ -493,7 +493,11 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
     [
         ({"weight_sync.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
         (
-            {"weight_sync.transport": {"kind": "cuda_ipc"}, "policy.placement": {"num_gpus": 1}, "rollout.placement": {"num_gpus": 1}},
+            {
+                "weight_sync.transport": {"kind": "cuda_ipc"},
+                "policy.placement": {"num_gpus": 1},
+                "rollout.placement": {"num_gpus": 1},
+            },
             "cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU",
         ),
         (

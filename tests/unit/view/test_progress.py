@@ -127,7 +127,8 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
         ({"event": "logprob_check", "step": 0, "tokens": 34, "mean": 2.22e-07, "max": 1.19e-06, "images": 0, "swapped": 0.0,
           "tolerance": 0.001},
          "[0] engine and trainer agree: yes, their log-probs differ by 2.22e-07 on average over 34 tokens (0.001 is allowed)"),
-        ({"event": "logprob_check", "step": 0, "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
+        ({"event": "logprob_check", "step": 0,
+          "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
          "[0] engine and trainer agree: NO, their log-probs differ by 0.5 on average over 9 tokens (0.001 is allowed); other "
          "images change them by 0.25"),
         ({"event": "evaluated", "step": 1, "val/reward/mean": 0.743, "val/exact/mean": 0.275, "val/a/reward/mean": 0.5,
