@@ -71,7 +71,7 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     """The group with advantage, mean and std set over its scored members, before any filter.
 
     Unscored members become ``excluded[kind]``; when fewer than ``min_group`` scored members remain, these become
-    ``excluded[min_group]`` and mean and std stay None. Members that already have a fate are left alone.
+    ``excluded[min_group]`` and mean and std stay None. Members that already have a status are left alone.
     """
     members = tuple(
         replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind)))

@@ -17,7 +17,7 @@ CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
-    """Give every kept member that a filter refuses a ``filtered[reason]`` fate; the first filter in order counts.
+    """Give every kept member that a filter refuses a ``filtered[reason]`` status; the first filter in order counts.
 
     All filters look at the members kept on entry. Nothing is ever taken back, and advantages stay as they are. Raises ValueError
     when members were not scored or have no advantage yet, FilterBroken.

@@ -37,7 +37,7 @@ class ReplayRules:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """The group to go on with, and the fresh member that a stored success displaced (its fate set), if any."""
+    """The group to go on with, and the fresh member that a stored success displaced (its status set), if any."""
 
     group: Group
     displaced: Member | None = None
@@ -56,7 +56,7 @@ class ReplayBuffer:
     def inject(self, group: Group, step: int) -> Injection:
         """Replace member 0 by a stored success when the group failed throughout. Changes nothing in the buffer.
 
-        Comes before the statistics: members are scored, but have neither advantage nor fate. ``step`` is the step that
+        Comes before the statistics: members are scored, but have neither advantage nor status. ``step`` is the step that
         will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
         displaced member is no longer in the group; it counts as ``surplus[replaced_by_replay]``, or as what kept it from
         being scored. ``store`` the group as it came once it is committed.

@@ -35,7 +35,7 @@ class FinishedGroups:
         return injection.group
 
     def commit(self, group: Group) -> str:
-        """Take a finished group in: what was kept is ready, the rest has its fate. Returns why to quarantine its task, or "".
+        """Take a finished group in: what was kept is ready, the rest has its status. Returns why to quarantine its task, or "".
 
         Raises AlarmStopped or GraderBroken.
         """

@@ -89,7 +89,7 @@ class ReadyGroups:
                 self.ledger.move(member.summary.id, Status(TrajectoryState.TRAINED))
 
     def settle(self, groups: Iterable[Group]) -> None:
-        """Members of these groups that have a fate meet it, unless they have before."""
+        """Members of these groups that have a status meet it, unless they have before."""
         for member in self._live(groups):
             if member.status is not None:
                 self.end(member, member.status)

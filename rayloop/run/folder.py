@@ -144,7 +144,7 @@ class RolloutTurn:
 class RolloutRecord:
     """One line of a rollout file. ``group`` is the group number, ``versions`` the first and last that sampled.
 
-    ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``fate`` is ``kept`` or
+    ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``status`` is ``kept`` or
     why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
     ``truth`` is the task's ground truth. ``length`` counts all tokens (expanded), ``sampled_tokens`` the policy's.
     """

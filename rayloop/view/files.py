@@ -21,7 +21,7 @@ from rayloop.view.reader import open_run, series
 
 METRICS, RESULTS = "training_metrics.json", "task_results"
 HELD_OUT = ("step", "arm", "sample", "reward", "components", "unscored")
-TRAINED = ("step", "group", "sample", "end_reason", "reward", "components", "flags", "unscored", "fate", "replayed")
+TRAINED = ("step", "group", "sample", "end_reason", "reward", "components", "flags", "unscored", "status", "replayed")
 _LONGEST = 200
 """Bytes of a file's name; file systems take 255."""
 

@@ -227,7 +227,7 @@ def _group(members: Sequence[Record], images: Images, reader: BoxReader | None) 
     first = members[0]
     truth = first.get("truth")
     rewards = [member["reward"] for member in members if member["reward"] is not None]
-    statuses = [member["fate"] for member in members]
+    statuses = [member["status"] for member in members]
     return {
         **{key: first[key] for key in ("step", "group", "task", "source", "prompt")},
         "truth": "" if truth is None else json.dumps(truth, ensure_ascii=False),

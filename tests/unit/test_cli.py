@@ -22,7 +22,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.run.preflight import preflight
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
 
 RUN: dict[str, Any] = {

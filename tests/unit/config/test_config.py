@@ -531,7 +531,7 @@ def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path
     placement = {"placement": {"num_gpus": 0.4}}
     config = settings(tmp_path, tmp_path, policy=placement, weight_sync={"transport": {"kind": "cuda_ipc"}})
     config["rollout"] |= placement
-    assert RunConfig.model_validate(config).sync_weights.transport == CudaIpcTransport()
+    assert RunConfig.model_validate(config).weight_sync.transport == CudaIpcTransport()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_examples_set_every_field() -> None:
     assert differing(TRAJECTORY.sampling, Sampling()) == []
     assert differing(IMAGE, ImageRef("", 0, 0, (0, 0, 0), 0)) == []
     assert differing(GROUP, Group(0, Task("", ()), ())) == []
-    assert differing(MEMBERS[0], Member(bare, Scored(0.0))) == ["fate"]
+    assert differing(MEMBERS[0], Member(bare, Scored(0.0))) == ["status"]
 
 
 def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ class Told:
 
 
 OF_THE_PROCESS = {
-    "Production": {"config", "ledger", "dataset", "issuer", "ready", "finished", "_tell", "_playing", "_taken",
+    "RolloutManager": {"config", "ledger", "dataset", "scheduler", "ready", "finished", "_reporter", "_rollout", "_taken",
                    "_collecting", "_stopping", "_waiting", "_last_commit", "in_flight"},
-    "Issuer": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
+    "GroupScheduler": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
     "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
-    "Alarms": {"settings", "_reward", "_tell", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
+    "Alarms": {"settings", "_reward", "_emit", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
                "_returned", "_raised", "_raised_held_out", "collapse"},
     "Collapse": {"_settings", "_last", "_unknown"},
     "Blame": {"_settings", "_successes", "_groups", "_services"},

@@ -30,7 +30,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return usage
 
 
-def test_the_store_has_room_for_two_weight_update_and_a_half(tmp_path: Path, free: SimpleNamespace) -> None:
+def test_the_store_has_room_for_two_weight_updates_and_a_half(tmp_path: Path, free: SimpleNamespace) -> None:
     assert store(config(tmp_path), PARAMETERS, tmp_path) == OBJECT_STORE + 5 * PARAMETERS
 
 

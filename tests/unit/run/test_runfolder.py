@@ -204,8 +204,8 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert scored["turns"][1]["images"] == []
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
-    assert (scored["fate"], scored["unscored"]) == ("filtered: too_long", None)
-    assert (unscored["reward"], unscored["unscored"], unscored["fate"]) == (None, "timeout: judge", "kept")
+    assert (scored["status"], scored["unscored"]) == ("filtered: too_long", None)
+    assert (unscored["reward"], unscored["unscored"], unscored["status"]) == (None, "timeout: judge", "kept")
 
 
 def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -> None:
