@@ -1,6 +1,6 @@
 """Production: plays groups of tasks for ever, and hands a step those that it trains on.
 
-What starts next is the ``Issuer``'s, what is finished ``FinishedGroups``', what a step takes ``ReadyGroups``'. Here is what
+What starts next is the ``GroupScheduler``'s, what is finished ``FinishedGroups``', what a step takes ``ReadyGroups``'. Here is what
 connects them: groups in flight, and who waits for whom.
 
 What a step waits for has begun and needs no further room, so the bound on staleness cannot keep it from ending; deadlines of

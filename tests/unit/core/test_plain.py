@@ -140,7 +140,7 @@ class Told:
 
 
 OF_THE_PROCESS = {
-    "RolloutManager": {"config", "ledger", "dataset", "scheduler", "ready", "finished", "_reporter", "_rollout", "_taken",
+    "RolloutManager": {"config", "ledger", "dataset", "scheduler", "ready", "finished", "_reporter", "_playing", "_taken",
                    "_collecting", "_stopping", "_waiting", "_last_commit", "in_flight"},
     "GroupScheduler": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
     "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
@@ -232,7 +232,7 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
     after.ledger.restore(read["ledger"])
     after.restore(read["production"], lambda payload: payload)
     expected = {name: dict(fields(part)) for name, part in parts(before).items()}
-    expected["Issuer"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]  # with what was in flight
+    expected["GroupScheduler"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]  # with what was in flight
     task = after.dataset[[task.id for task in after.dataset].index("train-5")]
     for part, groups in (("ReadyGroups", [GROUP]), ("FinishedGroups", [GROUP.bare()])):
         expected[part]["groups"] = [dataclasses.replace(group, task=task) for group in groups]
