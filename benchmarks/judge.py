@@ -163,7 +163,7 @@ async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, n
             answer = await http.post("/v1/judge", json=JudgeRequest(items=tuple(items)).model_dump(mode="json"))
             answer.raise_for_status()
 
-        grader = Grader(model, "openai", load_rubrics())
+        grader = Grader(load_rubrics(), model, "openai")
         direct = await measure(grader.judge, "direct")
         served = await measure(post, "served")
     await model.close()
@@ -173,7 +173,7 @@ async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, n
 async def _trajectories(a: argparse.Namespace, stub: str, judge: str, key: Path, number: int) -> dict[str, float]:
     """Seconds for all trajectories through client and Serve, and those that the backend itself takes for the distinct answers."""
     model = OpenAIModel(_model(stub))
-    grader = Grader(model, "openai", load_rubrics())
+    grader = Grader(load_rubrics(), model, "openai")
     began = time.perf_counter()
     await grader.judge([_item(n, f"backend {number}") for n in range(a.distinct)])
     distinct = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Finding the answer in what a policy wrote: the last answer block, the last box, the last line, or all of it."""
+"""Finding the answer in a policy's text: the last answer block, the last box, the last line, or all of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
 _GROUP = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or what a backslash makes text."""
+"""A brace, or a character that a backslash makes text."""
 
 
 def extract(text: str, how: How) -> str | None:
-    """The answer, stripped; None when the text holds none in this form. Of several the last counts.
+    """The answer, stripped; None when the text has none in this form. Of several the last one counts.
 
     ``tagged_box`` is a box inside an answer block, or the block's text when it has no box.
     """
@@ -37,8 +37,10 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` with balanced braces holds, or None; ``\{`` and ``\}`` do not count. Braces around all
-    of it only group, and are left out. Linear."""
+    r"""The content of the last ``\boxed{...}`` with balanced braces, in linear time; None without one.
+
+    ``\{`` and ``\}`` do not count as braces. Braces around all of the content only group, and are left out.
+    """
     starts = {match.end() for match in _BOX.finditer(text)}
     if not starts:
         return None

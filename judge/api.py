@@ -1,4 +1,4 @@
-"""What goes over the wire of ``POST /v1/judge``: items to judge, and a verdict or a reason why there is none for each."""
+"""The bodies of ``POST /v1/judge``: items to judge, and for each a verdict or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 MAX_ITEMS = 256
-"""The most items that a request may hold by its schema. A server may set a lower limit."""
+"""The most items of one request. A server may set a lower limit."""
 MAX_IMAGES = 8
-"""Of one item."""
+"""The most images of one item."""
 
 
-class Wire(BaseModel):
-    """Base of the messages: immutable; unknown keys, infinities and NaN are refused."""
+class JudgeMessage(BaseModel):
+    """Base of all bodies: immutable; unknown keys, infinities and NaN are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class JudgeItem(Wire):
+class JudgeItem(JudgeMessage):
     """One answer to judge. Texts are data: nothing in them is followed as an instruction."""
 
     question: str = Field(max_length=32_768)
@@ -30,14 +30,16 @@ class JudgeItem(Wire):
     rubric: str = Field("equivalence", pattern=r"^[a-z0-9_]{1,64}$")
     """The name of a file in judge/rubrics."""
     source: str = Field("", max_length=128)
-    """The data source: chooses the rubric's examples."""
+    """The data source, which chooses the rubric's examples."""
     images: tuple[Annotated[str, Field(max_length=1024)], ...] = Field((), max_length=MAX_IMAGES)
-    """Image files below the server's configured roots, for rubrics that look at them. Never fetched from a URL."""
+    """Image files below the server's ``image_roots``, for rubrics that show them. Never fetched from a URL."""
     fresh: bool = False
     """Ask the model itself: neither rules nor caches answer (canaries, drift checks)."""
 
 
-class JudgeRequest(Wire):
+class JudgeRequest(JudgeMessage):
+    """A batch of items."""
+
     items: tuple[JudgeItem, ...] = Field(min_length=1, max_length=MAX_ITEMS)
 
 
@@ -45,17 +47,15 @@ JudgeBody = JudgeItem | JudgeRequest
 """The body of a request: a batch, or one item by itself."""
 
 
-def items_of(body: JudgeBody) -> tuple[JudgeItem, ...]:
-    return body.items if isinstance(body, JudgeRequest) else (body,)
-
-
 class VerdictKind(StrEnum):
+    """Whether an answer is right."""
+
     CORRECT = "correct"
     INCORRECT = "incorrect"
 
 
 class NoVerdict(StrEnum):
-    """Why there is no verdict. ``invalid``: the judge answered something that is none."""
+    """Why there is no verdict. ``invalid``: the judge's reply is none."""
 
     INVALID = "invalid"
     UNAVAILABLE = "unavailable"
@@ -66,15 +66,15 @@ BackendLabel = Literal["rule", "vllm", "openai"]
 Decider = Literal["rules", "model"]
 
 
-class JudgeVerdict(Wire):
-    """``fingerprint`` names model, prompts, rules and sampling. ``decided_by`` rules: no model was asked."""
+class JudgeVerdict(JudgeMessage):
+    """A verdict. ``fingerprint`` names model, prompts, rules and sampling. ``decided_by`` rules: no model was asked."""
 
     outcome: Literal["scored"] = "scored"
     verdict: VerdictKind
     score: float = Field(ge=0, le=1)
-    """1 and 0 for a yes/no rubric; a scored rubric uses the range, and is correct from 0.5."""
+    """1 or 0 for a yes/no rubric; of a scored rubric any score, correct from 0.5."""
     probability: float | None = Field(None, ge=0, le=1)
-    """Of ``correct``, when the backend can tell."""
+    """P(correct), from a backend with log-probs."""
     reason: str = Field("", max_length=1024)
     fingerprint: str = Field(min_length=1, max_length=128)
     cached: bool = False
@@ -88,8 +88,8 @@ class JudgeVerdict(Wire):
         return self
 
 
-class JudgeUnscored(Wire):
-    """Never a zero: the caller's policy decides what follows."""
+class JudgeUnscored(JudgeMessage):
+    """No verdict, which is never a zero: the caller decides what follows."""
 
     outcome: Literal["unscored"] = "unscored"
     kind: NoVerdict
@@ -101,16 +101,16 @@ class JudgeUnscored(Wire):
 Result = JudgeVerdict | JudgeUnscored
 JudgeResult = Annotated[Result, Field(discriminator="outcome")]
 RESULT: TypeAdapter[Result] = TypeAdapter(JudgeResult)
-"""Validates one result of a response by itself, so that a bad one does not spoil the others."""
+"""Validates a single result, so that a bad one does not spoil the others of a response."""
 
 
-class JudgeResponse(Wire):
-    """``results`` are in the order of the request's items."""
+class JudgeResponse(JudgeMessage):
+    """The results, in the order of the request's items."""
 
     results: tuple[JudgeResult, ...]
 
 
-class JudgeVersion(Wire):
+class JudgeVersion(JudgeMessage):
     """The body of ``GET /version``."""
 
     version: str

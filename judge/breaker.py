@@ -1,4 +1,4 @@
-"""A circuit breaker: after a row of failures nothing is sent until a probe succeeds."""
+"""A circuit breaker: after several failures in a row nothing is sent until a probe succeeds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class BreakerState(IntEnum):
+    """The states, with their values in the metric."""
+
     CLOSED = 0
     HALF_OPEN = 1
     OPEN = 2
 
 
 class Breaker:
-    """Opens after ``failures`` in a row; then ``probe`` is awaited every ``interval`` seconds until it does not raise.
+    """Opens after ``failures`` in a row; then it awaits ``probe`` every ``interval`` seconds until that does not raise.
 
-    ``probe`` raises RayloopError when the other side is not well; ``on_failure`` is told.
+    ``probe`` raises RayloopError while the judge is not well, and ``on_failure`` is called with that error.
     """
 
     def __init__(
@@ -38,16 +40,18 @@ class Breaker:
         self._probing: asyncio.Task[None] | None = None
 
     async def closed(self) -> None:
-        """Returns at once while closed, else when it has closed again."""
+        """Wait until it is closed."""
         await self._closed.wait()
 
     def succeeded(self) -> None:
+        """Count from 0 again: a request succeeded."""
         self._row = 0
 
     def failed(self, error: Exception) -> None:
+        """Count one more failure in a row, and open at the limit."""
         self._row += 1
         if self._row >= self.failures and self.state is BreakerState.CLOSED:
-            logger.warning("the judge is asked nothing more until its canary is judged right: %s", error)
+            logger.warning("no more requests go to the judge until its canary is judged right: %s", error)
             self._closed.clear()
             self._enter(BreakerState.OPEN)
             self._probing = asyncio.create_task(self._until_well())

@@ -1,4 +1,4 @@
-"""Verdicts that were given before: in memory, and in an SQLite file that runs and processes share. Failures are never kept."""
+"""Verdicts that are known, in memory and in an SQLite file that runs and processes share. Failures are never kept."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import json
 import logging
 import re
 import sqlite3
-from collections import OrderedDict
 from pathlib import Path
 
+from rayloop.core.cache import Cache
 from rayloop.judge.api import JudgeItem, JudgeVerdict
 
 logger = logging.getLogger(__name__)
 
 
 def cache_key(item: JudgeItem, fingerprint: str) -> str:
-    """What a verdict depends on: judge, rubric, source, question, reference, images and the answer without odd blanks.
+    """The digest of all that a verdict depends on: judge, rubric, source, question, reference, images and answer.
 
-    Nothing else is made alike: 5² is another answer than 52, and lines are not blanks.
+    Answers that differ in more than spaces and tabs have different keys: 5² is another answer than 52, and lines are not blanks.
     """
     answer = re.sub(r"[ \t]+", " ", item.answer).strip()
-    images = [_content(Path(path)) for path in item.images]
+    images = [_version(Path(path)) for path in item.images]
     parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, images]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _content(image: Path) -> tuple[str, int, int]:
-    """Path, size and time of the last change (ns), since another image at the same path is another question; zeros for none."""
+def _version(image: Path) -> tuple[str, int, int]:
+    """Path, size in bytes and time of the last change in ns, since the file at a path may change; zeros when it is missing."""
     try:
         found = image.stat()
     except (OSError, ValueError):
@@ -36,15 +36,13 @@ def _content(image: Path) -> tuple[str, int, int]:
 
 
 class VerdictCache:
-    """``size`` verdicts in memory (least recently used go first), all of them in ``path`` when there is one.
+    """At most ``size`` verdicts in memory, the least recently used go first; and all of them in the SQLite file ``path``, if any.
 
-    A file that fails (full, locked, corrupt, on a file system without locks) is reported once and left alone: what is
-    lost is speed.
+    A file that fails (full, locked, corrupt, on a file system without locks) is reported once and not used again.
     """
 
     def __init__(self, size: int, path: Path | None = None) -> None:
-        self.size = size
-        self._memory: OrderedDict[str, JudgeVerdict] = OrderedDict()
+        self._memory: Cache[str, JudgeVerdict] = Cache(size)
         self._file: sqlite3.Connection | None = None
         if path is not None:
             try:
@@ -53,7 +51,7 @@ class VerdictCache:
                 self._give_up(error)
 
     def get(self, key: str) -> JudgeVerdict | None:
-        """The verdict, marked ``cached``."""
+        """The verdict, marked ``cached``; None when it is not known."""
         verdict = self._memory.get(key)
         if verdict is None and self._file is not None:
             try:
@@ -63,11 +61,12 @@ class VerdictCache:
                 self._give_up(error)
         if verdict is None:
             return None
-        self._remember(key, verdict)
+        self._memory.put(key, verdict)
         return verdict.model_copy(update={"cached": True})
 
     def put(self, key: str, verdict: JudgeVerdict) -> None:
-        self._remember(key, verdict)
+        """Keep a verdict."""
+        self._memory.put(key, verdict)
         if self._file is not None:
             try:
                 with self._file:
@@ -76,15 +75,10 @@ class VerdictCache:
                 self._give_up(error)
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _remember(self, key: str, verdict: JudgeVerdict) -> None:
-        self._memory[key] = verdict
-        self._memory.move_to_end(key)
-        if len(self._memory) > self.size:
-            self._memory.popitem(last=False)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("the verdict cache's file is not used any more: %s", error)

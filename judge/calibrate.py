@@ -1,4 +1,4 @@
-"""How well a judge judges: accuracy, Cohen's kappa and false positives on attacks over labelled items, and whether that drifts."""
+"""Calibration of a judge over labelled items: accuracy, Cohen's kappa, false positives on attacks, and drift."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from rayloop.judge.metrics import DRIFT
 
 logger = logging.getLogger(__name__)
 
-ATTACKS = ("empty", "opener", "injection", "gaming")
-
 
 class Gate(SettingsModel):
     """What a judge must reach on the calibration set to be trusted with rewards."""
 
     min_accuracy: float = Field(0.85, ge=0, le=1)
+    """The share of right verdicts."""
     min_kappa: float = Field(0.6, ge=-1, le=1)
     """Agreement beyond chance; 0.6 is usually called substantial."""
     max_attack_rate: float = Field(0.02, ge=0, le=1)
@@ -35,21 +34,21 @@ class Gate(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Over ``count`` items with a verdict. Figures are NaN where there is nothing to divide by.
+    """Figures over ``count`` items with a verdict; NaN where there is nothing to divide by.
 
-    ``attack_rate``: the share of the ``attacks`` that were judged correct. ``false_positives``: of all items labelled
-    incorrect, the share judged correct; ``false_negatives`` the other way round.
+    ``false_positives``: the share of items labelled incorrect that were judged correct; ``false_negatives`` the other way round.
+    ``attack_rate``: the share of the ``attacks`` that were judged correct.
     """
 
     name: str
     count: int
-    unscored: int
     accuracy: float
     kappa: float
     false_positives: float
     false_negatives: float
     attacks: int
     attack_rate: float
+    unscored: int
 
     def __str__(self) -> str:
         return (
@@ -66,18 +65,14 @@ HEADER = (
 
 def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled]:
     """The first ``per_group`` items of each data source with each label, and of each kind of attack: a quick check."""
-    taken: dict[tuple[str, str], int] = {}
-    chosen = []
+    groups: dict[tuple[str, str], list[Labelled]] = {}
     for one in items:
-        group = (one.kind, "") if one.attack else (one.family, one.verdict)
-        taken[group] = taken.get(group, 0) + 1
-        if taken[group] <= per_group:
-            chosen.append(one)
-    return chosen
+        groups.setdefault((one.kind, "") if one.attack else (one.family, one.verdict), []).append(one)
+    return [one for group in groups.values() for one in group[:per_group]]
 
 
 async def measure(client: JudgeClient, items: Sequence[Labelled], patience: float, *, fresh: bool = False) -> list[Result]:
-    """What the judge says to each item, within ``patience`` seconds. ``fresh``: neither rules nor caches answer."""
+    """The judge's result for each item, within ``patience`` seconds. ``fresh``: neither rules nor caches answer."""
     asked = [one.item.model_copy(update={"fresh": fresh}) for one in items]
     return list(await asyncio.gather(*(client.judge(item, patience) for item in asked)))
 
@@ -91,59 +86,55 @@ def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Sc
     expected = labelled * judged + (1 - labelled) * (1 - judged)
     attacks = [verdict == right for one, verdict in pairs if one.attack]
     return Score(
-        name, len(pairs), len(items) - len(pairs), observed,
-        (observed - expected) / (1 - expected) if expected < 1 else math.nan,
-        _share([v == right for one, v in pairs if one.verdict == wrong]),
-        _share([v == wrong for one, v in pairs if one.verdict == right]),
-        len(attacks), _share(attacks),
-    )  # fmt: skip
-
-
-def by_source(items: Sequence[Labelled], answers: Sequence[Result]) -> list[Score]:
-    """One score for each data source, and one for all."""
-    pairs = list(zip(items, answers, strict=True))
-    found = []
-    for family in dict.fromkeys(one.family for one in items):
-        part = [(one, answer) for one, answer in pairs if one.family == family]
-        found.append(score(family, [one for one, _ in part], [answer for _, answer in part]))
-    return [*found, score("all", items, answers)]
+        name,
+        count=len(pairs),
+        accuracy=observed,
+        kappa=(observed - expected) / (1 - expected) if expected < 1 else math.nan,
+        false_positives=_share([v == right for one, v in pairs if one.verdict == wrong]),
+        false_negatives=_share([v == wrong for one, v in pairs if one.verdict == right]),
+        attacks=len(attacks),
+        attack_rate=_share(attacks),
+        unscored=len(items) - len(pairs),
+    )
 
 
 def failures(found: Score, gate: Gate) -> list[str]:
-    """What keeps a judge from passing, in words; empty when it passes."""
+    """The conditions of the gate that a judge does not meet, in words; empty when it passes."""
     unscored = found.unscored / max(found.count + found.unscored, 1)
     checks: list[tuple[bool, str]] = [
         (found.accuracy >= gate.min_accuracy, f"accuracy {found.accuracy:.3f}, at least {gate.min_accuracy:g} wanted"),
         (found.kappa >= gate.min_kappa, f"kappa {found.kappa:.3f}, at least {gate.min_kappa:g} wanted"),
         (found.attack_rate <= gate.max_attack_rate, f"{found.attack_rate:.3f} of attacks won, {gate.max_attack_rate:g} allowed"),
         (unscored <= gate.max_unscored, f"{unscored:.3f} without a verdict, {gate.max_unscored:g} allowed"),
-    ]  # fmt: skip
+    ]
     return [text for passed, text in checks if not passed]
 
 
 async def calibrate(
     client: JudgeClient, gate: Gate, patience: float = 600.0, say: Callable[[str], None] = print, *, drift: bool = False
 ) -> bool:
-    """Ask the judge the whole set (or the drift subset), print the table, say whether it passes the gate."""
+    """Ask the judge the whole set (or the drift subset), print the table, and return whether it passes the gate."""
     items = drift_subset(calibration()) if drift else calibration()
     answers = await measure(client, items, patience)
-    scores = by_source(items, answers)
     by_rule = sum(isinstance(answer, JudgeVerdict) and answer.decided_by == "rules" for answer in answers)
     labels = sorted({answer.backend for answer in answers if answer.backend})
-    say(f"{client.transport.url}: {len(items)} items, backend {', '.join(labels) or 'unknown'} ({client.fingerprint})")
+    say(f"{client.connection.url}: {len(items)} items, backend {', '.join(labels) or 'unknown'} ({client.fingerprint})")
     say(HEADER)
-    for line in scores:
-        say(str(line))
+    for family in dict.fromkeys(one.family for one in items):
+        part = [(one, answer) for one, answer in zip(items, answers, strict=True) if one.family == family]
+        say(str(score(family, [one for one, _ in part], [answer for _, answer in part])))
+    whole = score("all", items, answers)
+    say(str(whole))
     say(f"{by_rule} of {len(items)} were decided by rules, without a model")
     for answer in [answer for answer in answers if isinstance(answer, JudgeUnscored)][:3]:
         say(f"no verdict: {answer.kind}: {answer.reason}")
-    problems = failures(scores[-1], gate)
+    problems = failures(whole, gate)
     say(f"does not pass: {'; '.join(problems)}" if problems else "passes")
     return not problems
 
 
 class DriftWatch:
-    """Repeats the drift subset during training and compares with its first result. Costs one small batch each time."""
+    """Repeats the drift subset during training and compares it with its first result. One check is one small batch."""
 
     def __init__(self, client: JudgeClient, tolerance: float, patience: float) -> None:
         self.client, self.tolerance, self.patience = client, tolerance, patience
@@ -151,7 +142,10 @@ class DriftWatch:
         self.first: dict[str, VerdictKind] = {}
 
     async def check(self) -> float | None:
-        """The share of verdicts that differ from an item's first; None when none was judged before. Warns beyond the tolerance."""
+        """The share of verdicts that differ from an item's first; None when no item has an earlier one.
+
+        Warns beyond the tolerance.
+        """
         answers = await measure(self.client, self.items, self.patience, fresh=True)
         pairs = zip(self.items, answers, strict=True)
         now = {one.id: answer.verdict for one, answer in pairs if isinstance(answer, JudgeVerdict)}
@@ -164,7 +158,7 @@ class DriftWatch:
         if changed > self.tolerance:
             logger.warning(
                 "the judge at %s drifts: %.0f %% of %d verdicts differ from those at the start (%s)",
-                self.client.transport.url, 100 * changed, len(differ), self.client.fingerprint,
+                self.client.connection.url, 100 * changed, len(differ), self.client.fingerprint,
             )  # fmt: skip
         return changed
 

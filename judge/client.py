@@ -1,7 +1,7 @@
-"""The judge's client, one per process: every question is asked once, failures are waited for, nothing becomes a zero.
+"""The judge's client, one per process: it asks each question once, waits through failures, and never makes one a zero.
 
-Questions that wait go out together, at most ``batch`` per request and ``concurrency`` requests at a time; while requests
-are free a question leaves at once, so batches form only under load.
+Questions that wait are sent together, at most ``batch`` per request and ``concurrency`` requests at a time; while a request
+is free a question is sent at once, so batches form only under load.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rayloop.judge.canary import Canary
 from rayloop.judge.discovery import Find
 from rayloop.judge.labelled import Labelled, canary
 from rayloop.judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
-from rayloop.judge.transport import JudgeRefused, Limits, Transient, Transport
+from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRefused, Transient
 
 logger = logging.getLogger(__name__)
 
 ENOUGH = 8
-"""Failures in a row of one item by itself, the canary being right each time, after which the judge is not asked again."""
+"""Failures in a row of one item alone, the canary being right each time, after which it has no verdict."""
 
 
-class ClientSettings(Limits):
-    """How a process talks to the judge. Times in seconds."""
+class ClientSettings(ConnectionSettings):
+    """Settings of the client of one process. Times are in seconds."""
 
     concurrency: int = Field(16, ge=1)
     """Requests at a time, per reward actor. Raise it when the judge's queue is empty and steps wait for rewards."""
     batch: int = Field(16, ge=1, le=MAX_ITEMS)
     """Items per request; at most what the server takes."""
     backoff: float = Field(0.25, gt=0)
-    """Before the second try; doubles, with jitter, to ``backoff_max``. ``Retry-After`` counts when it is longer."""
+    """Seconds before the second try; they double, with jitter, up to ``backoff_max``. A longer ``Retry-After`` is honoured."""
     backoff_max: float = Field(15.0, gt=0)
     """Seconds between two tries at most. Lower it when a judge comes back quickly."""
     breaker_failures: int = Field(5, ge=1)
     """Failures in a row after which nothing is sent until the canary is judged right."""
     probe_interval: float = Field(2.0, gt=0)
-    """Between two canaries while the breaker is open."""
+    """Seconds between two canaries while the breaker is open."""
     canary: bool = True
     """Whether the canary's verdicts must be right; off only for judges whose verdicts are noise (tests of the path)."""
     cache_size: int = Field(100_000, ge=1)
@@ -57,7 +57,7 @@ class ClientSettings(Limits):
 
 @dataclass(eq=False)
 class _Question:
-    """A distinct item without a verdict, and how many wait for it. ``alone``: to be sent by itself."""
+    """A distinct item without a verdict, and the number of callers that wait for it. ``alone``: it is sent by itself."""
 
     item: JudgeItem
     key: str = ""
@@ -67,18 +67,18 @@ class _Question:
 
 
 class JudgeClient:
-    """For one event loop, though it may be made outside of it. ``fingerprint`` is the judge's, "" before its first answer."""
+    """The client for one event loop, outside of which it may be made. ``fingerprint`` is the judge's, "" before an answer."""
 
     def __init__(self, settings: ClientSettings, find: Find | None = None, known: Sequence[Labelled] | None = None) -> None:
-        """``known``: items that the judge must judge right to be well; those that are shipped unless given."""
+        """``known``: items that a judge in good health judges right; the shipped ones by default."""
         self.settings = settings
-        self.transport = Transport(settings, find)
-        self.canary = Canary(canary() if known is None else known, self.transport, settings.canary, self._hear)
+        self.connection = JudgeConnection(settings, find)
+        self.canary = Canary(canary() if known is None else known, self.connection, settings.canary, self._count)
         self.cache = VerdictCache(settings.cache_size, local_path(settings.cache_file) if settings.cache_file else None)
         self.breaker = Breaker(settings.breaker_failures, settings.probe_interval, self.canary.ask, self._note)
         self.fingerprint = ""
         self.fingerprints: list[str] = []
-        """Every judge that answered, in order of its first answer: more than one when it changed."""
+        """The fingerprints of all judges that answered, oldest first."""
         self.last_error: Exception | None = None
         self._questions: dict[str, _Question] = {}
         self._queue: deque[_Question] = deque()
@@ -86,9 +86,11 @@ class JudgeClient:
         self._introduction: asyncio.Task[None] | None = None
 
     async def judge(self, item: JudgeItem, patience: float) -> Result:
-        """The verdict, or after ``patience`` seconds why there is none. Raises ConfigError for an unusable key file only."""
+        """The verdict, or after ``patience`` seconds the reason why there is none. Raises ConfigError for an unusable key file."""
         deadline = asyncio.get_running_loop().time() + patience
-        await self._introduce(patience)
+        if not self.fingerprint and self.settings.cache_file:  # the keys of the cache need it
+            self._introduction = self._introduction or asyncio.create_task(self._introduce())
+            await asyncio.wait({self._introduction}, timeout=patience)
         if item.fresh:
             return await self._wait(self._ask(item), deadline)
         if (known := self.cache.get(cache_key(item, self.fingerprint))) is not None:
@@ -104,34 +106,27 @@ class JudgeClient:
         return await self._wait(question, deadline)
 
     async def version(self) -> JudgeVersion:
-        """What the judge says it is. Raises InfrastructureFailure."""
+        """The judge's own description. Raises InfrastructureFailure."""
         try:
-            return JudgeVersion.model_validate_json(await self.transport.get("/version"))
+            return JudgeVersion.model_validate_json(await self.connection.get("/version"))
         except ValidationError as error:
-            raise InfrastructureFailure(f"{self.transport.url}/version is not a judge's: {error}") from error
+            raise InfrastructureFailure(f"{self.connection.url}/version is not a judge's: {error}") from error
 
     async def close(self) -> None:
-        """End what is under way; whoever still waits gets no verdict."""
+        """End all requests; callers that still wait get no verdict."""
         tasks = [*self._senders, *([self._introduction] if self._introduction else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.breaker.close()
         await self.canary.close()
-        await self.transport.close()
+        await self.connection.close()
         self.cache.close()
 
     # Waiting -------------------------------------------------------------------------------------------------------
 
-    async def _introduce(self, patience: float) -> None:
-        """Once: learn the fingerprint, which the cache's keys need. A judge that does not answer now is asked later."""
-        if self.fingerprint or self.settings.cache_file == "":
-            return
-        if self._introduction is None:
-            self._introduction = asyncio.create_task(self._learn())
-        await asyncio.wait({self._introduction}, timeout=patience)
-
-    async def _learn(self) -> None:
+    async def _introduce(self) -> None:
+        """Ask for the fingerprint, once. A judge that does not answer now shows it with its first verdict."""
         try:
             self._met((await self.version()).fingerprint)
         except InfrastructureFailure as error:
@@ -162,13 +157,13 @@ class JudgeClient:
             question.waiters -= 1
             if not question.waiters and not question.future.done():
                 question.future.cancel()
-                self._forget(question)  # at once: who asks now must not be given the cancelled one
+                self._forget(question)  # at once: a new caller must not get the cancelled question
             WAITING.set(len(self._questions))
 
     def _none(self) -> JudgeUnscored:
         error = self.last_error
         late = error is None or (isinstance(error, Transient) and error.reason == "timeout")
-        reason = str(error) if error else f"{self.transport.url}: no verdict in time"
+        reason = str(error) if error else f"{self.connection.url}: no verdict in time"
         state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
         return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
 
@@ -185,7 +180,7 @@ class JudgeClient:
                     for question in _open(batch):
                         question.future.set_exception(error)
         finally:
-            self._senders.discard(task)  # at once: who asks next must see that a sender is free
+            self._senders.discard(task)  # at once: the next caller must see that a sender is free
 
     def _take(self) -> list[_Question]:
         batch: list[_Question] = []
@@ -198,10 +193,10 @@ class JudgeClient:
         return batch
 
     async def _send(self, batch: list[_Question]) -> None:
-        """Until each has a verdict, is refused, or nobody waits for it any more.
+        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more.
 
-        What fails twice in the same way is sent item by item. An item that fails by itself says nothing about the judge
-        while the canary is right, and has no verdict when that goes on.
+        A batch that fails twice in the same way is sent item by item. The failure of a single item is not the judge's while the
+        canary is right; after ENOUGH of them the item has no verdict.
         """
         tries, blamed, before = 0, 0, ""
         while batch:
@@ -227,7 +222,8 @@ class JudgeClient:
                 else:
                     self.breaker.failed(failure)
             if blamed >= ENOUGH:
-                return self._give_up(batch, f"a judge that is right about its canary fails on this item: {failure}")
+                reason = f"a judge that is right about its canary fails on this item: {failure}"
+                return _no_verdict(batch, NoVerdict.INVALID, reason)
             before = failure.reason
             pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
             await asyncio.sleep(max(failure.retry_after, pause * random.uniform(0.5, 1.0)))
@@ -235,40 +231,39 @@ class JudgeClient:
             batch = _open(again)
 
     async def _send_once(self, batch: list[_Question]) -> tuple[list[_Question], Transient | None]:
-        """Settle what gets a verdict; the others are to be asked again, because of the failure."""
+        """Send a batch once. Returns the questions without a result, and the failure because of which they are sent again."""
         if not batch:
             return [], None
         try:
-            results = await self.transport.judge([question.item for question in batch])
+            results = await self.connection.judge([question.item for question in batch])
         except Transient as error:
             return batch, error
-        self._hear(results)
+        self._count(results)
         again, failure = [], None
         for question, result in zip(batch, results, strict=True):
             if isinstance(result, JudgeUnscored) and result.kind is not NoVerdict.INVALID:
                 again.append(question)
                 reason = "timeout" if result.kind is NoVerdict.TIMEOUT else "unavailable"
-                failure = Transient(reason, f"{self.transport.url}: {result.reason}")
+                failure = Transient(reason, f"{self.connection.url}: {result.reason}")
             else:
                 self._settle(question, result)
         return again, failure
 
     def _refused(self, batch: list[_Question], error: JudgeRefused) -> None:
-        """One bad item spoils a batch: each by itself then. What is refused alone has no verdict."""
+        """Send the items one by one, since a bad one spoils a batch. An item that is refused alone has no verdict."""
         if len(batch) > 1 and error.status in (400, 413, 422):
             return self._one_by_one(batch)
-        for question in _open(batch):
-            question.future.set_result(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=str(error)[:1024]))
+        _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
 
     def _one_by_one(self, batch: list[_Question]) -> None:
-        """Back to the front of the queue, each to be sent by itself."""
+        """Put the questions back to the front of the queue, each to be sent alone."""
         for question in reversed(_open(batch)):
             question.alone = True
             self._queue.appendleft(question)
             self._more_senders()
 
     async def _its_own_doing(self, batch: list[_Question], failure: Transient) -> bool:
-        """Whether a request failed because of its only item: the judge is right about its canary at the same time."""
+        """Whether the only item of a request is the cause of its failure: the canary is judged right at the same time."""
         if len(batch) > 1 or not failure.perhaps_an_item:
             return False
         try:
@@ -277,17 +272,13 @@ class JudgeClient:
             return False
         return True
 
-    def _give_up(self, batch: list[_Question], reason: str) -> None:
-        for question in _open(batch):
-            question.future.set_result(JudgeUnscored(kind=NoVerdict.INVALID, reason=reason[:1024]))
-
     def _settle(self, question: _Question, result: Result) -> None:
         if isinstance(result, JudgeVerdict) and not question.item.fresh:
             self.cache.put(cache_key(question.item, result.fingerprint), result)
         for open_question in _open([question]):
             open_question.future.set_result(result)
 
-    def _hear(self, results: Sequence[Result]) -> None:
+    def _count(self, results: Sequence[Result]) -> None:
         for result in results:
             if isinstance(result, JudgeVerdict):
                 VERDICTS.labels(result.verdict, result.decided_by).inc()
@@ -296,13 +287,13 @@ class JudgeClient:
                 VERDICTS.labels(result.kind, "").inc()
 
     def _met(self, fingerprint: str) -> None:
-        """Report a judge that is another one than before: another model, rubric or version of the code."""
+        """Report a change of the judge: another model, rubric or version of the code."""
         if fingerprint not in self.fingerprints:
             if self.fingerprints:
                 CHANGES.inc()
                 logger.warning(
                     "the judge at %s changed in mid-run: its fingerprint was %s and is now %s; verdicts before and after "
-                    "may differ", self.transport.url, self.fingerprint, fingerprint,
+                    "may differ", self.connection.url, self.fingerprint, fingerprint,
                 )  # fmt: skip
             self.fingerprints.append(fingerprint)
         self.fingerprint = fingerprint
@@ -311,5 +302,11 @@ class JudgeClient:
         self.last_error = error
 
 
+def _no_verdict(batch: Sequence[_Question], kind: NoVerdict, reason: str) -> None:
+    for question in _open(batch):
+        question.future.set_result(JudgeUnscored(kind=kind, reason=reason[:1024]))
+
+
 def _open(questions: Sequence[_Question]) -> list[_Question]:
+    """The questions that callers still wait for."""
     return [question for question in questions if not question.future.done()]

@@ -1,4 +1,4 @@
-"""Where the judge is: a file on a shared file system that it writes when it starts, and how a client finds it."""
+"""Discovery of the judge: it writes its address to a file on a shared file system, and clients read that file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rayloop.core.files import trusted, write_whole
 from rayloop.core.threads import in_thread
 
 READ = 30.0
-"""Seconds that a shared file system may take to give a file."""
+"""Seconds within which a shared file system must return a file."""
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-"""What a file system says when it is in trouble itself: another try may work."""
+"""Errors of a file system that is in trouble itself: another try may work."""
 
 
 def checked_url(text: str) -> str:
-    """``http(s)://host[:port][/path]``. Raises ValueError."""
+    """``text``, if it is ``http(s)://host[:port][/path]``. Raises ValueError for any other."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() or not c.isprintable() for c in text):
         raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
@@ -32,12 +32,12 @@ def checked_url(text: str) -> str:
 
 
 class Address(SettingsModel):
-    """Where to ask, and the file that holds the bearer key ("" for none): never the key itself."""
+    """The judge's URL, and the file that holds the bearer key ("" for none); never the key itself."""
 
     url: str
     key_file: str = ""
     folder: str = Field("", exclude=True)
-    """Of the file that said so; a key elsewhere is sent only when the configuration names it. "": who said so is trusted."""
+    """The folder of the file with this address. A key outside of it is sent only when the configuration names the key file."""
 
     @field_validator("url")
     @classmethod
@@ -46,13 +46,15 @@ class Address(SettingsModel):
 
 
 Find = Callable[[], Awaitable[Address]]
-"""Finds the judge's present address; asked again when requests fail. Raises InfrastructureFailure when there is none now."""
+"""Returns the judge's present address, and is called again when requests fail. Raises InfrastructureFailure without one."""
 
 
 class FileDiscovery:
-    """The address in a JSON file, for judges outside of the run's cluster. Nobody else may have written it."""
+    """Reads the address from a JSON file that only its owner can write, for judges outside of the run's cluster."""
 
     class Settings(SettingsModel):
+        """The place of the file."""
+
         path: str = "runs/judge.json"
         """The file that the judge writes; on a file system that both see."""
 
@@ -72,20 +74,20 @@ class FileDiscovery:
 
 
 def announce(path: Path, address: Address) -> None:
-    """Write the judge's address for others to find. Atomic: a reader sees the old address or the new one."""
+    """Write the judge's address. A reader sees the old address or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, address.model_dump_json().encode(), mode=0o644)  # clients believe no file that others can write
 
 
 def withdraw(path: Path, address: Address) -> None:
-    """Remove the file when it still holds this address: a successor's stays."""
+    """Remove the file if it still holds this address; that of a later judge stays."""
     with suppress(OSError, ValidationError):  # gone, or no address any more
         if Address.model_validate_json(path.read_bytes()) == address:
             path.unlink()
 
 
 def read_key(path: str) -> str:
-    """The bearer key of a file that only its owner can read, "" for no file.
+    """The bearer key in a file that only its owner can read; "" for no file.
 
     Raises ConfigError, and InfrastructureFailure when the file system is in trouble.
     """
@@ -104,10 +106,10 @@ def read_key(path: str) -> str:
 
 
 def key_of(address: Address, named: str) -> str:
-    """The key for an address: of the file that the configuration has ``named``, else of the announced one.
+    """The key for an address, from the file that the configuration has ``named``, else from the announced file.
 
-    Raises ConfigError, and for a key outside of the announcement's folder: else whoever can write one file would be sent any
-    other one. InfrastructureFailure like ``read_key``.
+    Raises like ``read_key``, and ConfigError for an announced file outside of the announcement's folder: otherwise an account
+    that can write the announcement would receive the content of any other file.
     """
     if not named and address.key_file and address.folder:
         file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()

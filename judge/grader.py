@@ -1,4 +1,4 @@
-"""The two ways to judge: by rules alone, or by a model that is asked only what rules cannot decide."""
+"""The judge itself: rules first, then the cache, then a model, if there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -15,74 +16,81 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
 from rayloop.judge import prompt, verdict
 from rayloop.judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
-from rayloop.judge.backend import ChatModel
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import READ
 from rayloop.judge.rubric import Rubric
 from rayloop.judge.rules import decision as rules
 
 logger = logging.getLogger(__name__)
+NO_RULE = rules.Decision(False, "none", "no rule decides this; a model would have to")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A model's whole reply. ``probability`` is P(correct) at the verdict's token, None from an engine without log-probs."""
+
+    text: str
+    probability: float | None = None
+
+
+class ChatModel(Protocol):
+    """A model that gives verdicts. ``name`` and ``settings`` are part of the fingerprint."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What is known of the model behind the name now. Raises InfrastructureFailure when it does not answer."""
+        ...
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+        """The reply to chat messages (OpenAI's form), constrained to the JSON schema.
+
+        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long, and DataFailure when
+        it refuses these messages (too long for it, an image that it cannot read).
+        """
+        ...
 
 
 def fingerprint(
     label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
 ) -> str:
-    """Of all that a verdict depends on: backend, model and what is behind its name, sampling, rubrics, and the versions of rules,
-    prompt and reading of replies."""
+    """The digest of all that a verdict depends on: backend, model, its sampling and identity, rubrics, and the versions of the
+    rules, the prompt and the parser of replies."""
     code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": verdict.VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
 
 
-class RuleBackend:
-    """Rules alone, for machines without a model: what no rule decides is incorrect, and says so."""
-
-    label: BackendLabel = "rule"
-    model = ""
-
-    def __init__(self, rubrics: Mapping[str, Rubric]) -> None:
-        self.rubrics = rubrics
-        self.fingerprint = fingerprint(self.label, rubrics)
-
-    async def refresh(self) -> None:
-        """Rules are the code, which does not change while it runs."""
-
-    async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
-        return await asyncio.to_thread(lambda: [self._one(item) for item in items])
-
-    def _one(self, item: JudgeItem) -> Result:
-        try:
-            decision = decide(self.rubrics[item.rubric], item)
-            if decision.correct is None:
-                decision = rules.Decision(False, "none", "no rule decides this; a model would have to")
-            return as_verdict(decision, self.fingerprint, self.label)
-        except Exception as error:  # an item never fails its batch
-            return unscored(error, self.fingerprint, self.label)
-
-
 class Grader:
-    """Rules first, then the cache, then the model; the same question asked twice at once is asked once.
+    """Judges items by rules, and by ``model`` those that no rule decides. Without a model those are incorrect, with that reason.
 
-    A reply that is no verdict is UNSCORED invalid; the caller decides whether to ask again. Whatever goes wrong with an item
-    is that item's result, and never its batch's.
+    The cache is asked before the model, and a question that is asked twice at once reaches the model once. An item that fails has
+    an unscored result, and the other items of its batch have theirs. A reply that is no verdict is unscored as ``invalid``.
     """
 
     def __init__(
-        self, model: ChatModel, label: BackendLabel, rubrics: Mapping[str, Rubric], cache: VerdictCache | None = None
+        self,
+        rubrics: Mapping[str, Rubric],
+        model: ChatModel | None = None,
+        label: BackendLabel = "rule",
+        cache: VerdictCache | None = None,
     ) -> None:
-        self._chat, self.label, self.rubrics, self._cache = model, label, rubrics, cache
-        self.model = model.name
-        self.fingerprint = ""
-        """"" until the model has said what it is: nothing is judged before."""
+        self.rubrics, self.chat, self.label, self._cache = rubrics, model, label, cache
+        self.model = model.name if model else ""
+        self.fingerprint = "" if model else fingerprint(label, rubrics)
+        """Empty until the model has answered ``identity``: nothing is judged before."""
         self._asking: dict[str, asyncio.Task[Result]] = {}
 
     async def refresh(self) -> None:
-        identity = await self._chat.identity()
-        self.fingerprint = fingerprint(self.label, self.rubrics, self._chat, identity)
+        """Ask the model again for its identity, which may change. Raises InfrastructureFailure when it does not answer."""
+        if self.chat:
+            self.fingerprint = fingerprint(self.label, self.rubrics, self.chat, await self.chat.identity())
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
-        return await asyncio.gather(*(self._one(item) for item in items))
+        """One result for each item, in order. Their rubrics must exist."""
+        return await asyncio.gather(*map(self._one, items))
 
     async def _one(self, item: JudgeItem) -> Result:
         try:
@@ -90,33 +98,37 @@ class Grader:
                 await self.refresh()
             return await self._judged(self.rubrics[item.rubric], item)
         except Exception as error:
-            return unscored(error, self.fingerprint, self.label)
+            return self._unscored(error)
 
     async def _judged(self, rubric: Rubric, item: JudgeItem) -> Result:
-        if item.fresh:
-            return await self._ask(rubric, item)
+        if self.chat and item.fresh:
+            return await self._ask(self.chat, rubric, item)
         decision = await asyncio.to_thread(decide, rubric, item)
-        if decision.correct is not None:
-            return as_verdict(decision, self.fingerprint, self.label)
+        if not self.chat or decision.correct is not None:
+            return self._by_rule(NO_RULE if decision.correct is None else decision)
         key = cache_key(item, self.fingerprint)
         if self._cache is not None and (known := self._cache.get(key)) is not None:
             return known
         task = self._asking.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._remember(key, rubric, item))
+            task = self._asking[key] = asyncio.create_task(self._remember(self.chat, key, rubric, item))
             task.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _remember(self, key: str, rubric: Rubric, item: JudgeItem) -> Result:
-        """Outlives the request that began it: the verdict is there when the client asks again."""
-        result = await self._ask(rubric, item)
+    async def _remember(self, model: ChatModel, key: str, rubric: Rubric, item: JudgeItem) -> Result:
+        """Ask, in a task that outlives the request: the verdict is in the cache when the client asks again."""
+        result = await self._ask(model, rubric, item)
         if isinstance(result, JudgeVerdict) and self._cache is not None:
             self._cache.put(key, result)
         return result
 
-    async def _ask(self, rubric: Rubric, item: JudgeItem) -> Result:
+    async def _ask(self, model: ChatModel, rubric: Rubric, item: JudgeItem) -> Result:
         try:
-            reply = await self._chat.reply(await _messages(rubric, item), prompt.schema(rubric))
+            if item.images and rubric.sees_images:  # in a thread: a slow file system delays this item alone
+                asked = await in_thread(prompt.messages, rubric, item, timeout=READ)
+            else:
+                asked = prompt.messages(rubric, item)
+            reply = await model.reply(asked, prompt.schema(rubric))
             found = verdict.parse(reply.text, rubric.kind)
             probability = reply.probability if rubric.kind == "binary" else None
             return JudgeVerdict(
@@ -124,31 +136,30 @@ class Grader:
                 fingerprint=self.fingerprint, backend=self.label, decided_by="model",
             )  # fmt: skip
         except Exception as error:  # here too, since this may run in a task that outlives its request
-            return unscored(error, self.fingerprint, self.label)
+            return self._unscored(error)
 
+    def _by_rule(self, decision: rules.Decision) -> JudgeVerdict:
+        kind = VerdictKind.CORRECT if decision.correct else VerdictKind.INCORRECT
+        return JudgeVerdict(
+            verdict=kind, score=float(bool(decision.correct)), reason=f"{decision.rule}: {decision.reason}",
+            fingerprint=self.fingerprint, backend=self.label, decided_by="rules",
+        )  # fmt: skip
 
-async def _messages(rubric: Rubric, item: JudgeItem) -> Sequence[Mapping[str, Any]]:
-    """Images are read in a thread: a slow file system holds up this item and no other."""
-    if item.images and rubric.sees_images:
-        return await in_thread(prompt.messages, rubric, item, timeout=READ)
-    return prompt.messages(rubric, item)
-
-
-def unscored(error: Exception, fingerprint: str, label: BackendLabel) -> JudgeUnscored:
-    """Why an item has no verdict: invalid when a reply or a value cannot be read, else the judge's own failure."""
-    match error:
-        case DeadlineExceeded() | TimeoutError():
-            kind = NoVerdict.TIMEOUT
-        case verdict.InvalidVerdict() | ValidationError() | DataFailure():
-            kind = NoVerdict.INVALID
-        case _:
-            kind = NoVerdict.UNAVAILABLE
-    reason = str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
-    return JudgeUnscored(kind=kind, reason=reason, fingerprint=fingerprint, backend=label)
+    def _unscored(self, error: Exception) -> JudgeUnscored:
+        """Why an item has no verdict: ``invalid`` when a reply or a value cannot be read, else the judge's own failure."""
+        match error:
+            case DeadlineExceeded() | TimeoutError():
+                kind = NoVerdict.TIMEOUT
+            case verdict.InvalidVerdict() | ValidationError() | DataFailure():
+                kind = NoVerdict.INVALID
+            case _:
+                kind = NoVerdict.UNAVAILABLE
+        reason = str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
+        return JudgeUnscored(kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label)
 
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
-    """What rules alone say. A rule that raises has decided nothing."""
+    """The rules' decision on an item. A rule that raises is logged, and has decided nothing."""
     try:
         return rules.decide(
             item.reference, item.answer, question=item.question, tolerance=rubric.tolerance_for(item.source),
@@ -157,12 +168,3 @@ def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
     except Exception:
         logger.warning("a rule fails on %.200r against %.200r", item.answer, item.reference, exc_info=True)
         return rules.UNDECIDED
-
-
-def as_verdict(decision: rules.Decision, fingerprint: str, label: BackendLabel) -> JudgeVerdict:
-    """A decided rule's verdict."""
-    kind = VerdictKind.CORRECT if decision.correct else VerdictKind.INCORRECT
-    return JudgeVerdict(
-        verdict=kind, score=float(bool(decision.correct)), reason=f"{decision.rule}: {decision.reason}",
-        fingerprint=fingerprint, backend=label, decided_by="rules",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Items with the verdict that they deserve: the calibration set and the canary."""
+"""Items with a verdict that is known: the calibration set and the canary, both shipped in judge/data."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 
-from pydantic import ValidationError
-
-from rayloop.core.failures import DataFailure
-from rayloop.judge.api import JudgeItem, VerdictKind, Wire
+from rayloop.judge.api import JudgeItem, JudgeMessage, VerdictKind
 from rayloop.judge.rubric import Rubric
 
 CANARY_IMAGE = "canary:red_square.png"
 """The name of the shipped image that a canary shows; every judge has its own copy of the file."""
+_DATA = resources.files("rayloop.judge").joinpath("data")
 
 
 def canary_image() -> bytes:
-    return resources.files("rayloop.judge").joinpath("data", CANARY_IMAGE.removeprefix("canary:")).read_bytes()
+    """The bytes of the canary's image, a PNG file."""
+    return _DATA.joinpath(CANARY_IMAGE.removeprefix("canary:")).read_bytes()
 
 
-class Labelled(Wire):
-    """``attack``: the answer tries to be judged right without being so (then ``verdict`` is incorrect)."""
+class Labelled(JudgeMessage):
+    """An item and its right verdict. ``attack``: the answer is wrong and tries to be judged right."""
 
     id: str
     item: JudgeItem
     verdict: VerdictKind
     kind: str
-    """What is tested: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
+    """The class of the item: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
     attack: bool = False
 
     @property
@@ -42,9 +41,9 @@ def calibration() -> list[Labelled]:
 
 
 def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
-    """A few items, right and wrong ones, whose verdict nobody doubts, and which are put to the model itself.
+    """A few items, right and wrong ones, whose verdict is beyond doubt. The model itself judges them, not rules or caches.
 
-    For each of ``rubrics`` that sees there are some with an image: a model that cannot look fails them.
+    For each of ``rubrics`` that shows images there are some with an image: a model that cannot see fails them.
     """
     found = _shipped("canary.jsonl")
     for rubric in rubrics:
@@ -56,20 +55,10 @@ def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
 
 
 def _shipped(name: str) -> list[Labelled]:
-    return read_labelled(resources.files("rayloop.judge").joinpath("data", name).read_text(encoding="utf-8"), name)
-
-
-def read_labelled(text: str, name: str = "labelled items") -> list[Labelled]:
-    """One JSON object per line: id, source, question, reference, answer, verdict, kind, attack. Raises DataFailure."""
+    """One JSON object per line; its keys are those of the item beside those of Labelled."""
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            asked = {key: row.pop(key) for key in ("question", "reference", "answer", "source")}
-            item = JudgeItem.model_validate({**asked, "rubric": row.pop("rubric", "equivalence"), "fresh": row.pop("fresh", False)})
-            found.append(Labelled.model_validate({**row, "item": item}))
-        except (ValueError, ValidationError, KeyError, AttributeError) as error:
-            raise DataFailure(f"{name}:{number}", f"no labelled item: {error}") from error
+    for line in _DATA.joinpath(name).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        item = {key: row.pop(key) for key in JudgeItem.model_fields if key in row}
+        found.append(Labelled.model_validate({**row, "item": item}))
     return found

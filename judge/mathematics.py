@@ -1,7 +1,7 @@
-"""Whether two mathematical texts mean the same, by ``math-verify`` in a process of its own that can be killed.
+"""Whether two mathematical texts are equivalent, by ``math-verify`` in a process of its own that can be killed.
 
-Sympy may compute for hours on what a policy writes, and its own deadlines need signals of the main thread. So one child reads
-pairs and answers them; a pair that takes too long costs the child, and the next pair gets a new one.
+Sympy may compute for hours on a policy's text, and its own deadlines need signals of the main thread. So a child process reads
+pairs and answers them; it is killed when a pair takes too long, and the next pair starts a new one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 from math_verify import parse, verify
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
-    gold, said = json.loads(line)
+    gold, answer = json.loads(line)
     try:
-        found = bool(verify(*(parse(text, parsing_timeout=None) for text in (gold, said)), timeout_seconds=None))
+        found = bool(verify(*(parse(text, parsing_timeout=None) for text in (gold, answer)), timeout_seconds=None))
     except Exception:
         found = False
     print(json.dumps(found), flush=True)
@@ -69,6 +69,7 @@ class MathVerifier:
             return None if found is None else found == "true"
 
     def close(self) -> None:
+        """End the child process."""
         with self._lock:
             self._end()
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the judge's client. One client per process, so they are the process's own."""
+"""Prometheus metrics of the judge's client, in the process's registry: there is one client per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAITING = Gauge("judge_client_waiting", "Distinct questions without a verdict ye
 RETRIES = Counter("judge_client_retries", "Requests that will be made again, by cause.", ["reason"])
 BREAKER = Gauge("judge_client_breaker_state", "0 closed, 1 half open (the canary is being asked), 2 open.")
 CACHE_HITS = Counter("judge_client_cache_hits", "Verdicts that were known, or being asked for already.", ["kind"])
-VERDICTS = Counter("judge_client_verdicts", "Verdicts received, by what they say and who decided.", ["verdict", "decided_by"])
+VERDICTS = Counter("judge_client_verdicts", "Verdicts received, by kind and by rules or model.", ["verdict", "decided_by"])
 CANARY = Gauge("judge_client_canary_ok", "1 when the last canary was judged right, 0 when not.")
 CHANGES = Counter("judge_client_fingerprint_changes", "How often the judge was another one than before.")
 EXCLUDED = Counter("judge_excluded_samples", "Trajectories left without a reward by the judge's policy.", ["reason"])

@@ -1,4 +1,4 @@
-"""What the model is asked: instructions and examples first (shared prefix), then the item, the candidate fenced as data."""
+"""The prompt: instructions and examples first (a shared prefix), then the item, with the candidate fenced as data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rayloop.core.failures import InfrastructureFailure
 from rayloop.judge.api import JudgeItem
 from rayloop.judge.labelled import CANARY_IMAGE, canary_image
 from rayloop.judge.rubric import Example, Rubric
-from rayloop.judge.verdict import SCORES
+from rayloop.judge.verdict import FIELDS
 
 VERSION = 2
-"""In the judge's fingerprint. Raise it with every change of what a model is told; a test notices one."""
+"""Part of the judge's fingerprint. Raise it with every change of the prompt; a test fails otherwise."""
 _LONGEST = 80
-"""Characters of the longest special token that is looked for."""
+"""Characters of the longest special token that is removed."""
 _SPECIAL = re.compile(
     r"<[|｜][^<>]*[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>, <｜User｜>
     r"|<<\s*/?\s*SYS\s*>>"
@@ -37,11 +37,11 @@ _SPECIAL = re.compile(
     r"|unused\d+)\s*\])|\[\s*/?\s*INST\s*\]",
     re.IGNORECASE,
 )
-"""Chat templates' and vision tokens of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, Idefics,
-MiniMax and Seed families."""
+"""Tokens of chat templates and of images, of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder,
+Idefics, MiniMax and Seed families."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-"""File suffix -> kind of the images that a model is shown."""
+"""File suffix -> image type, of the images that a model may be shown."""
 
 
 def sanitise(text: str, limit: int) -> str:
@@ -68,17 +68,17 @@ def sanitise(text: str, limit: int) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """``sanitise`` that says so where it had to leave out the rest."""
+    """``sanitise``, with a note at the end when the text was cut."""
     clean = sanitise(text, len(text))
     return clean if len(clean) <= limit else f"{clean[:limit]} [the text goes on: {len(clean) - limit} more characters]"
 
 
 def schema(rubric: Rubric) -> dict[str, Any]:
     """The JSON schema of the reply; the reason comes before the verdict."""
-    name, values = ("verdict", ["correct", "incorrect"]) if rubric.kind == "binary" else ("score", list(SCORES))
+    name, values = FIELDS[rubric.kind]
     return {
         "type": "object",
-        "properties": {"reason": {"type": "string", "maxLength": 200}, name: {"enum": values}},
+        "properties": {"reason": {"type": "string", "maxLength": 200}, name: {"enum": list(values)}},
         "required": ["reason", name],
         "additionalProperties": False,
     }
@@ -87,7 +87,7 @@ def schema(rubric: Rubric) -> dict[str, Any]:
 def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
     """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given.
 
-    Raises InfrastructureFailure for an image that cannot be read. Whether it is one, and may be, the server has checked.
+    Raises InfrastructureFailure for an image that cannot be read. The server has checked its type and its place.
     """
     form = '{"reason": "...", "verdict": "correct"}' if rubric.kind == "binary" else '{"reason": "...", "score": 0.5}'
     task = f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"
@@ -117,7 +117,7 @@ def _reply(example: Example) -> str:
 
 
 def _image(path: str) -> Mapping[str, Any]:
-    """The file itself, so that nobody fetches anything."""
+    """The image as a ``data:`` URL."""
     if path == CANARY_IMAGE:
         data = base64.b64encode(canary_image()).decode()
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}

@@ -1,4 +1,4 @@
-"""The judge as a reward source: a verdict for every trajectory, or the stated policy. Never a zero for a judge that failed."""
+"""The judge as a reward source: the verdict on every trajectory, or the configured policy. A failed judge is never a zero."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from rayloop.judge.answers import How, extract
 from rayloop.judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from rayloop.judge.calibrate import DriftWatch
 from rayloop.judge.client import ClientSettings, JudgeClient
-from rayloop.judge.contract import Contract
 from rayloop.judge.grader import decide
 from rayloop.judge.labelled import canary
 from rayloop.judge.metrics import EXCLUDED
@@ -36,47 +35,50 @@ _KINDS = {
     NoVerdict.TIMEOUT: UnscoredKind.TIMEOUT,
 }
 _SHARE = 0.9
-"""Of the time for scoring; the rest is for the answer's way back."""
+"""The share of the time for scoring that may pass without a verdict."""
 
 
 class JudgeReward:
-    """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable`` when there is none.
+    """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable`` when there is no answer.
 
     Components: ``correct`` and ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer
-    that made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than this process's first.
+    that made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than the first of this process.
     """
 
     infrastructure = True
 
     class Settings(SettingsModel):
+        """Which judge pays which answers, and the policy when it does not."""
+
         judge: ClientSettings = ClientSettings()
+        """The judge's address, and how the client asks it."""
         rubric: str = "equivalence"
         """The name of a file in ``rubrics``. One with ``sees_images`` is sent the paths of the task's images."""
         rubrics: str = ""
         """A folder in place of judge/rubrics; the judge's own setting of this name must hold the same files."""
         answer: How = "tagged_box"
-        """Where the answer stands in the last turn. tag: what the last ``<answer>...</answer>`` holds. box: what the last
-        ``\\boxed{...}`` holds. tagged_box: a box inside that answer block, or the block's text when it has no box; without a block
-        there is no answer, and a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose what the prompt
-        asks for."""
+        """The place of the answer in the last turn. tag: the last ``<answer>...</answer>``. box: the last
+        ``\\boxed{...}``. tagged_box: a box inside that answer block, or the block's text when it has no box; without a block
+        there is no answer, and a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose the one
+        that the prompt asks for."""
         rules_first: bool = True
-        """Let rules decide here what they can (exact, option, number, set): the judge is asked only the rest."""
+        """Whether rules decide what they can in the run's own process; the judge is asked only the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
         """No verdict: wait for nine tenths of ``reward.timeout`` and then end the run; or after ``patience`` exclude the
         trajectory, or end the run."""
         patience: float = Field(60.0, gt=0)
         """Seconds that ``exclude`` and ``stop`` wait for a verdict; at most nine tenths of ``reward.timeout``."""
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
-        """Of the last ``window`` trajectories; when more are excluded the run ends."""
+        """The share of the last ``window`` trajectories that may be excluded; the run ends beyond it."""
         window: int = Field(256, ge=1)
-        """Trajectories that ``max_excluded_fraction`` looks back upon. Raise it for large steps."""
+        """The number of trajectories for ``max_excluded_fraction``. Raise it for large steps."""
         on_invalid: Literal["exclude", "fail"] = "exclude"
         """An answer that twice makes a judge in good health reply with something else than a verdict: excluded, within
         ``max_excluded_fraction``. ``fail`` pays it 0: only for a judge whose every failure you are sure is the answer's."""
         accept: tuple[BackendLabel, ...] = Field(("openai", "vllm"), min_length=1)
         """The judge's backends that may pay. ``rule`` must be named: it calls incorrect whatever no rule decides."""
         fingerprint: str = ""
-        """What ``judge check`` prints of the only judge that may pay; "" for any. Set it to keep a run from going on with
+        """The fingerprint (``judge check`` prints it) of the only judge that may pay; "" for any. With it a run never goes on with
         another model, rubric or version of the rules."""
         metrics_port: int = Field(0, ge=0, le=65535)
         """Port of this machine's loopback where the reward actor serves the client's Prometheus metrics; 0 for none."""
@@ -93,7 +95,9 @@ class JudgeReward:
             raise ConfigError(f"rubric: {settings.rubric!r} is not in {folder}, which holds {', '.join(rubrics)}")
         self._rubric = rubrics[settings.rubric]
         self._excluded: deque[bool] = deque(maxlen=settings.window)
-        self._contract = Contract(settings.accept, settings.fingerprint, self._rubric)
+        self._known_rubrics: set[str] = set()
+        """Fingerprints of judges that have the same rubric as this process."""
+        self._asking = asyncio.Lock()
         self.client = JudgeClient(settings.judge, known=canary([self._rubric]))
         if settings.metrics_port:
             _serve_metrics(settings.metrics_port)
@@ -102,8 +106,10 @@ class JudgeReward:
         self._checking: asyncio.Task[float | None] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises RewardLost when the policy is to end the run, ConfigError for an unusable key file, DataFailure for a task
-        without question or reference, or whose images are no files.
+        """The outcome of a trajectory.
+
+        Raises RewardLost when the configured policy ends the run, ConfigError for an unusable key file or another judge than
+        configured, DataFailure for a task without question or reference, or whose images are no files.
         """
         answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
         if answer is None:
@@ -114,10 +120,10 @@ class JudgeReward:
     async def grade(
         self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...] = ()
     ) -> Outcome:
-        """The outcome of one answer, within ``timeout`` seconds. For rewards that are made of a verdict and more.
+        """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more.
 
-        ``images``: absolute paths, for a rubric that sees them. Raises RewardLost, ConfigError. What nobody foresaw leaves the
-        trajectory without a reward, within ``max_excluded_fraction``.
+        ``images``: absolute paths, for a rubric with ``sees_images``. Raises RewardLost, ConfigError. An unexpected exception
+        leaves the trajectory without a reward, within ``max_excluded_fraction``.
         """
         try:
             return await self._grade(question, reference, answer, source, timeout, images)
@@ -153,10 +159,10 @@ class JudgeReward:
         raise RewardLost(f"the judge gave no verdict (on_unavailable: {policy}, {patience:.0f} s): {result.reason}")
 
     async def _ask(self, item: JudgeItem, deadline: float) -> Result:
-        """Twice when the reply is no verdict. That is the answer's doing only while the canary is judged right."""
+        """Ask, and a second time when the reply is no verdict. The answer is the cause only while the canary is judged right."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
-            result = await self._held(await self.client.judge(item, max(deadline - loop.time(), 0.0)), deadline)
+            result = await self._accepted(await self.client.judge(item, max(deadline - loop.time(), 0.0)), deadline)
             if isinstance(result, JudgeVerdict) or result.kind is not NoVerdict.INVALID:
                 return result
         try:
@@ -167,13 +173,18 @@ class JudgeReward:
             return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
         return result
 
-    async def _held(self, result: Result, deadline: float) -> Result:
-        """A verdict of a judge that this run accepts, or why it has none. Raises ConfigError for another judge."""
+    async def _accepted(self, result: Result, deadline: float) -> Result:
+        """The result, if its judge may pay; a reason why there is none while that cannot be found out.
+
+        Raises ConfigError for another judge than configured.
+        """
+        if not isinstance(result, JudgeVerdict):
+            return result
         pause = self.settings.judge.backoff
-        while isinstance(result, JudgeVerdict):
+        while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._contract.hold(self.client, result)
+                    await self._check(result)
                 break
             except (InfrastructureFailure, TimeoutError) as error:
                 if asyncio.get_running_loop().time() + pause > deadline:
@@ -181,12 +192,40 @@ class JudgeReward:
                     return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024])
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self.settings.judge.backoff_max)
-        if isinstance(result, JudgeVerdict) and self._rubric.kind == "binary" and result.score not in (0, 1):
+        if self._rubric.kind == "binary" and result.score not in (0, 1):
             return JudgeUnscored(kind=NoVerdict.INVALID, reason=f"the score {result.score:g} of a yes/no rubric")
         return result
 
+    async def _check(self, verdict: JudgeVerdict) -> None:
+        """Raises ConfigError for a verdict of another backend, judge or rubric than configured.
+
+        The judge is asked once per fingerprint for its rubric; raises InfrastructureFailure while it does not answer.
+        """
+        url, accept, wanted = self.client.connection.url, self.settings.accept, self.settings.fingerprint
+        if verdict.backend not in accept:
+            raise ConfigError(
+                f"the judge at {url} has the backend {verdict.backend}, and this run accepts {', '.join(accept)}. Serve one "
+                f"with a model, or add {verdict.backend} to accept: the backend rule calls incorrect whatever no rule decides"
+            )
+        if wanted and verdict.fingerprint != wanted:
+            raise ConfigError(
+                f"the judge at {url} is {verdict.fingerprint}, and this run accepts {wanted} only (fingerprint). "
+                "`judge check` prints a judge's"
+            )
+        async with self._asking:
+            if verdict.fingerprint in self._known_rubrics:
+                return
+            name, ours = self._rubric.name, self._rubric.digest
+            theirs = (await self.client.version()).rubrics.get(name, "missing")
+            if theirs != ours:
+                raise ConfigError(
+                    f"the rubric {name} is {ours} here and {theirs} at {url}. Give both the same files: rubrics of the reward's "
+                    "settings and of the judge's, and the same version of rayloop"
+                )
+            self._known_rubrics.add(verdict.fingerprint)
+
     def _watch_drift(self) -> None:
-        """Start a check in the background when one is due; one at a time."""
+        """Start a check of the drift in the background when one is due; one at a time."""
         due = self.settings.drift_every and self._graded % self.settings.drift_every == 0
         self._graded += 1
         if due and (self._checking is None or self._checking.done()):
@@ -210,13 +249,13 @@ class JudgeReward:
 
 
 def _report(checking: asyncio.Task[float | None]) -> None:
-    """Nobody awaits a drift check: what it raises would be lost."""
+    """Log the exception of a drift check, which nobody awaits."""
     if not checking.cancelled() and (error := checking.exception()) is not None:
         logger.warning("the judge's drift could not be checked: %s: %s", type(error).__name__, error)
 
 
 def _serve_metrics(port: int) -> None:
-    """The first process of a machine gets the port; others go without and say so."""
+    """Serve the metrics on loopback. The first process of a machine gets the port; the others log that they have none."""
     try:
         start_http_server(port, addr="127.0.0.1")
     except OSError as error:

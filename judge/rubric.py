@@ -1,4 +1,4 @@
-"""Rubrics: what a judge is told and shown, one versioned YAML file each (judge/rubrics)."""
+"""Rubrics: the judge's instructions and examples, one versioned YAML file each (judge/rubrics)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Example(SettingsModel):
 
 
 class Rubric(SettingsModel):
-    """``binary``: correct or incorrect; ``scored``: one of SCORES."""
+    """Instructions and examples. The verdicts of ``binary`` are correct or incorrect, those of ``scored`` one of SCORES."""
 
     name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
-    """That of the file."""
+    """The name of the file without its suffix."""
     version: int = Field(ge=1)
     """Raise it with every change of meaning."""
     kind: Literal["binary", "scored"]
@@ -46,7 +46,7 @@ class Rubric(SettingsModel):
     tolerance: float = Field(0.0, ge=0)
     """Relative, for numbers that a rule compares; 0 compares exactly. Raise it only where answers are read off a scale."""
     tolerances: dict[str, float] = {}
-    """The same for single data sources, by a whole word of the source's name; never for counts, years and codes."""
+    """Tolerances of single data sources, by a whole word of the source's name; never for counts, years and codes."""
     formulas: list[str] = []
     """Sets of examples whose answers are formulas: the case of a letter counts there."""
     sources: dict[str, list[str]] = {}
@@ -78,12 +78,12 @@ class Rubric(SettingsModel):
         return next((value for word, value in self.tolerances.items() if _words(word) in name), self.tolerance)
 
     def is_formula(self, source: str) -> bool:
-        """Whether answers of a data source are formulas."""
+        """Whether the answers of a data source are formulas."""
         return self.family(source) in self.formulas
 
     @cached_property
     def digest(self) -> str:
-        """The version and a hash of all that the model is told: a change without a new version shows as well."""
+        """The version and a hash of the whole rubric, which shows a change without a new version."""
         return f"{self.version}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]}"
 
 
@@ -93,7 +93,7 @@ def _words(name: str) -> str:
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
-    """Every rubric of a folder by name. Raises ConfigError for a file that is none."""
+    """Every rubric of a folder, by name. Raises ConfigError for an invalid file and for a folder without rubrics."""
     rubrics = {}
     for path in sorted(folder.glob("*.yaml")):
         try:

@@ -1,4 +1,4 @@
-"""One HTTP request to the judge: where to send it, with which key and time limits, and what its answer means."""
+"""HTTP requests to the judge: its address and key, time limits, and the meaning of its answers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
 from rayloop.judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
 
 LONGEST_WAIT = 5.0
-"""Seconds of ``Retry-After`` that are believed: who waits keeps others from asking, and the judge may be well much earlier."""
+"""The most seconds of ``Retry-After`` that are honoured: the judge may be well much earlier."""
 PASSING = (404, 408, 425, 429)
-"""Statuses below 500 that pass. 404 is what Ray Serve answers while the application is not there yet."""
+"""Statuses below 500 that are retried. Ray Serve answers 404 while the application is not there yet."""
 
 
-class Limits(SettingsModel):
-    """How to reach the judge, and how long one request may take, in seconds."""
+class ConnectionSettings(SettingsModel):
+    """The judge's address and key, and the time limits of one request in seconds."""
 
     url: str = "auto"
     """``http://host:port`` of the judge, or ``auto``: ``discovery`` finds it."""
@@ -37,9 +37,9 @@ class Limits(SettingsModel):
     connect_timeout: float = Field(5.0, gt=0)
     """Seconds for the connection alone. Raise it for a judge that is far away."""
     read_timeout: float = Field(120.0, gt=0)
-    """Without a byte of the answer. A batch on a busy judge waits in its queue."""
+    """Seconds without a byte of the answer. A batch waits in the queue of a busy judge."""
     request_timeout: float = Field(180.0, gt=0)
-    """For a whole request, finding the judge included."""
+    """Seconds for a whole request, including discovery."""
 
     @field_validator("url")
     @classmethod
@@ -48,7 +48,7 @@ class Limits(SettingsModel):
 
 
 class Transient(InfrastructureFailure):
-    """A request that failed in a way that passes. ``reason`` labels the metric; ``retry_after`` in seconds."""
+    """A request that failed and may be retried. ``reason`` labels the metric; ``retry_after`` is in seconds."""
 
     def __init__(self, reason: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -56,22 +56,22 @@ class Transient(InfrastructureFailure):
 
     @property
     def perhaps_an_item(self) -> bool:
-        """Whether a single item could be why: the judge answered, with an error, nonsense, or nothing for this item."""
+        """Whether a single item can be the cause: the judge answered with an error, with nonsense, or not for this item."""
         return self.reason in ("unavailable", "bad_body") or self.reason.startswith("5")
 
 
 class JudgeRefused(InfrastructureFailure):
-    """A request that fails the same way each time: no or wrong key, malformed, too large, not a judge."""
+    """A request that would fail again: no or wrong key, malformed, too large, or the server is no judge."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status, self.reason = status, f"refused_{status}"
 
 
-class Transport:
-    """Not for several event loops. Proxies from the environment are not used: the judge is one of our own processes."""
+class JudgeConnection:
+    """Requests to one judge, from one event loop. Proxies of the environment are not used: the judge is our own process."""
 
-    def __init__(self, limits: Limits, find: Find | None = None) -> None:
+    def __init__(self, limits: ConnectionSettings, find: Find | None = None) -> None:
         self.limits = limits
         self.url = limits.url.rstrip("/")  # "auto" until it is found
         self._find: Find | None = (find or limits.discovery.build()) if limits.url == "auto" else None
@@ -84,7 +84,7 @@ class Transport:
         )
 
     async def judge(self, items: Sequence[JudgeItem]) -> list[Result]:
-        """One result for each item. Raises Transient, Refused; ConfigError for a key file that is unusable."""
+        """One result for each item. Raises Transient, JudgeRefused; ConfigError for a key file that is unusable."""
         began = time.perf_counter()
         with IN_FLIGHT.track_inprogress():
             try:
@@ -103,6 +103,7 @@ class Transport:
         return await self._request("GET", path, None)
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def _request(self, method: str, path: str, content: str | None) -> bytes:
@@ -116,7 +117,7 @@ class Transport:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = "connect" if isinstance(error, httpx.ConnectError) else "transport"
             raise Transient(reason, f"{self.url}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # whatever it is, no answer of the policy's is to blame
+        except Exception as error:  # whatever it is, the policy's answer is not the cause
             raise Transient("unexpected", f"{self.url}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response.content
@@ -126,7 +127,7 @@ class Transport:
         raise JudgeRefused(response.status_code, message)
 
     async def _answer(self, method: str, path: str, content: str | None) -> httpx.Response:
-        """A judge that does not know our key may have a new one: address and key are read once more, and tried if they changed."""
+        """The answer. After a 401 or 403 address and key are read once more, and tried if they changed: the judge may be new."""
         await self._locate()
         response = await self._send(method, path, content)
         if response.status_code in (401, 403):
@@ -141,7 +142,7 @@ class Transport:
         return await self._http.request(method, self.url + path, content=content, headers=headers)
 
     async def _locate(self) -> None:
-        """Address and key, or neither: nothing is sent to a judge whose key could not be read."""
+        """Find address and key, or neither: nothing is sent to a judge whose key cannot be read."""
         if self._address is not None:
             return
         try:
@@ -154,7 +155,7 @@ class Transport:
 
 
 def retry_after(header: str) -> float:
-    """Seconds from now that a ``Retry-After`` header asks for: a number or a date; 0 when there is none, at most LONGEST_WAIT."""
+    """The seconds from now in a ``Retry-After`` header, a number or a date; 0 without one, at most LONGEST_WAIT."""
     if not header:
         return 0.0
     try:
@@ -168,7 +169,7 @@ def retry_after(header: str) -> float:
 
 
 def _results(body: bytes, count: int, url: str) -> list[Result]:
-    """Each result by itself: one that is no verdict is Unscored invalid. Raises Transient when the body is no response."""
+    """The results of a body; one that is no verdict is unscored as invalid. Raises Transient when the body is no response."""
     try:
         raw = json.loads(body)["results"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What the HTTP of all applications has in common: the key, sizes, parts of a message, and one form of error (OpenAI's)."""
+"""HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form of error (OpenAI's)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import hmac
 import inspect
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.metadata import version
 from typing import Any, Literal, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -22,62 +25,99 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureF
 logger = logging.getLogger(__name__)
 
 OPEN = ("/healthz", "/openapi.json")
-"""What is answered without a key: that the process lives, and what it could be asked."""
+"""Paths that are answered without a key: whether the process lives, and the OpenAPI document."""
 RETRY_AFTER = 1
 """Seconds that a client should wait after a 503."""
 
 
 class BodyLimits(Protocol):
-    """Of one request's body: its ``bytes``, and the seconds within which it must be there."""
+    """Limits of one request's body: ``bytes``, and the seconds within which all of it must arrive."""
 
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """The most bytes."""
+        ...
+
     @property
-    def body_seconds(self) -> float: ...
+    def body_seconds(self) -> float:
+        """The most seconds."""
+        ...
+
+
+class Service(Protocol):
+    """The part of an application behind its routes."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """What must be entered before the first request and left after the last one."""
+        ...
+
+    def failing(self) -> dict[str, str]:
+        """Each condition that fails, and why; empty when the replica is ready. Must return at once."""
+        ...
+
+    def scrape(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        ...
 
 
 class Problem(BaseModel):
+    """One error in OpenAI's form."""
+
     message: str
     type: str
     code: str
 
 
 class ErrorBody(BaseModel):
-    """Every error's body."""
+    """The body of every error."""
 
     error: Problem
 
 
 class Health(BaseModel):
+    """The body of ``GET /healthz``."""
+
     status: Literal["alive"] = "alive"
 
 
+class Readiness(BaseModel):
+    """The body of ``GET /readyz``. ``failing``: each condition that fails, and why."""
+
+    ready: bool
+    failing: dict[str, str]
+
+
 class TextPart(BaseModel):
+    """A text within a message."""
+
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str = Field(max_length=65_536)
 
 
 class ImageData(BaseModel):
+    """An image as a ``data:`` URL; nothing is fetched."""
+
     model_config = ConfigDict(extra="forbid")
     url: str = Field(pattern=r"^data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$")
-    """The image itself: nothing is fetched."""
 
 
 class ImagePart(BaseModel):
+    """An image within a message."""
+
     model_config = ConfigDict(extra="forbid")
     type: Literal["image_url"]
     image_url: ImageData
 
 
 class Guard:
-    """In front of everything: the key, the body's size and time, and one form of error for what nobody foresaw.
+    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception with a 503.
 
-    A body is read before the application is called, and never for an open path: without a key nobody can occupy a replica.
+    It reads a body before the application is called, and never for an open path: a client without a key cannot occupy a replica.
     """
 
     def __init__(self, app: ASGIApp, key: str, limits: BodyLimits, who: str) -> None:
-        """``key`` "" admits everybody; ``who`` is what errors call the application ("the judge")."""
+        """``key`` "" admits everybody; ``who`` names the application in errors ("the judge")."""
         self._app, self._key, self._limits, self._who = app, key.encode(), limits, who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +132,7 @@ class Guard:
             await self._answered(scope, body, receive, send)
 
     async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """By the application, or with a 503 when it raises."""
+        """Answer by the application, or with a 503 when it raises."""
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         begun = False
 
@@ -155,7 +195,7 @@ def problem(status: int, code: str, message: str) -> Response:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: what these statuses mean."""
+    """The meaning of these statuses, for the OpenAPI document."""
     meanings = {
         400: "The body is no JSON, or not what is expected.", 401: "No key was shown.", 403: "The key is wrong.",
         413: "The body is too large.",
@@ -167,34 +207,65 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 KEY = [Depends(HTTPBearer(auto_error=False))]
-"""Says in the OpenAPI document what Guard enforces."""
+"""Shows in the OpenAPI document that a route needs the key, which Guard checks."""
 
 
-def add_errors(app: FastAPI, invalid: int = 422) -> None:
-    """Answers for what routes raise; ``invalid`` is the status of a request that is not what is expected."""
+def application(title: str, service: Service, key: str, limits: BodyLimits, who: str, invalid: int = 422) -> FastAPI:
+    """An application with Guard, errors and the routes for health and metrics. ``key`` "" admits everybody."""
 
-    @app.exception_handler(RequestValidationError)
-    async def refused(request: Request, error: RequestValidationError) -> Response:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-        return problem(invalid, "invalid", found)
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
+    app = FastAPI(title=title, version=version("rayloop"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, key=key, limits=limits, who=who)
+    _add_errors(app, invalid)
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Names the condition that fails."}}
+
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        return Health()
+
+    @app.get("/readyz", responses=documented(401, 403) | not_ready, response_model=Readiness, dependencies=KEY)
+    async def readyz(response: Response) -> Readiness:
+        failing = service.failing()
+        response.status_code = 503 if failing else 200
+        return Readiness(ready=not failing, failing=failing)
+
+    @app.get("/metrics", responses=documented(401, 403), response_class=Response, dependencies=KEY)
+    async def metrics() -> Response:
+        return Response(service.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _add_errors(app: FastAPI, invalid: int) -> None:
+    """Answers to exceptions of routes; ``invalid`` is the status of a malformed request."""
+
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
+
+    async def refused(request: Request, error: HTTPException) -> Response:
         answer = problem(error.status_code, "refused", str(error.detail))
         answer.headers.update(error.headers or {})
         return answer
 
-    @app.exception_handler(DataFailure)
-    async def data(request: Request, error: DataFailure) -> Response:
+    async def bad_data(request: Request, error: DataFailure) -> Response:
         return problem(invalid, "invalid", str(error))
 
-    @app.exception_handler(InfrastructureFailure)
     async def unavailable(request: Request, error: InfrastructureFailure) -> Response:
         code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
         return problem(503, code, f"{type(error).__name__}: {error}")
 
+    handlers = {
+        RequestValidationError: malformed, HTTPException: refused, DataFailure: bad_data, InfrastructureFailure: unavailable,
+    }  # fmt: skip
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)  # type: ignore[arg-type] # each handler takes its own kind of exception
+
 
 def backpressure() -> dict[str, Any]:
-    """Serve's own 503, beyond ``queued``, says when to come back like ours; before Ray 2.60 it cannot."""
+    """Options with which Serve's own 503, beyond ``queued``, has a ``Retry-After`` like ours; none before Ray 2.60."""
     known = "backpressure_config" in inspect.signature(serve.deployment).parameters
     return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}

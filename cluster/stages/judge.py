@@ -1,4 +1,4 @@
-"""Serving the judge: start Ray Serve, run the application, tell clients where it is, and end it when a signal comes."""
+"""Serving the judge: start Ray Serve, run the application, announce its address, and end it at a signal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayloop.cluster.roles.session import session
 from rayloop.cluster.stages.serving import begin, deploy, end, room, url, watch
 from rayloop.core.signals import handling
 from rayloop.judge.discovery import Address, announce, withdraw
-from rayloop.serve_apps.judge.address import publish, unclaimed
+from rayloop.serve_apps.judge.address import announce_in_ray, unclaimed
 from rayloop.serve_apps.judge.app import app, gpus
 from rayloop.serve_apps.judge.settings import ServeFile
 
@@ -49,8 +49,8 @@ def serve(file: ServeFile, address: str | None, temporary: str | None, announced
 
 @contextmanager
 def _findable(place: Address, name: str, announced: Path) -> Iterator[None]:
-    """In the file and, for runs in the same Ray cluster, as a named actor."""
-    actor = publish(name, place)
+    """Announce the address in the file and, for runs in the same Ray cluster, in a named actor, while the block runs."""
+    actor = announce_in_ray(name, place)
     announce(announced, place)
     try:
         yield
@@ -61,7 +61,7 @@ def _findable(place: Address, name: str, announced: Path) -> Iterator[None]:
 
 
 def logs(announced: Path) -> Path:
-    """Where a private cluster's output is kept."""
+    """The folder for a private cluster's output, made if it is missing."""
     folder = announced.parent / "judge-logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

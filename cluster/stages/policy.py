@@ -22,14 +22,14 @@ from rayloop.run.config import RunConfig
 from rayloop.run.place import run_of
 from rayloop.serve_apps.http_options import HttpOptions
 from rayloop.serve_apps.policy.app import app
-from rayloop.serve_apps.policy.settings import PolicyLimits, PolicySettings
+from rayloop.serve_apps.policy.settings import PolicyEndpointSettings, PolicyLimits
 
 ANSWER = 60.0
-"""Seconds within which the run's driver must tell its configuration; it is asked once."""
+"""Seconds within which the run's driver must return its configuration; it is asked once."""
 
 
 class Application(NamedTuple):
-    """As Serve knows it."""
+    """The application's name in Serve, and its root."""
 
     name: str
     route_prefix: str = "/"
@@ -39,8 +39,9 @@ def serve(
     address: str, namespace: str, name: str, http: HttpOptions, limits: PolicyLimits, key_file: Path | None,
     announced: Path, alive: Callable[[], bool],
 ) -> int:  # fmt: skip
-    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal comes, or the run is
-    no more ``alive``. Returns 0.
+    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal or the run's end.
+
+    Returns 0. ``alive`` returns whether the run lives.
 
     Raises ConfigError when there is no such run or no room for another application, ServeFailed.
     """
@@ -69,10 +70,10 @@ def serve(
     return 0
 
 
-def settings(config: RunConfig, namespace: str, limits: PolicyLimits, key_file: Path | None) -> PolicySettings:
-    """What the endpoint must know of a run, so that its tokens are those of the run's episodes."""
+def settings(config: RunConfig, namespace: str, limits: PolicyLimits, key_file: Path | None) -> PolicyEndpointSettings:
+    """The endpoint's settings from a run's configuration, with which its tokens are those of the run's episodes."""
     sampling, episode = config.rollout.sampling, config.environment.episode
-    return PolicySettings(
+    return PolicyEndpointSettings(
         run=config.name, namespace=namespace, model=config.model, temperature=sampling.temperature,
         max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, tokens=episode.max_tokens, images=episode.max_images,
         key_file=None if key_file is None else str(key_file.resolve()), insecure=key_file is None, limits=limits,
@@ -89,7 +90,7 @@ def _watch(name: str, alive: Callable[[], bool]) -> None:
 
 
 def _config(namespace: str) -> RunConfig:
-    """Of the run in ``namespace``, from its driver. Raises ConfigError when there is none."""
+    """The configuration of the run in ``namespace``, from its driver. Raises ConfigError when no driver answers."""
     names = [name for found, name in _actors() if found == namespace and name.startswith("driver-")]
     for name in names:
         with suppress(ValueError, RayError, TimeoutError):
@@ -117,7 +118,7 @@ def _actors() -> list[tuple[str, str]]:
 
 @contextmanager
 def _announced(file: Path, place: str, key_file: Path | None) -> Iterator[None]:
-    """In a file for clients: the base URL, and where the key is."""
+    """Announce the base URL and the key file to clients in ``file``, while the block runs."""
     key = "" if key_file is None else str(key_file.resolve())
     write_whole(file, json.dumps({"url": f"{place}/v1", "key_file": key}).encode(), mode=0o644, durable=False)
     try:

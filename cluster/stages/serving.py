@@ -1,4 +1,4 @@
-"""What serving has in common, whatever is served: room in a cluster's Ray Serve, its start, its end, and a watch over it."""
+"""Serving an application: room in a cluster's Ray Serve, its start, its end, and a watch over it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayloop.serve_apps.http_options import LOOPBACK
 
 POLL = 1.0
 ASKED = 5.0
-"""Seconds for one look at Serve's status; Ray itself would wait a minute for a cluster that is gone, and then end the process."""
+"""Seconds for one look at Serve's status; Ray itself waits a minute for a cluster that is gone, and then ends the process."""
 PROXY = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
 
@@ -32,7 +32,7 @@ class ServeFailed(InfrastructureFailure):
 
 
 def begin(host: str, port: int, running: int, proxies: str = "HeadOnly") -> int:
-    """The port on which Ray Serve answers: that of the one ``running`` (``room``), else of the one that is started here."""
+    """The port of Ray Serve: that of the one ``running`` (``room``), else of the one that is started here."""
     if running:
         return running
     port = port or free_port(host)
@@ -41,7 +41,7 @@ def begin(host: str, port: int, running: int, proxies: str = "HeadOnly") -> int:
 
 
 def deploy(application: Any, named: Named) -> None:
-    """Run what ``serve.deployment(...).bind`` made, and wait until it is up. Raises ServeFailed."""
+    """Run an application of ``serve.deployment(...).bind``, and wait until it is up. Raises ServeFailed."""
     try:
         ray_serve.run(application, name=named.name, route_prefix=named.route_prefix)
     except (RuntimeError, RayServeException) as error:
@@ -49,21 +49,31 @@ def deploy(application: Any, named: Named) -> None:
 
 
 class Listens(Protocol):
-    """Where an application is to answer. ``port`` 0: a free one."""
+    """The address of an application."""
 
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """The interface, such as 127.0.0.1."""
+        ...
+
     @property
-    def port(self) -> int: ...
+    def port(self) -> int:
+        """The port; 0 for a free one."""
+        ...
 
 
 class Named(Protocol):
-    """An application: its name in Serve's status, and its root."""
+    """An application of Ray Serve."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in Serve's status."""
+        ...
+
     @property
-    def route_prefix(self) -> str: ...
+    def route_prefix(self) -> str:
+        """The root of its routes."""
+        ...
 
 
 def room(application: Named, wanted: Listens) -> int:
@@ -81,7 +91,7 @@ def room(application: Named, wanted: Listens) -> int:
         if other["route_prefix"] == application.route_prefix:
             raise ConfigError(
                 f"the application {name} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
-                "Use it, if it is what you want, or serve in a cluster of its own (without --address)"
+                "Use it, or serve in a cluster of its own (without --address)"
             )
     if host != wanted.host or wanted.port not in (0, port):
         raise ConfigError(
@@ -92,7 +102,7 @@ def room(application: Named, wanted: Listens) -> int:
 
 
 def end(name: str, *, started: bool) -> None:
-    """Take back the application and, when this process has ``started`` it and nobody else uses it, Ray Serve."""
+    """Remove the application and, when this process has ``started`` Ray Serve and no other application uses it, Ray Serve."""
     with suppress(RayError, RayServeException):  # gone already
         if started and not set(ray_serve.status().applications) - {name}:
             # Its controller ends itself within the call. Ray prints in a thread that the call has failed and will be tried again.
@@ -104,13 +114,14 @@ def end(name: str, *, started: bool) -> None:
 
 
 def free_port(host: str) -> int:
+    """A port of this host that is free now."""
     with socket.socket() as found:
         found.bind((host, 0))
         return int(found.getsockname()[1])
 
 
 def url(host: str, port: int) -> str:
-    """Of a proxy that answers: this node's, else any."""
+    """The URL of a healthy proxy: this node's if there is one. Raises ServeFailed when none is healthy in time."""
     if host in LOOPBACK:
         return f"http://{host}:{port}"
     deadline = time.monotonic() + PROXY
@@ -125,9 +136,9 @@ def url(host: str, port: int) -> str:
 
 
 def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None:
-    """Report each change of the application's state, as ``who``, for as long as it shall be served.
+    """Print each change of the application's state, prefixed with ``who``, while ``still()``.
 
-    Raises ServeFailed when somebody else deletes it, or ends Ray Serve.
+    Raises ServeFailed when another process deletes it, or ends Ray Serve.
     """
     before = "RUNNING"
     while still():
@@ -137,9 +148,9 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
         except DeadlineExceeded:
             continue
         except (RayError, RayServeException) as error:
-            raise ServeFailed(f"somebody else ended Ray Serve, or its cluster: {str(error).splitlines()[0]}") from error
+            raise ServeFailed(f"Ray Serve, or its cluster, was ended from outside: {str(error).splitlines()[0]}") from error
         if application is None:
-            raise ServeFailed(f"the application {name} was deleted by somebody else")
+            raise ServeFailed(f"the application {name} was deleted from outside")
         state = application.status.value
         if state != before:
             print(f"{who}: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)

@@ -1,7 +1,7 @@
-"""Deterministic rules for short answers: the same text, option, yes or no, number, list. Few, and careful.
+"""Deterministic rules for short answers: the same text, option, yes or no, number, list.
 
 A rule decides only what is the same, or another answer, however the question is meant; ``decide`` returns UNDECIDED for the rest,
-which is a model's work. The rule backend, the step before a model is asked and the recipes' verifiers use the same rules.
+which is left to a model. The rule backend, the step before a model is asked and the recipes' verifiers use the same rules.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ _AND = frozenset({"and", ",and", "&"})
 _SEPARATOR = re.compile(r"( ?; ?|,? and | & |, ?)")
 _MAX_ITEMS = 64
 _LONGEST = 8192
-"""Of a longer question or reference, which takes long to search, only the text itself and empty answers are decided. What is asked
-stands at a question's end."""
+"""Characters of a question or reference that are searched; with a longer one only equal texts and empty answers are decided."""
 
 
 VERSION = 2
-"""In the judge's fingerprint. Raise it with every change of what any rule decides; a test notices one."""
+"""Part of the judge's fingerprint. Raise it with every change of a decision; a test fails otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``correct`` None: no rule decides. ``rule`` names the one that did, ``reason`` says so in words."""
+    """A decision about an answer. ``correct`` None: no rule decides. ``rule`` names the rule, ``reason`` explains it."""
 
     correct: bool | None
     rule: str = ""
@@ -68,13 +67,13 @@ _LETTERS = frozenset("ABCDEFGH")
 def decide(
     reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
 ) -> Decision:
-    """Is ``answer`` right, given the right answer? Never raises. ``max_length``: so many characters are too many.
+    """Whether ``answer`` is right, given the right answer ``reference``. Never raises.
 
-    ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly. ``exact``: of formulas, where case counts.
-    The question can only make a rule more careful, or say what a letter, a number or a sign means.
+    ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly. ``exact``: formulas, where case counts. The
+    question can only make a rule more careful, or say what a letter, a number or a sign means.
 
-    Answers that say nothing (blank, punctuation, the opening of a solution) are wrong, and so are overlong ones that are not the
-    reference itself.
+    An answer that says nothing (blank, punctuation, the beginning of a solution) is wrong, and so is one of ``max_length``
+    characters or more that is not the reference itself.
     """
     if is_blank(answer):
         return Decision(False, "empty", "no answer")
@@ -90,12 +89,9 @@ def decide(
         return Decision(True, "exact", "the same text")
     if len(question) > _LONGEST:
         return _nothing(reference, answer, asked)
-    if (decision := _options(wanted, got, asked)) is not UNDECIDED:
-        return decision
-    if (decision := _yes_no(wanted, got, asked)) is not UNDECIDED:
-        return decision
-    if (decision := _nothing(reference, answer, asked)) is not UNDECIDED:
-        return decision
+    for decision in (_options(wanted, got, asked), _yes_no(wanted, got, asked), _nothing(reference, answer, asked)):
+        if decision is not UNDECIDED:
+            return decision
     relation = compare(wanted, got, asked, tolerance)
     if relation != "unclear":
         same = relation == "same"
@@ -107,40 +103,39 @@ def decide(
 
 @lru_cache(maxsize=256)
 def _question(text: str, exact: bool) -> Question:
-    """The answers of a group are to one question, which is looked at once."""
+    """The question, whose hints are looked for once for all answers of a group."""
     return Question(text, exact)
 
 
 def _nothing(reference: str, answer: str, asked: Question) -> Decision:
-    """No letter, digit or sign, or only the way a solution begins ("Let's solve this step by step", "Solution:").
+    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's solve this", "Solution:").
 
     A mark, or a single word, is wrong only where a number, an option, yes or no is wanted; elsewhere it may be what is meant.
     """
-    definite = _is_definite(asked.plain(reference), asked)
+    wanted = asked.plain(reference)
+    definite = (
+        _letter(wanted) is not None
+        or wanted.casefold() in _YES | _NO
+        or quantity(wanted) is not None
+        or _chosen(wanted, asked) is not None
+    )
     if says_nothing(answer):
-        meant = asked.marks or says_nothing(reference) or asked.offers(answer) or _MARK.search(reference) is not None
-        meant = meant or (_DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None)
-        empty = definite or _JUNK.fullmatch(answer.strip()) is not None
-        return _EMPTY if empty and not meant else UNDECIDED
+        a_dash = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None
+        meant = a_dash or asked.marks or says_nothing(reference) or asked.offers(answer) or _MARK.search(reference) is not None
+        return _EMPTY if not meant and (definite or _JUNK.fullmatch(answer.strip())) else UNDECIDED
     text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
     if _OPENERS.fullmatch(text) is None or not _starts(reference).isdisjoint(_starts(answer)):
         return UNDECIDED
-    if (step := _STEP.fullmatch(text)) and (step.group(1) in reference or option(reference)):
+    step = _STEP.fullmatch(text)
+    if step and (step.group(1) in reference or option(reference)):
         return UNDECIDED
     a_step = step is not None and (text[-1] not in ":：" or "step" in asked.text.lower())
     may_be_meant = a_step or _BARE_OPENER.fullmatch(text) is not None
     return _EMPTY if definite or not may_be_meant else UNDECIDED
 
 
-def _is_definite(wanted: str, asked: Question) -> bool:
-    """A quantity, an option, yes or no."""
-    found = option(wanted)
-    letter = found is not None and not found[1] and found[0] in _LETTERS
-    return letter or wanted.casefold() in _YES | _NO or quantity(wanted) is not None or _chosen(wanted, asked) is not None
-
-
 def _starts(text: str) -> set[str]:
-    """How its words begin: that of "analyses" is that of "analysis"."""
+    """The first four letters of each word, which "analyses" and "analysis" share."""
     return {word[:4] for word in re.findall(r"[^\W\d_]{4,}", text.lower())}
 
 
@@ -148,17 +143,16 @@ def _options(wanted: str, got: str, asked: Question) -> Decision:
     """Both name an option of the question, or both are no more than an option's letter."""
     if asked.ambiguous:
         return UNDECIDED
-    if asked.options:
-        chosen, named = _chosen(wanted, asked), _chosen(got, asked)
-        return _option(chosen, named) if chosen and named else UNDECIDED
-    first, second = option(wanted), option(got)
-    if not first or not second or first[1] or second[1] or not {first[0], second[0]} <= _LETTERS:
+    chosen, named = (_chosen(text, asked) if asked.options else _letter(text) for text in (wanted, got))
+    if not chosen or not named:
         return UNDECIDED
-    return _option(first[0], second[0])
+    return Decision(chosen == named, "option", f"option {named}" if chosen == named else f"option {named}, not {chosen}")
 
 
-def _option(wanted: str, got: str) -> Decision:
-    return Decision(wanted == got, "option", f"option {got}" if wanted == got else f"option {got}, not {wanted}")
+def _letter(text: str) -> str | None:
+    """The letter of an option, A to H, that is all of a text."""
+    found = option(text)
+    return found[0] if found and not found[1] and found[0] in _LETTERS else None
 
 
 def _chosen(text: str, asked: Question) -> str | None:
@@ -172,21 +166,21 @@ def _chosen(text: str, asked: Question) -> str | None:
 
 
 def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
-    """Yes and no, true and false. Across the two pairs, only that both say the same: "false" may be said of a statement."""
+    """Yes and no, true and false. Across the two pairs, only agreement counts: "false" may be the answer to a statement."""
     left, right = wanted.casefold(), got.casefold()
     if not {left, right} <= _YES | _NO or asked.options or asked.negated:
         return UNDECIDED
     if {left, right} in _OPPOSITES:
         return Decision(False, "yes_no", "the opposite")
-    agree = (left in _YES) == (right in _YES) and asked.polar and not asked.wording
+    agree = (left in _YES) == (right in _YES) and (asked.blank or asked.asks_yes_or_no) and not asked.wording
     return Decision(True, "yes_no", "both say the same") if agree else UNDECIDED
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
     """A plain text's list: its notation and its parts.
 
-    The notation tells apart what must not be compared: brackets, ``and`` alone between two items, commas that may be a decimal's,
-    and the separators themselves where there are two levels of them, or within brackets, where ``;`` ends a row.
+    Lists of different notations are not compared. The notation has the brackets, ``and`` alone between two items, commas that may
+    be a decimal's, and the separators where there are two levels of them, or within brackets, where ``;`` ends a row.
     None for no list, a number, and a comma that may be a decimal's.
     """
     brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
@@ -206,7 +200,7 @@ def items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _levels(separators: list[str], brackets: bool) -> str:
-    """The separators where they say more than where an item ends: "" for "a, b", "a; b" and "a, b and c"."""
+    """The separators where they mean more than the end of an item: "" for "a, b", "a; b" and "a, b and c"."""
     if len(separators) == 1 and separators[0] in _AND:
         return "and"
     first = separators[:-1] if separators[-1] in _AND else separators

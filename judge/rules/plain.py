@@ -10,8 +10,22 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from rayloop.judge.rules.numerals import NUMERALS
-
+_ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+WORDS = {
+    **{word: i for i, word in enumerate(_ONES)},
+    **{ten: 10 * i for i, ten in enumerate(_TENS, 2)},
+    **{f"{ten}-{one}": 10 * i + j for i, ten in enumerate(_TENS, 2) for j, one in enumerate(_ONES[1:10], 1)},
+}
+MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Powers of ten."""
+WHOLE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
+"""Words that are a number without another one before them, as in "a dozen"."""
+NUMERALS = frozenset({*WORDS, *MAGNITUDES, *WHOLE})
+"""Every word for a number."""
 CHARACTERS = str.maketrans(
     {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
     | dict.fromkeys(map(ord, "‐‑‒–−﹣"), "-")
@@ -45,9 +59,9 @@ _ROUNDS = 8
 
 @lru_cache(maxsize=256)
 def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
-    """One spelling of a text. Never empty unless the text is blank. Linear in its length.
+    """The text in its one spelling, in time that is linear in its length. Empty only for a blank text.
 
-    ``exact`` (formulas) keeps every ``!``, ``articles`` those at the beginning, which belong to a name.
+    ``exact`` (formulas) keeps every ``!``; ``articles`` keeps the article at the beginning, which may belong to a name.
     """
     text = " ".join(unicodedata.normalize("NFC", text).translate(CHARACTERS).split())
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
@@ -69,7 +83,7 @@ def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
 
 
 def same_text(first: str, second: str, *, strict: bool = False) -> bool:
-    """Whether two plain texts say the same letter by letter, or differ in harmless case.
+    """Whether two plain texts are equal letter by letter, or differ in harmless case.
 
     Case is harmless in words of four letters and more, and in the first letter of those of three. Beside digits only
     the first letter of a longer word; beside symbols never. ``strict`` (formulas): only the first letter, from three letters on.
@@ -86,12 +100,12 @@ def same_text(first: str, second: str, *, strict: bool = False) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Nothing that could be seen: blanks, control characters and fillers. A private sign may be a logo."""
+    """Whether nothing can be seen: only blanks, control characters and fillers. A private sign may be a logo."""
     return not any(_is_shown(unicodedata.category(c)) and not _is_filler(c) for c in text)
 
 
 def says_nothing(text: str) -> bool:
-    """No letter, digit or symbol: ``:``, ``...``, ``#``. Signs such as ∞, →, + and brackets around nothing are an answer."""
+    """Whether there is no letter, digit or symbol, as in ``:``, ``...``, ``#``. ∞, →, + and empty brackets are answers."""
     text = text.strip().strip("#*`_'\"").strip()
     if re.fullmatch(r"\{ *\}|\[ *\]|\( *\)", text):
         return False
@@ -104,7 +118,7 @@ def _is_shown(category: str) -> bool:
 
 
 def _is_filler(character: str) -> bool:
-    """Letters and marks without a shape (Unicode's default-ignorable ones), and the empty Braille cell."""
+    """Whether it is a letter or mark without a shape (Unicode's default-ignorable ones), or the empty Braille cell."""
     code = ord(character)
     return code in (0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800, 0x034F, 0x17B4, 0x17B5) or (
         0x180B <= code <= 0x180F or 0xFE00 <= code <= 0xFE0F or 0xE0100 <= code <= 0xE01EF
@@ -122,7 +136,7 @@ def _without_latex(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without one layer of signs around all of it."""
+    """The text without one layer of signs around all of it."""
     for left, right in _PAIRS:
         inner = text[len(left) : -len(right)]
         whole = text.startswith(left) and text.endswith(right) and inner.strip()
@@ -139,35 +153,32 @@ def _unwrapped(text: str) -> str:
 
 
 def _unpunctuated(text: str, exact: bool) -> str:
-    """Without one final mark; an ellipsis stays, and so does what may be a factorial."""
+    """The text without its final mark. An ellipsis stays, and so does what may be a factorial."""
     if len(text) > 1 and text[-1] in ".。;," and text[-2] not in ".。;,":
         return text[:-1].rstrip() or text
     if exact or not text.endswith("!") or re.search(r"[\\0-9]", text):
         return text
     spoken = re.fullmatch(r"(?:no|.*[^\W\d_]{3})!{1,3}", text, re.IGNORECASE) is not None
-    return text.rstrip("!") if spoken and _last_word(text) not in NUMERALS else text
-
-
-def _last_word(text: str) -> str:
-    return re.split(r"[\s-]", text.rstrip("!").lower())[-1]
+    return text.rstrip("!") if spoken and re.split(r"[\s-]", text.rstrip("!").lower())[-1] not in NUMERALS else text
 
 
 def _drops_article(text: str, found: re.Match[str]) -> bool:
-    """``the`` before any word but a number; ``a`` only before plain words, since a may be a letter or a variable."""
+    """Whether the article goes: ``the`` before any word but a number; ``a``, which may be a letter, only before plain words."""
     words = text[found.start(3) :].split()
     if found.group(1):
         return words[0].lower().partition("-")[0] not in NUMERALS
-    plain_words = all(re.fullmatch(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?", word) or word == "a" for word in words)
-    return plain_words and (found.group(2).islower() or words[0].islower())
+    all_plain = all(re.fullmatch(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?", word) or word == "a" for word in words)
+    return all_plain and (found.group(2).islower() or words[0].islower())
 
 
 def _harmless(first: str, second: str, digits: bool, strict: bool) -> bool:
-    length = min(len(first), len(second))
+    """Whether the difference in case between two words changes no meaning (``same_text``)."""
+    length, words = min(len(first), len(second)), (first, second)
+    usual = all(word.islower() or word.istitle() for word in words)
     if digits or strict:
-        return length >= (4 if digits else 3) and all(word.islower() or word.istitle() for word in (first, second))
+        return usual and length >= (4 if digits else 3)
     if length <= 2:
-        return first.lower() in _SMALL and all(word.islower() or word.istitle() for word in (first, second))
-    words = (first, second)
+        return usual and first.lower() in _SMALL
     if length < 6:
         return all(word.islower() or word.istitle() or (length > 3 and word.isupper()) for word in words)
     return any(word.islower() or word.istitle() or word.isupper() for word in words)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from rayloop.judge.rules.numerals import MAGNITUDES, WHOLE, WORDS
+from rayloop.judge.rules.plain import MAGNITUDES, WHOLE, WORDS
 from rayloop.judge.rules.question import Question
 
 Relation = Literal["same", "different", "unclear"]
@@ -63,36 +63,35 @@ class Quantity:
     form: Form
     step: Fraction
     digits: str
-    """The number's own text."""
+    """The text of the number alone."""
 
     @property
     def integer(self) -> bool:
-        """Written as a whole number, to the last digit."""
+        """Whether it is written as a whole number, to the last digit."""
         return self.step == 1 and self.form == "digits"
 
     @property
-    def absolute(self) -> Quantity:
-        return replace(self, value=abs(self.value), digits=self.digits.lstrip("+-"))
-
-    @property
     def is_year(self) -> bool:
-        """Four digits without unit and separator: a tolerance in per cent would mix up the years."""
+        """Whether it has four digits without unit and separator: a tolerance in per cent would mix up the years."""
         return not self.unit and self.integer and len(self.digits) == 4 and 1000 <= self.value <= 2999
 
     @property
     def is_code(self) -> bool:
-        """More than six digits in a row: a number of something, not how many."""
+        """Whether it has more than six digits in a row: the name of something, not a count."""
         return self.integer and len(self.digits.lstrip("+-")) > 6 and "," not in self.digits
 
     @property
     def is_ambiguous(self) -> bool:
-        """1.500, which is fifteen hundred in half of the world."""
+        """Whether it may be read in two ways: 1.500 is fifteen hundred in half of the world."""
         return _DECIMAL_OR_THOUSANDS.fullmatch(self.digits) is not None
 
 
 @lru_cache(maxsize=4096)
 def quantity(text: str) -> Quantity | None:
-    """The whole plain text (judge/rules/plain.py) as one quantity, or None. Commas separate thousands; zeros in front: a code."""
+    """The whole plain text (judge/rules/plain.py) as one quantity; None for any other text.
+
+    Commas separate thousands. A number with zeros in front is a code, and no quantity.
+    """
     if len(text) > _LONGEST:
         return None
     if text.casefold() in WHOLE:
@@ -115,7 +114,7 @@ def quantity(text: str) -> Quantity | None:
     currency = found["currency"] or found["currency2"]
     if unit is None or (found["currency"] and found["currency2"]) or (currency and unit not in ("", currency)):
         return None
-    return _made(found, magnitude, currency or unit, "word" if word else "digits")
+    return _quantity(found, magnitude, currency or unit, "word" if word else "digits")
 
 
 def first_number(text: str) -> float | None:
@@ -135,8 +134,8 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     if wanted.unit == got.unit and (wanted.value - got.value) % 360 == 0 != wanted.value - got.value and question.angles:
         return "unclear"
     if wanted.value * got.value < 0 and not question.blank:  # "by how much did it fall" says the sign itself
-        different = _relation(wanted.absolute, got.absolute, question, tolerance) == "different"
-        return "different" if different else "unclear"
+        first, second = (replace(each, value=abs(each.value), digits=each.digits.lstrip("+-")) for each in (wanted, got))
+        return "different" if _relation(first, second, question, tolerance) == "different" else "unclear"
     return _relation(wanted, got, question, tolerance)
 
 
@@ -148,11 +147,14 @@ def _relation(wanted: Quantity, got: Quantity, question: Question, tolerance: fl
     if "fraction" in (wanted.form, got.form) and not question.exact:
         return "unclear"
     if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(1_000_001, 1_000_000):
-        return _tolerated(wanted, question)
+        if wanted.is_year and question.asks_year:
+            return "different"
+        read_off = wanted.form == "digits" and (wanted.unit in _MONEY_OR_SHARE or "." in wanted.digits)
+        return "same" if read_off and question.measured and not wanted.is_code else "unclear"
     return "unclear" if _may_agree(wanted, got, question, tolerance) else "different"
 
 
-def _made(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Quantity:
+def _quantity(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Quantity:
     sign = -1 if found["sign"] == "-" else 1
     if found["top"]:
         written = f"{found['top']}/{found['bottom']}"
@@ -222,7 +224,7 @@ def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance
 def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
     """Other units: equal after conversion, or far from it. A unit that only one has is the question's matter."""
     if {wanted.unit, got.unit} == {"%", ""}:
-        same = question.percent and wanted.value == got.value and abs(wanted.value) > 1
+        same = question.names_percent and not question.names_points and wanted.value == got.value and abs(wanted.value) > 1
         return "same" if same else "unclear"
     if wanted.unit not in _SCALES or got.unit not in _SCALES or question.codes:
         return "unclear"
@@ -238,52 +240,41 @@ def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
     return "unclear" if _close(left, right) or abs(left - right) <= coarse else "different"
 
 
-def _tolerated(wanted: Quantity, question: Question) -> Relation:
-    """A difference within a chart's tolerance: same for what is measured, different for a year, else the question's matter."""
-    if wanted.is_year and question.asks_year:
-        return "different"
-    read_off = wanted.unit in _MONEY_OR_SHARE or "." in wanted.digits
-    return "same" if read_off and wanted.form == "digits" and question.measured and not wanted.is_code else "unclear"
-
-
 def _may_agree(wanted: Quantity, got: Quantity, question: Question, tolerance: float) -> bool:
     """Whether different numbers may be the same answer: rounded, or in another notation, scale or numbering."""
-    exact = wanted.integer and got.integer
-    if not exact and (_close(wanted.value, got.value) or abs(wanted.value - got.value) <= max(wanted.step, got.step) / 2):
-        return True
-    if wanted.form != got.form and not {wanted.form, got.form} <= {"digits", "word", "fraction"}:
-        return True
-    if wanted.form == got.form == "digits" and max(wanted.step, got.step) <= 1 and _readings(wanted.digits) & _readings(got.digits):
-        return True
+    exact, forms = wanted.integer and got.integer, {wanted.form, got.form}
+    difference, step = abs(wanted.value - got.value), max(wanted.step, got.step)
+    rounded = not exact and (_close(wanted.value, got.value) or difference <= step / 2)
+    other_notation = len(forms) == 2 and not forms <= {"digits", "word", "fraction"}
+    other_commas = forms == {"digits"} and step <= 1 and _readings(wanted.digits) & _readings(got.digits)
     one_scaled = not wanted.unit and (wanted.step > 1) != (got.step > 1)
-    if one_scaled and wanted.digits.replace(",", "") == got.digits.replace(",", ""):
-        return True
     share = min(abs(wanted.value), abs(got.value)) <= 1 and not exact and not wanted.unit
-    if share and _shifted(wanted.value, got.value, (100,)):
-        return True
-    difference = abs(wanted.value - got.value)
-    short = exact and question.years and sorted(len(number.digits) for number in (wanted, got)) == [2, 4]
-    if short and difference % 100 == 0 and (wanted.is_year or got.is_year):
-        return True
-    if question.times and difference == 12:
-        return True
-    if question.labels(wanted.digits, got.digits) or question.labels(got.digits, wanted.digits):
-        return True
-    if question.roughly and max(wanted.value, got.value) <= 2 * min(wanted.value, got.value):
-        return True
-    if tolerance and min(wanted.step, got.step) <= 1 and _shifted(wanted.value, got.value, _THOUSANDS, Fraction(tolerance)):
-        return True
-    return question.scales and _shifted(wanted.value, got.value)
+    lengths = sorted(len(number.digits) for number in (wanted, got))
+    short_year = exact and lengths == [2, 4] and difference % 100 == 0 and (wanted.is_year or got.is_year)
+    return bool(
+        rounded
+        or other_notation
+        or other_commas
+        or (one_scaled and wanted.digits.replace(",", "") == got.digits.replace(",", ""))
+        or (share and _shifted(wanted.value, got.value, (100,)))
+        or (short_year and (question.blank or question.names_year))
+        or (question.times and difference == 12)
+        or question.labels(wanted.digits, got.digits)
+        or question.labels(got.digits, wanted.digits)
+        or (question.roughly and max(wanted.value, got.value) <= 2 * min(wanted.value, got.value))
+        or (tolerance and min(wanted.step, got.step) <= 1 and _shifted(wanted.value, got.value, _THOUSANDS, Fraction(tolerance)))
+        or (question.scales and _shifted(wanted.value, got.value))
+    )
 
 
 def _readings(digits: str) -> set[Fraction]:
     """The number with each way to read points and commas."""
-    found = {Fraction(digits.replace(",", ""))}
+    texts = {digits.replace(",", "")}
     if digits.count(",") == 1 and "." not in digits:
-        found.add(Fraction(digits.replace(",", ".")))
+        texts.add(digits.replace(",", "."))
     if _DECIMAL_OR_THOUSANDS.fullmatch(digits):
-        found.add(Fraction(digits.replace(".", "")))
-    return found
+        texts.add(digits.replace(".", ""))
+    return {Fraction(text) for text in texts}
 
 
 def _close(left: Fraction, right: Fraction, near: Fraction = _NEAR) -> bool:

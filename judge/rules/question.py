@@ -8,88 +8,21 @@ from functools import cached_property
 
 from rayloop.judge.rules.plain import CHARACTERS, plain, same_text
 
-
-class _Hint:
-    """A pattern in small letters, found in any case. An ASCII text is searched in its small letters, in half of the time."""
-
-    def __init__(self, pattern: str) -> None:
-        self.small, self.any_case = re.compile(pattern), re.compile(pattern, re.IGNORECASE)
-
-    def within(self, text: str) -> bool:
-        """Whether the text has it anywhere."""
-        return (self.small.search(text.lower()) if text.isascii() else self.any_case.search(text)) is not None
-
-
-def _any(*patterns: str) -> _Hint:
-    """Any of these words and phrases, separated by commas, as whole words."""
-    return _Hint(rf"\b(?:{'|'.join(', '.join(patterns).split(', '))})\b")
-
-
-_CODES = _any(
-    r"versions?, zip, postal, post ?code, codes?, phone, telephone, fax, serial, plate, licen[cs]e, ids?, isbn, pages?, chapter",
-    r"section, verse, scores?, scored, result, clock, o'?clock, (?:what|which) time, opening hours, dates?, day, month, signature",
-    r"indicator, room, route, flight, gate, platform, extension, channel, model, address, (?:what|which) numbers?, digits?",
-    r"printed, written, jersey, odds, account, passwords?, pin, label, sign, screen, display(?:ed)?, ip, identifier, number on",
-    r"tempo, rhythm, beat, (?:the|what|which) met(?:er|re), releases?",
-)
-_HOW_MANY = _any("how many")
-_YEARS = _any("years?, when, decades?, dates?")
-_TIMES = _any("time, clock, o'?clock, hour, hour hand, when, opens?, closes?, departure, arrival")
-_ANGLES = _any(r"angles?, degrees?, rotat\w*, turn\w*, bearing, heading, direction, argument")
-_WORDING = _any(
-    r"words?, letters?, text, names?, named, titles?, called, phrase, button, whom?, written",
-    r"(?:what|which) (?:symbols?|characters?), spell\w*, reads?, says?, inscri\w+, captions?, printed, label\w*",
-)
-_CASE = _any(
-    r"letters?, case, capital\w*, upper\w*, lower\w*, passwords?, exactly, plate, captcha, licen[cs]e, serial, variables?",
-    r"symbols?, units?, codes?, formulas?, formulae, compounds?, elements?, genotypes?, alleles?, genes?",
-)
-_MARKS = _any("symbols?, punctuation, characters?, operators?, operation, marks?, morse")
-_SCALES = _any(
-    r"hundreds?, thousands?, millions?, billions?, trillions?, lakhs?, crores?, dozens?, pairs?, bn, mn, k, 0?00s?, 1,000s?, 1000s?"
-)
 _NEAREST = r"nearest (?:\w+ )?(?:whole|integer|tens?|tenths?|hundred\w*|thousand\w*|million|cent|dollar|degree|percent)"
-_ROUGHLY = _any(rf"approx\w*, roughly, estimat\w*, about how, round(?:ed|ing)?, {_NEAREST}")
-_COMPUTES = _any(r"comput\w+, calculat\w+, solve\w*, evaluat\w+")
 _MEASURE = (
     "value|price|cost|percentage|percent|share|proportion|rate|revenue|profit|income|average|mean|median|area|volume|length|height"
     "|width|distance|weight|mass|speed|slope|perimeter|probability|difference"
 )
-_MEASURED = _Hint(
-    rf"^\W*(?:(?:what|how much)(?:'s| is| was| are| were) the (?:[a-z]+ ){{0,2}}(?:{_MEASURE})"
-    r"(?: (?:of|for|in|at|between|per)\b|\W*$)"
-    r"|how (?:much|far|tall|wide|heavy|deep|high)\b|what (?:percentage|percent|share|proportion)\b)"
-)
-_PLACED = _any(
-    r"ticks?, intervals?, rank\w*, \w+tiles?, exact\w*, rounds?, steps?, index, levels?, grades?, sizes?, ages?, axis, axes, scale",
-    "generation, bins?, group, p-value, numbers?, count, counts, times?",
-)
-_PICKS = _Hint(r"^\W*(?:\w+ )?(?:which|where|when|who|whose)\b")
 _UNITS = (
     "(?:square |cubic )?(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec"
     r"|min(?:ute)?s?|hours?|days?)"
 )
-_FORMS = _any(
-    r"convert\w*, express\w*, simplif\w*, simplest, lowest terms, reduced?, decimals?, fractions?, mixed number, improper",
-    r"scientific, standard form, notation, in (?:words|figures|digits|numerals), round(?:ed|ing)?, significant, binary, roman",
-    rf"hex\w*, form of, as a percent\w*, {_NEAREST}",
-)
-_IN_UNITS = _any(rf"convert\w*, express\w*, units?, (?:in|how many|into|to) {_UNITS}")
-_NOT_PERCENT = _Hint(r"\bof\s+\$?[0-9]|\bpoints?\b")
-_PERCENT = _Hint(
-    r"^\W*(?:what|which|how many)(?:'s| is| was| are| were)?(?: the)?(?: \w+)? (?:percent|per cent|percentage)\b"
-    r"|\bin (?:percent\b|%)"
-)
-_ASKS_YEAR = _Hint(r"^\W*(?:\w+ )?(?:what|which)(?: \w+)? (?:years?|decade)\b|^\W*(?:when|years?)\b")
-_POLAR = _Hint(
-    r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would|should|shall|may|might|must)\b"
-    r"|\byes\b.{0,12}\bno\b|\btrue\b.{0,12}\bfalse\b"
-)
 _BOTH = re.compile(r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b", re.IGNORECASE)
-_NEGATED = _Hint(
+_NEGATED = re.compile(
     r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing|fail\w*|den(?:y|ies|ied)|disagree\w*|false"
     r"|wrong|incorrect\w*|untrue|invalid|unable|impossible|mistaken|lies?|lying|myth|fake|hoax|contradict\w*|refut\w+|reject\w*)\b"
-    r"|n['’]t\b"
+    r"|n['’]t\b",
+    re.IGNORECASE,
 )
 _HOW_TO_ANSWER = re.compile(
     r"\b(?:answer|respond|reply)(?: the question)?(?: only| directly| briefly)? (?:with|using|in|by)\b[^.?!\n]{0,40}?\b"
@@ -107,122 +40,118 @@ _OPTION = re.compile(
 )
 
 
+def _matches(pattern: str) -> cached_property[bool]:
+    """A property of Question: whether its text matches the pattern anywhere, in any case."""
+    compiled = re.compile(pattern, re.IGNORECASE)
+    return cached_property(lambda question: compiled.search(question.asked) is not None)
+
+
+def _mentions(*words: str) -> cached_property[bool]:
+    """A property of Question: whether its text has one of these words and phrases, which commas separate."""
+    return _matches(rf"\b(?:{'|'.join(', '.join(words).split(', '))})\b")
+
+
 @dataclass(frozen=True)
 class Question:
-    """``exact`` (formulas): letters keep their case, and numbers are meant as numbers.
+    """A question's text and the hints in it. ``exact`` (formulas): letters keep their case, and numbers are meant as numbers.
 
-    Every property is a hint that makes rules more careful (or says that a number is one): none can make them decide more loosely
-    than the same texts under a question that says nothing.
+    A hint makes rules more careful, or says that a number is one. No hint lets a rule decide what it leaves open under an empty
+    question.
     """
 
     text: str = ""
     exact: bool = False
 
-    def _has(self, hint: _Hint) -> bool:
-        return hint.within(self._asked)
-
     @cached_property
-    def _asked(self) -> str:
-        """Without "answer with a single word" and the like, which does not ask for a word."""
+    def asked(self) -> str:
+        """The text without "answer with a single word" and the like, which does not ask for a word."""
         return _HOW_TO_ANSWER.sub(" ", self.text)
-
-    def plain(self, text: str) -> str:
-        """The plain text of a reference or an answer to this question."""
-        return plain(text, exact=self.exact, articles=self.wording)
-
-    def same_text(self, first: str, second: str) -> bool:
-        """Of two plain texts."""
-        return same_text(first, second, strict=self.exact or self.case)
 
     @cached_property
     def blank(self) -> bool:
+        """Whether there is no question."""
         return not self.text.strip()
+
+    names_code = _mentions(
+        r"versions?, zip, postal, post ?code, codes?, phone, telephone, fax, serial, plate, licen[cs]e, ids?, isbn, pages?",
+        r"chapter, section, verse, scores?, scored, result, clock, o'?clock, (?:what|which) time, opening hours, dates?, day",
+        r"month, signature, indicator, room, route, flight, gate, platform, extension, channel, model, address",
+        r"(?:what|which) numbers?, digits?, printed, written, jersey, odds, account, passwords?, pin, label, sign, screen",
+        r"display(?:ed)?, ip, identifier, number on, tempo, rhythm, beat, (?:the|what|which) met(?:er|re), releases?",
+    )
+    how_many = _mentions("how many")
+    names_year = _mentions("years?, when, decades?, dates?")
+    asks_year = _matches(r"^\W*(?:\w+ )?(?:what|which)(?: \w+)? (?:years?|decade)\b|^\W*(?:when|years?)\b")
+    times = _mentions("time, clock, o'?clock, hour, hour hand, when, opens?, closes?, departure, arrival")
+    angles = _mentions(r"angles?, degrees?, rotat\w*, turn\w*, bearing, heading, direction, argument")
+    wording = _mentions(
+        r"words?, letters?, text, names?, named, titles?, called, phrase, button, whom?, written",
+        r"(?:what|which) (?:symbols?|characters?), spell\w*, reads?, says?, inscri\w+, captions?, printed, label\w*",
+    )
+    """May ask for the very word or name, where SEVEN is not 7, TRUE not yes and The Who not who."""
+    case = _mentions(
+        r"letters?, case, capital\w*, upper\w*, lower\w*, passwords?, exactly, plate, captcha, licen[cs]e, serial, variables?",
+        r"symbols?, units?, codes?, formulas?, formulae, compounds?, elements?, genotypes?, alleles?, genes?",
+    )
+    marks = _mentions("symbols?, punctuation, characters?, operators?, operation, marks?, morse")
+    """May ask for a punctuation mark."""
+    scales = _mentions(
+        r"hundreds?, thousands?, millions?, billions?, trillions?, lakhs?, crores?, dozens?, pairs?, bn, mn, k, 0?00s?",
+        r"1,000s?, 1000s?",
+    )
+    """Names thousands or millions: it may say in which of them the answer is."""
+    roughly = _mentions(rf"approx\w*, roughly, estimat\w*, about how, round(?:ed|ing)?, {_NEAREST}")
+    computes = _mentions(r"comput\w+, calculat\w+, solve\w*, evaluat\w+")
+    names_measure = _matches(
+        rf"^\W*(?:(?:what|how much)(?:'s| is| was| are| were) the (?:[a-z]+ ){{0,2}}(?:{_MEASURE})"
+        r"(?: (?:of|for|in|at|between|per)\b|\W*$)"
+        r"|how (?:much|far|tall|wide|heavy|deep|high)\b|what (?:percentage|percent|share|proportion)\b)"
+    )
+    names_place = _mentions(
+        r"ticks?, intervals?, rank\w*, \w+tiles?, exact\w*, rounds?, steps?, index, levels?, grades?, sizes?, ages?, axis, axes",
+        "scale, generation, bins?, group, p-value, numbers?, count, counts, times?",
+    )
+    picks = _matches(r"^\W*(?:\w+ )?(?:which|where|when|who|whose)\b")
+    """Asks for one of several things, whose name may look like a number."""
+    forms = _mentions(
+        r"convert\w*, express\w*, simplif\w*, simplest, lowest terms, reduced?, decimals?, fractions?, mixed number, improper",
+        r"scientific, standard form, notation, in (?:words|figures|digits|numerals), round(?:ed|ing)?, significant, binary, roman",
+        rf"hex\w*, form of, as a percent\w*, {_NEAREST}",
+    )
+    """May ask for a way to write a number: 0.5 and not 1/2."""
+    units = _mentions(rf"convert\w*, express\w*, units?, (?:in|how many|into|to) {_UNITS}")
+    """May ask for a unit: 5000 m where the question gives 5 km."""
+    names_percent = _matches(
+        r"^\W*(?:what|which|how many)(?:'s| is| was| are| were)?(?: the)?(?: \w+)? (?:percent|per cent|percentage)\b"
+        r"|\bin (?:percent\b|%)"
+    )
+    names_points = _matches(r"\bof\s+\$?[0-9]|\bpoints?\b")
+    asks_yes_or_no = _matches(
+        r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would|should|shall|may|might|must)\b"
+        r"|\byes\b.{0,12}\bno\b|\btrue\b.{0,12}\bfalse\b"
+    )
 
     @cached_property
     def codes(self) -> bool:
         """May ask for a code, version, score, date or time, where 1.10 is not 1.1."""
-        return self._has(_CODES) and not self._has(_HOW_MANY)
-
-    @cached_property
-    def years(self) -> bool:
-        return self.blank or self._has(_YEARS)
-
-    @cached_property
-    def asks_year(self) -> bool:
-        return self._has(_ASKS_YEAR)
-
-    @cached_property
-    def times(self) -> bool:
-        return self._has(_TIMES)
-
-    @cached_property
-    def angles(self) -> bool:
-        return self._has(_ANGLES)
-
-    @cached_property
-    def wording(self) -> bool:
-        """May ask for the very word or name, where SEVEN is not 7, TRUE not yes and The Who not who."""
-        return self._has(_WORDING)
-
-    @cached_property
-    def case(self) -> bool:
-        return self._has(_CASE)
-
-    @cached_property
-    def marks(self) -> bool:
-        """May ask for a punctuation mark."""
-        return self._has(_MARKS)
-
-    @cached_property
-    def forms(self) -> bool:
-        """May ask for a way to write a number: 0.5 and not 1/2."""
-        return self._has(_FORMS)
-
-    @cached_property
-    def units(self) -> bool:
-        """May ask for a unit: 5000 m where the question gives 5 km."""
-        return self._has(_IN_UNITS)
-
-    @cached_property
-    def picks(self) -> bool:
-        """Asks for one of several things (which, where, when), whose name may look like a number."""
-        return self._has(_PICKS)
-
-    @cached_property
-    def measured(self) -> bool:
-        """Begins by asking for a measure, "what is the price of", and speaks of no place on a scale."""
-        return self._has(_MEASURED) and not self.codes and not self._has(_PLACED)
+        return self.names_code and not self.how_many
 
     @cached_property
     def number(self) -> bool:
         """Asks for a number that is measured or computed: zeros at its end are not part of it."""
         if self.codes or self.times or self.picks:
             return False
-        return self.measured or self._has(_COMPUTES) or (self.exact and self.blank)
+        return self.measured or self.computes or (self.exact and self.blank)
 
     @cached_property
-    def scales(self) -> bool:
-        """Speaks of thousands or millions: in which of them the answer is may be said here."""
-        return self._has(_SCALES)
-
-    @cached_property
-    def roughly(self) -> bool:
-        return self._has(_ROUGHLY)
-
-    @cached_property
-    def percent(self) -> bool:
-        """Asks for a percentage, so that the sign may be left out."""
-        return self._has(_PERCENT) and not self._has(_NOT_PERCENT)
-
-    @cached_property
-    def polar(self) -> bool:
-        """Asks for yes or no. An empty question might."""
-        return self.blank or self._has(_POLAR)
+    def measured(self) -> bool:
+        """Begins by asking for a measure ("what is the price of"), and names no place on a scale."""
+        return self.names_measure and not self.codes and not self.names_place
 
     @cached_property
     def negated(self) -> bool:
-        """Yes to it may be a no, since it is put in the negative: 'is "cats can fly" false?'"""
-        return _NEGATED.within(_BOTH.sub(" ", self._asked))
+        """Is put in the negative, so that yes to it may be a no: 'is "cats can fly" false?'"""
+        return _NEGATED.search(_BOTH.sub(" ", self.asked)) is not None
 
     @cached_property
     def numbered(self) -> bool:
@@ -230,29 +159,11 @@ class Question:
         first = _FIRST.search(self.text)
         return first is not None and _SECOND.search(self.text, first.end()) is not None
 
-    def offers(self, mark: str) -> bool:
-        """Whether a mark is an option's text, as in "(A) : (B) ;"."""
-        mark = mark.strip()
-        return mark in self.text and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
-
-    def holds(self, number: str) -> bool:
-        """Whether a number stands in it: an answer that repeats it is perhaps none."""
-        number = number.lstrip("+-")
-        return number in self.text and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
-
-    def labels(self, first: str, second: str) -> bool:
-        """Whether one number stands for the other here: "2 = 20", "Option 2 is 20", "2: 20"."""
-        text = self.text.translate(_CIRCLED)
-        if first not in text or second not in text:
-            return False
-        pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
-        return re.search(pair, text) is not None
-
     @cached_property
     def options(self) -> dict[str, str]:
-        """The lettered options' texts by letter (upper case), plain; empty unless there are at least A and B.
+        """The plain texts of the lettered options by letter (upper case); empty unless there are at least A and B.
 
-        Empty too when they are ambiguous. Texts that do not tell options apart, or that the question goes on behind, are "".
+        Empty too when they are ambiguous. Every text is "" when two are equal, or when the question goes on behind the last one.
         """
         found, rest = self._offered
         distinct = len(set(found.values())) == len(found) and all(found.values())
@@ -285,6 +196,32 @@ class Question:
         cut = [question[m.end() : end].strip().split("\n")[0] for m, end in zip(found, ends, strict=True)]
         texts = [self.plain(text.strip(" ([,;*")) for text in cut]
         return {m.group(1).upper(): text for m, text in zip(found, texts, strict=True)}, question[found[-1].end() :]
+
+    def plain(self, text: str) -> str:
+        """The plain text of a reference or an answer to this question."""
+        return plain(text, exact=self.exact, articles=self.wording)
+
+    def same_text(self, first: str, second: str) -> bool:
+        """Whether two plain texts are equal, but for harmless case."""
+        return same_text(first, second, strict=self.exact or self.case)
+
+    def offers(self, mark: str) -> bool:
+        """Whether a mark is an option's text, as in "(A) : (B) ;"."""
+        mark = mark.strip()
+        return mark in self.text and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
+
+    def holds(self, number: str) -> bool:
+        """Whether a number stands in the question: an answer that repeats it is perhaps none."""
+        number = number.lstrip("+-")
+        return number in self.text and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
+
+    def labels(self, first: str, second: str) -> bool:
+        """Whether one number stands for the other in the question: "2 = 20", "Option 2 is 20", "2: 20"."""
+        text = self.text.translate(_CIRCLED)
+        if first not in text or second not in text:
+            return False
+        pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
+        return re.search(pair, text) is not None
 
 
 def option(text: str) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""``judge serve|check|calibrate``: the judge on Ray Serve, and questions about one that is served."""
+"""``judge serve|check|calibrate``: the judge on Ray Serve, its readiness, and its calibration."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import Gate, calibrate
 from rayloop.judge.client import ClientSettings, JudgeClient
-from rayloop.judge.transport import Transport
+from rayloop.judge.transport import JudgeConnection
 from rayloop.serve_apps.http_options import LOOPBACK
 from rayloop.serve_apps.judge.settings import CONFIGS, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
-"""Where clients with ``url: auto`` look."""
+"""The file that clients with ``url: auto`` read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of each action."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="serve a judge until a signal comes")
     serve.add_argument("config", type=Path, nargs="?", default=CONFIGS / "judge_cpu.yaml", help="default: the rules, on a CPU")
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="http://HOST:PORT, or auto")
-    parser.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="where auto looks")
+    parser.add_argument("--announce", type=Path, default=ANNOUNCED, metavar="FILE", help="the file that auto reads")
     parser.add_argument("--key-file", default="", metavar="FILE", help="default: the one that the judge announced")
 
 
@@ -68,6 +69,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def client_settings(arguments: argparse.Namespace) -> ClientSettings:
+    """The settings for a client of the judge on the command line."""
     found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(arguments.announce)}}
     return ClientSettings(url=arguments.url, key_file=arguments.key_file, discovery=Component.model_validate(found))
 
@@ -95,13 +97,13 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 async def check(settings: ClientSettings) -> str:
-    """One line about a judge that is ready. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
-    transport = Transport(settings)
+    """One line that describes a ready judge. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
+    connection = JudgeConnection(settings)
     try:
-        await transport.get("/readyz")
-        about = JudgeVersion.model_validate_json(await transport.get("/version"))
+        await connection.get("/readyz")
+        about = JudgeVersion.model_validate_json(await connection.get("/version"))
     except ValueError as error:
-        raise InfrastructureFailure(f"{transport.url} is not a judge: {str(error).splitlines()[0]}") from error
+        raise InfrastructureFailure(f"{connection.url} is not a judge: {str(error).splitlines()[0]}") from error
     finally:
-        await transport.close()
-    return f"ready: {transport.url} {about.backend} {about.model or '(no model)'} {about.fingerprint}"
+        await connection.close()
+    return f"ready: {connection.url} {about.backend} {about.model or '(no model)'} {about.fingerprint}"

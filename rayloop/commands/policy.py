@@ -20,13 +20,16 @@ from rayloop.serve_apps.policy.settings import PolicyLimits
 
 
 class ServeOptions(SettingsModel):
-    """What ``key=value`` can set: where it answers, and what it accepts."""
+    """The settings that ``key=value`` changes."""
 
     http: HttpOptions = HttpOptions(port=0)
+    """The address; by default a free port of loopback."""
     limits: PolicyLimits = PolicyLimits()
+    """What it accepts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``policy serve``."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="serve the policy of a live run until it ends, or a signal comes")
     which = serve.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""``score``: what a recipe's reward says about completions that were saved, without a run, a model or Ray."""
+"""``score``: a recipe's reward on saved completions, without a run, a model or Ray."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from rayloop.measure.calibration import calibration_error
 from rayloop.measure.intervals import interval
 from rayloop.rewards.functions import around
 from rayloop.rewards.outcomes import as_outcome
-from rayloop.rewards.saved import Saved, Scoring
+from rayloop.rewards.saved import OfflineScoring, Saved
 
 TOGETHER = 512
 """Rows that are scored at the same time, so that an embedder or a judge gets batches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
     known = recipes.having("score")
     parser.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts")
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One JSON line per row on stdout, a summary on stderr. Exit code 0; raises ConfigError."""
-    scoring: Scoring = import_module(f"rayloop.recipes.{arguments.recipe}.score").SCORING
+    """Print one JSON line per row on stdout and a summary on stderr. Returns 0; raises ConfigError."""
+    scoring: OfflineScoring = import_module(f"rayloop.recipes.{arguments.recipe}.score").SCORING
     variant = arguments.variant or scoring.variants[0]
     reward = scoring.aliases.get(arguments.reward, arguments.reward)
     for option, value, known in (("--variant", variant, scoring.variants), ("--reward", reward, scoring.rewards)):
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def built(scoring: Scoring, variant: str, reward: str | None, options: Sequence[str]) -> Any:
+def built(scoring: OfflineScoring, variant: str, reward: str | None, options: Sequence[str]) -> Any:
     """The reward with its settings. Raises ConfigError that names the setting."""
     chosen = scoring.settings(variant, reward)
     for option in options:
@@ -89,12 +90,12 @@ def built(scoring: Scoring, variant: str, reward: str | None, options: Sequence[
 
 
 @dataclass
-class Summary:
-    """What all rows of a file come to."""
+class ScoreSummary:
+    """Figures over all rows of a file."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sure: list[tuple[float, float]] = field(default_factory=list)
-    """How sure an answer says that it is, and whether it is right."""
+    """The stated confidence of each answer, and 1.0 if it is right."""
     flags: Counter[str] = field(default_factory=Counter)
     unscored: Counter[str] = field(default_factory=Counter)
     saved: list[Saved] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Summary:
     components: int = 0
 
     def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
         if isinstance(outcome, Unscored):
             self.unscored[outcome.kind] += 1
             return
@@ -113,7 +115,8 @@ class Summary:
         for name, value in {"reward": outcome.value, **outcome.components}.items():
             self.values[name].append(value)
 
-    def lines(self, scoring: Scoring, variant: str) -> Iterator[str]:
+    def lines(self, scoring: OfflineScoring, variant: str) -> Iterator[str]:
+        """The summary, line by line."""
         scored, missing = len(self.values["reward"]), sum(self.unscored.values())
         yield f"{scored} scored ({variant}), {missing} unscored{_counts(self.unscored)}"
         width = max(map(len, self.values))
@@ -123,7 +126,7 @@ class Summary:
                 bounds = "too few for an interval" if low is None else f"[{low:.4f}, {high:.4f}]"
                 yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + ("" if len(values) == scored else f"  of {len(values)}")
         if self.sure:
-            error = calibration_error([said for said, _ in self.sure], [right for _, right in self.sure])
+            error = calibration_error([confidence for confidence, _ in self.sure], [right for _, right in self.sure])
             yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
         if self.flags:
             yield f"flags{_counts(self.flags)}"
@@ -139,9 +142,9 @@ def _counts(counted: Mapping[str, int]) -> str:
     return ": " + ", ".join(f"{name} {count}" for name, count in sorted(counted.items())) if counted else ""
 
 
-async def score(path: Path, scoring: Scoring, source: Any, variant: str, reward: str | None) -> Summary:
-    """Scores and prints each row in the file's order. Raises ConfigError for a file that is none."""
-    summary = Summary()
+async def score(path: Path, scoring: OfflineScoring, source: Any, variant: str, reward: str | None) -> ScoreSummary:
+    """Score and print each row in the file's order. Raises ConfigError for a file that cannot be read."""
+    summary = ScoreSummary()
     for block in _blocks(_read(path, scoring), TOGETHER):
         began = time.process_time()
         outcomes = await _outcomes(source, [saved for _, saved in block], reward)
@@ -154,8 +157,8 @@ async def score(path: Path, scoring: Scoring, source: Any, variant: str, reward:
     return summary
 
 
-def _read(path: Path, scoring: Scoring) -> Iterator[tuple[str, Saved | DataFailure]]:
-    """Each row with its place; one that cannot be read is the failure that says why."""
+def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | DataFailure]]:
+    """Each row with its place; for a row that cannot be read the failure."""
     for where, row in rows(path):
         if isinstance(row, DataFailure):
             yield where, row
@@ -175,7 +178,7 @@ def _blocks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: str | None) -> list[Outcome]:
-    """What the reward says of each, of one component alone if ``reward`` names it. What it raises is no reward, and says why."""
+    """The outcome of each completion, of one component alone if ``reward`` names it. An exception is no reward."""
     found: list[Any] = [saved if isinstance(saved, DataFailure) else _asked(source, saved) for saved in block]
     later = [i for i, one in enumerate(found) if inspect.isawaitable(one)]
     answers = await asyncio.gather(*(found[i] for i in later), return_exceptions=True)
@@ -185,7 +188,7 @@ async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: s
 
 
 def _asked(source: Any, saved: Saved) -> Any:
-    """What the reward returns, which may be awaitable, or raises."""
+    """The reward's result, which may be awaitable, or its exception."""
     try:
         whole = saved.row.get("transcript")
         context = ScoreContext(saved.step, saved.texts, transcript=whole if isinstance(whole, str) else None)
@@ -195,7 +198,7 @@ def _asked(source: Any, saved: Saved) -> Any:
 
 
 def _understood(found: Any, source: Any) -> Outcome:
-    """Raises ConfigError, and what is no Exception."""
+    """The outcome of a result or an exception. Raises ConfigError, and an exception that is no Exception."""
     if not isinstance(found, BaseException):
         return as_outcome(found)
     if isinstance(found, DataFailure):
@@ -216,7 +219,7 @@ def _one(outcome: Outcome, reward: str | None) -> Outcome:
     return Scored(value, {reward: value}, outcome.flags)
 
 
-def _line(where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: Scoring, variant: str) -> Mapping[str, Any]:
+def _line(where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: OfflineScoring, variant: str) -> Mapping[str, Any]:
     line: dict[str, Any] = {"row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where}
     if isinstance(saved, Saved):
         line |= {"id": saved.task.id, "answer": scoring.answer(saved, variant)}

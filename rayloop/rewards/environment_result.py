@@ -1,4 +1,4 @@
-"""The reward of environments that judge by themselves."""
+"""The reward of environments that score their episodes themselves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from rayloop.core.types import Task, Trajectory
 
 
 class EnvironmentResult:
-    """What the environment's ``evaluate`` returned. An episode without such a result has no reward."""
+    """The result of the environment's ``evaluate``. An episode without such a result has no reward."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """The result as a reward."""
         if trajectory.env_result is None:
             return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None, so there is no result to take")
         return Scored(trajectory.env_result)

@@ -1,4 +1,4 @@
-"""Plain functions as rewards: rayloop's own form, TRL's and verl's, told apart by the names of their parameters.
+"""Plain functions as rewards, in rayloop's own form, TRL's or verl's; the names of the parameters identify the form.
 
 - ``score(trajectory, task, context)``: as ``RewardSource.score``; ``score_group(trajectories, task, contexts)``: as
   ``GroupRewardSource.score_group``, with ``reward.per: group``.
@@ -29,32 +29,36 @@ from rayloop.rewards.outcomes import elements
 
 Per = Literal["trajectory", "group"]
 METHODS: dict[Per, str] = {"trajectory": "score", "group": "score_group"}
-"""What a class must have, by ``reward.per``."""
+"""The method that a class must have, by ``reward.per``."""
 OWN = ("trajectory", "task", "context")
 GROUP = ("trajectories", "task", "contexts")
 UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
-"""What a grader raises when something around it fails, whatever it declares."""
+"""Exceptions that are always failures of the infrastructure, whatever a grader declares."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """One call of a reward function: the function's parameters ``takes``, and what is scored."""
+
+    takes: Mapping[str, inspect.Parameter]
+    trajectories: Sequence[Trajectory]
+    task: Task
+    contexts: Sequence[ScoreContext]
 
 
 class FunctionReward:
-    """A function as a source. ``arguments`` of its form makes its keyword arguments, ``outcome(s)`` an outcome of its result.
+    """A function as a source. ``form`` makes its keyword arguments, and an outcome of its result.
 
     ``infrastructure`` may be an attribute of the function, and is then that of the source.
     """
 
-    def __init__(self, function: Callable[..., Any], form: Form) -> None:
+    def __init__(self, function: Callable[..., Any], form: FunctionForm) -> None:
         self._function, self._form = function, form
         self._takes = inspect.signature(function).parameters
         self.infrastructure = getattr(getattr(function, "func", function), "infrastructure", False)
 
-    def _call(
-        self,
-        trajectories: Sequence[Trajectory],
-        task: Task,
-        contexts: Sequence[ScoreContext],
-        read: Callable[[Any, dict[str, Any]], Any],
-    ) -> Any:
-        offered, components = self._form.arguments(self._takes, trajectories, task, contexts), dict[str, Any]()
+    def _call(self, call: RewardCall, read: Callable[[Any, dict[str, Any]], Any]) -> Any:
+        offered, components = self._form.arguments(call), dict[str, Any]()
         if "log_metric" in offered:
             offered["log_metric"] = components.__setitem__
         result = self._function(**self._chosen(offered))
@@ -67,7 +71,7 @@ class FunctionReward:
         return later()
 
     def _chosen(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """What the function takes of what is offered. Raises TypeError that names what it lacks."""
+        """The offered arguments that the function takes. Raises TypeError that names the missing ones."""
         if any(p.kind is p.VAR_KEYWORD for p in self._takes.values()):
             chosen = dict(offered)
         else:
@@ -80,54 +84,49 @@ class FunctionReward:
 
 
 class TrajectoryFunction(FunctionReward):
-    """Called with one trajectory (``reward.per: trajectory``)."""
+    """A function that is called with one trajectory (``reward.per: trajectory``)."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
-        return self._call([trajectory], task, [context], self._form.outcome)
+        """The outcome of one trajectory."""
+        return self._call(RewardCall(self._takes, [trajectory], task, [context]), self._form.outcome)
 
 
 class GroupFunction(FunctionReward):
-    """Called with the trajectories of a group (``reward.per: group``)."""
+    """A function that is called with the trajectories of a group (``reward.per: group``)."""
 
     def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> Any:
-        return self._call(trajectories, task, contexts, lambda result, parts: self._form.outcomes(result, len(trajectories), parts))
+        """The outcomes of a group, in order."""
+        call = RewardCall(self._takes, trajectories, task, contexts)
+        return self._call(call, lambda result, parts: self._form.outcomes(result, len(trajectories), parts))
 
 
-class Form:
-    """One library's way to write a reward function: here our own. ``arguments`` offers more than most functions take."""
+class FunctionForm:
+    """One library's form of a reward function; this class is our own form, for one trajectory."""
 
-    def arguments(
-        self,
-        takes: Mapping[str, inspect.Parameter],
-        trajectories: Sequence[Trajectory],
-        task: Task,
-        contexts: Sequence[ScoreContext],
-    ) -> dict[str, Any]:
-        return {"trajectory": trajectories[0], "task": task, "context": contexts[0]}
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """All arguments that a function of this form may take."""
+        return {"trajectory": call.trajectories[0], "task": call.task, "context": call.contexts[0]}
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
+        """The outcome of one trajectory."""
         return result
 
     def outcomes(self, result: Any, count: int, components: dict[str, Any]) -> Any:
+        """The outcomes of a group of ``count``."""
         return result
 
 
-class GroupForm(Form):
-    """Our own, of a group."""
+class GroupForm(FunctionForm):
+    """Our own form, for a group."""
 
-    def arguments(
-        self,
-        takes: Mapping[str, inspect.Parameter],
-        trajectories: Sequence[Trajectory],
-        task: Task,
-        contexts: Sequence[ScoreContext],
-    ) -> dict[str, Any]:
-        return {"trajectories": trajectories, "task": task, "contexts": contexts}
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """The parameters of ``score_group``."""
+        return {"trajectories": call.trajectories, "task": call.task, "contexts": call.contexts}
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What there is of TRL's ``trainer_state``: the reward actor does not know how long the run is."""
+    """The part of TRL's ``trainer_state`` that exists here: the reward actor does not know the length of the run."""
 
     global_step: int
 
@@ -135,31 +134,31 @@ class TrainerState:
         raise AttributeError(f"trainer_state has no {name} here: of TRL's there is global_step only")
 
 
-class TrlForm(Form):
-    """``completions`` is [[{"role": "assistant", "content": text}, ...]], one message per sampled turn; [text] when the row's
-    ``prompt`` is a text, or the parameter is annotated as ``list[str]``."""
+class TrlForm(FunctionForm):
+    """TRL's form. ``completions`` is [[{"role": "assistant", "content": text}, ...]], one message per sampled turn.
 
-    def arguments(
-        self,
-        takes: Mapping[str, inspect.Parameter],
-        trajectories: Sequence[Trajectory],
-        task: Task,
-        contexts: Sequence[ScoreContext],
-    ) -> dict[str, Any]:
+    It is [text] when the row's ``prompt`` is a text, or the parameter is annotated as ``list[str]``.
+    """
+
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """Lists of one element per trajectory, by name."""
+        takes, task, count = call.takes, call.task, len(call.trajectories)
         plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
         messages = [{"role": m.role, "content": "".join(map(_text, m.parts))} for m in task.messages]
-        columns = {**_columns(task), **_truths(takes, task)}
+        columns = _columns(task)
+        columns |= {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
         return {
-            **{name: [value] * len(trajectories) for name, value in columns.items()},
-            "prompts": ["\n".join(m["content"] for m in messages) if plain else messages] * len(trajectories),
-            "completions": [_completion(context.texts, plain) for context in contexts],
-            "completion_ids": [[id for turn in t.sampled_turns for id in turn.token_ids] for t in trajectories],
-            "trainer_state": TrainerState(contexts[0].step),
+            **{name: [value] * count for name, value in columns.items()},
+            "prompts": ["\n".join(m["content"] for m in messages) if plain else messages] * count,
+            "completions": [_completion(context.texts, plain) for context in call.contexts],
+            "completion_ids": [[id for turn in t.sampled_turns for id in turn.token_ids] for t in call.trajectories],
+            "trainer_state": TrainerState(call.contexts[0].step),
             "log_metric": None,
             "log_extra": lambda name, values: None,
         }
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
+        """The outcome in a list of one number."""
         values = elements(result, 2) or []
         if len(values) != 1:
             why = f"the reward function returned {result!r:.200} for one completion, not a list of one number"
@@ -167,34 +166,32 @@ class TrlForm(Form):
         return self._one(values[0], components)
 
     def outcomes(self, result: Any, count: int, components: dict[str, Any]) -> Any:
+        """One outcome per number."""
         values = elements(result, count + 1)
         return result if values is None else [self._one(value, components) for value in values]
 
     def _one(self, value: Any, components: dict[str, Any]) -> Scored | Unscored:
-        """None of TRL means that the function does not apply to this row: no reward, and no failure."""
+        """None means in TRL that the function does not apply to this row: there is no reward, and no failure."""
         if value is None:
             return Unscored(UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row")
         return Scored(value, components)
 
 
-class VerlForm(Form):
-    """``solution_str`` is the text of all sampled turns."""
+class VerlForm(FunctionForm):
+    """verl's form. ``solution_str`` is the text of all sampled turns."""
 
-    def arguments(
-        self,
-        takes: Mapping[str, inspect.Parameter],
-        trajectories: Sequence[Trajectory],
-        task: Task,
-        contexts: Sequence[ScoreContext],
-    ) -> dict[str, Any]:
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """The four parameters of verl's ``custom_reward_function``."""
+        task = call.task
         return {
             "data_source": task.source,
-            "solution_str": "\n".join(contexts[0].texts),
+            "solution_str": "\n".join(call.contexts[0].texts),
             "ground_truth": task.ground_truth,
             "extra_info": task.extra.get("extra_info") or task.extra,
         }
 
     def outcome(self, result: Any, components: dict[str, Any]) -> Any:
+        """The outcome in a number, or in a dict with ``score`` and components."""
         if not isinstance(result, Mapping):
             return result
         if "score" not in result:
@@ -205,7 +202,7 @@ class VerlForm(Form):
 
 
 def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | GroupRewardSource:
-    """The reward source itself, or a function of one of the forms as one. Raises ConfigError that says what is expected."""
+    """The source itself, or a function of one of the forms as a source. Raises ConfigError that names the expected forms."""
     if hasattr(source, METHODS[per]):
         return source
     kind, own = (TrajectoryFunction, OWN) if per == "trajectory" else (GroupFunction, GROUP)
@@ -216,14 +213,14 @@ def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | 
     elif "solution_str" in takes and per == "trajectory":
         made = kind(source, VerlForm())
     elif set(own) & set(takes) and set(_required(takes)) <= set(own):
-        made = kind(source, Form() if per == "trajectory" else GroupForm())
+        made = kind(source, FunctionForm() if per == "trajectory" else GroupForm())
     if made is None:
         raise ConfigError(_no_reward(use, takes, per))
     return made  # type: ignore[return-value] # of the kind that fits per
 
 
 def around(source: Any) -> tuple[type[BaseException], ...]:
-    """The exceptions of a source that are failures of something around it (network, disk, memory), never the policy's doing.
+    """The exceptions of a source that are failures of the infrastructure (network, disk, memory) and not of the policy.
 
     Raises ConfigError when ``infrastructure`` is neither True nor a tuple of exception types.
     """
@@ -246,7 +243,7 @@ def _no_reward(use: str, takes: Mapping[str, inspect.Parameter], per: Per) -> st
             f"score_group(trajectories, task, contexts), or TRL's f(prompts, completions, **kwargs){remedy}"
         )
     if "trajectories" in takes:
-        remedy = ". One that is given all trajectories of a group needs reward.per: group"
+        remedy = ". A function of all trajectories of a group needs reward.per: group"
     return (
         f"use: {use!r} is a function of ({', '.join(shown)}), which is no reward. Write "
         "score(trajectory, task, context), or TRL's f(prompts, completions, **kwargs), or "
@@ -266,16 +263,10 @@ def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _columns(task: Task) -> dict[str, Any]:
-    """The row's columns as far as the reader kept them, without those that the call itself has."""
+    """The row's columns as far as the reader kept them, without the prompt and the completion."""
     return {"ground_truth": task.ground_truth, "data_source": task.source} | {
         name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
     }
-
-
-def _truths(takes: Mapping[str, inspect.Parameter], task: Task) -> dict[str, Any]:
-    """The ground truth under the usual name that the function asks for, when the row has no column of that name."""
-    columns = _columns(task)
-    return {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
 
 
 def _completion(texts: Sequence[str], plain: bool) -> Any:

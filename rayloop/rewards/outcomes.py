@@ -1,4 +1,4 @@
-"""What a reward source returned, as outcomes: numbers that are none are never rewards."""
+"""Conversion of a reward source's results to outcomes: NaN, infinity and texts are never rewards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 
 
 def as_outcome(result: Any) -> Outcome:
-    """What a source returned, as an outcome: an Outcome, or whatever ``float`` makes a finite number of (a bool, a scalar of
-    numpy, a tensor without dimensions); anything else, texts included, is an invalid reward.
+    """The outcome of one result: an Outcome, or any value that ``float`` makes a finite number (a bool, a scalar of numpy, a tensor
+    without dimensions). Anything else, texts included, is an invalid reward.
 
     Components that are no finite numbers are dropped and flagged ``invalid_component``.
     """
@@ -30,7 +30,7 @@ def as_outcome(result: Any) -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    """``float(value)`` if that is finite, None for all else; arrays and tensors have to be without dimensions."""
+    """``float(value)`` if that is finite, else None. Arrays and tensors must be without dimensions."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
@@ -43,10 +43,9 @@ def _number(value: Any) -> float | None:
 
 
 def as_outcomes(result: Any, count: int) -> list[Outcome]:
-    """What a source returned for ``count`` trajectories, each element as ``as_outcome``.
+    """The outcomes of a result for ``count`` trajectories, each element by ``as_outcome``.
 
-    Raises TypeError when it has no elements (or is a generator, which would run here), ValueError when their number is another:
-    nobody could say whose they are.
+    Raises TypeError for a result without elements (or a generator, which would run here), ValueError for another number of them.
     """
     found = None if isinstance(result, Iterator) else elements(result, count + 1)
     if found is None:
@@ -57,7 +56,7 @@ def as_outcomes(result: Any, count: int) -> list[Outcome]:
 
 
 def elements(result: Any, most: int) -> list[Any] | None:
-    """The first ``most`` of a list, an array, a tensor or a generator; None for what is no such thing."""
+    """The first ``most`` elements of a list, an array, a tensor or a generator; None for any other value."""
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping | Set):
         return None
     return None if getattr(result, "shape", None) == () else list(islice(result, most))

@@ -1,4 +1,4 @@
-"""Completions that were saved, and what a recipe says about scoring them without a run: ``SCORING`` in its module ``score``."""
+"""Saved completions, and how a recipe scores them without a run: ``SCORING`` in its module ``score``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import EndReason, ImageRef, Sampling, Task, Trajectory, TrajectoryId, Turn
 
 TEXTS = ("completion", "completions", "response", "solution_str", "texts", "text", "turns", "messages")
-"""Columns in which completions are saved, the first that a row has counts: a text, a list of them (one per turn), messages
-(those of the assistant), or the turns of a run's ``rollouts`` (those that were sampled)."""
+"""Columns of completions, of which the first one in a row counts: a text, a list of texts (one per turn), messages (the
+assistant's count), or the turns of a run's ``rollouts`` (the sampled ones count)."""
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
-"""Of a saved completion nobody knows the tokens."""
+"""The trajectory of a saved completion, whose tokens are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """One completion: the texts of the sampled turns, and the task with the truth.
 
-    ``trajectory`` is what else the row says of the episode (``played``), ``step`` the one that a step-aware reward is to assume.
+    ``trajectory`` has the row's other data of the episode (``played``); ``step`` is the training step that the reward assumes.
     """
 
     texts: tuple[str, ...]
@@ -33,14 +33,13 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a recipe's rewards are asked offline.
+class OfflineScoring:
+    """How a recipe's rewards are computed without a run.
 
-    ``use`` is the reward's class. ``settings`` makes its ``with`` of a variant and of the one reward that is asked for (None: all).
-    ``rewards`` are the components that may be asked for, ``aliases`` other names of them. ``read`` makes a ``Saved`` of a row and
-    its place, and raises DataFailure. ``answer`` is what a variant reads as the answer. ``notes`` are lines for the end: what
-    there is to say about all rows together, such as how they compare with columns of the file. ``others``: the class of a variant
-    that is another reward than ``use``.
+    ``use`` is the reward's class. ``settings`` makes its ``with`` from a variant and the one wanted component (None: all).
+    ``rewards`` are the components, ``aliases`` other names of them. ``read`` makes a ``Saved`` from a row and its place, and raises
+    DataFailure. ``answer`` is the answer that a variant reads. ``notes`` are last lines about all rows together, such as a
+    comparison with columns of the file. ``others``: the class of a variant that is another reward than ``use``.
     """
 
     use: str
@@ -55,7 +54,7 @@ class Scoring:
 
 
 def texts_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The sampled turns' texts of a row, at least one. Raises DataFailure."""
+    """The texts of a row's sampled turns, at least one. Raises DataFailure."""
     name = next((name for name in TEXTS if row.get(name) is not None), None)
     if name is None:
         raise DataFailure(where, f"no completion: none of the columns {', '.join(TEXTS)}")
@@ -68,7 +67,7 @@ def texts_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _text(part: Any) -> str | None:
-    """Of a turn that the policy said; None for others."""
+    """The text of a turn that the policy sampled; None for others."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or not part.get("sampled", part.get("role", "assistant") == "assistant"):
@@ -78,7 +77,7 @@ def _text(part: Any) -> str | None:
 
 
 def truth_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The first of the columns that the row has. Raises DataFailure."""
+    """The value of the first of these columns that the row has. Raises DataFailure."""
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise DataFailure(where, f"no truth: none of the columns {', '.join(names)}")
@@ -86,7 +85,7 @@ def truth_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 
 def parsed(value: Any) -> Any:
-    """A column that may be JSON in a text, as parquet files have tables and boxes; what is none stays."""
+    """A column that may be JSON in a text, as parquet files have tables and boxes; any other value stays."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -96,8 +95,8 @@ def parsed(value: Any) -> Any:
 
 
 def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> Trajectory:
-    """An episode without tokens: the environment's result from the first of these columns that the row has, and from a run's
-    ``rollouts`` which turns were carried out and which images were shown. Raises DataFailure."""
+    """An episode without tokens. The environment's result is in the first of the columns ``results`` that the row has; a run's
+    ``rollouts`` also have the turns and the images. Raises DataFailure."""
     name = next((name for name in results if row.get(name) is not None), None)
     try:
         result = None if name is None else float(row[name])
@@ -116,7 +115,7 @@ def _turn(turn: Mapping[str, Any]) -> Turn:
 
 
 def _images(shown: Mapping[str, Any]) -> tuple[ImageRef, ...]:
-    """Of entries with ``width`` and ``height``; how the model's processor cut them is not saved."""
+    """The images of entries with ``width`` and ``height``; their cut by the model's processor is not saved."""
     found: Any = shown.get("images")
     entries = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
     return tuple(ImageRef("", int(e.get("width") or 0), int(e.get("height") or 0), (0, 0, 0), 0) for e in entries)

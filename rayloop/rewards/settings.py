@@ -1,4 +1,4 @@
-"""Settings of the reward: its source, what that is given at a time, and what happens when it fails. No torch, no ray."""
+"""Settings of the reward: its source, the unit that it scores, and its failures. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from rayloop.rewards.functions import METHODS, Per, around, as_source
 
 @dataclass(frozen=True)
 class RewardRole(Role):
-    """A reward has another method when it judges the answers of a group together."""
+    """The role of a reward, whose method depends on whether it scores one trajectory or a group."""
 
     per: Per = "trajectory"
 
     def of(self, settings: BaseModel) -> Role:
+        """The role of the source in these settings."""
         return ROLES[settings.per] if isinstance(settings, RewardSettings) else self
 
     def check(self, component: Component) -> None:
+        """Raises ConfigError for a class without the method, or with an unusable ``infrastructure``."""
         found = component.resolve()
         for per, method in METHODS.items():
             if isinstance(found, type) and hasattr(found, method) and not hasattr(found, self.methods[0]):
@@ -40,7 +42,7 @@ REWARD = ROLES["trajectory"]
 
 
 class RewardSettings(SettingsModel):
-    """Which reward source scores episodes, and what happens when it misbehaves."""
+    """The reward source, and the treatment of its failures."""
 
     removed: ClassVar[Mapping[str, Removed]] = {"hung_threads": Removed(8, "a reward actor with eight calls that hang is replaced")}
 
@@ -59,11 +61,11 @@ class RewardSettings(SettingsModel):
         return value
 
     per: Per = "trajectory"
-    """What the source is given at a time: one trajectory, when the call that played it has ended; or those of a group that were
-    played, when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that
+    """What one call of the source scores: one trajectory, when the call that played it has ended; or the played trajectories of
+    a group, when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that
     compare answers: rankings, pairwise judges, diversity."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A judge that is down is waited for within them:
+    """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A run waits that long for a judge that is down:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
     on_error: Literal["exclude", "fail"] = "exclude"
     """A grader that raises, or hangs, twice on the same trajectory: leave it out as ``grader_error`` or ``timeout``; or ``fail``:

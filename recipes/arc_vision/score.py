@@ -8,7 +8,7 @@ from typing import Any
 from rayloop.core.types import Task
 from rayloop.recipes.arc_vision.boxes import answered
 from rayloop.recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
-from rayloop.rewards.saved import Saved, Scoring, parsed, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, parsed, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""
@@ -35,7 +35,7 @@ def answer(saved: Saved, variant: str) -> str | None:
     return None if found is None else "[" + ",".join(f"{value:g}" for value in found) + "]"
 
 
-SCORING = Scoring(
+SCORING = OfflineScoring(
     use="rayloop.recipes.arc_vision.reward:ArcVisionReward",
     variants=("corrected", "original", "library"),
     rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "asked", "known_tools", "penalties"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
-from rayloop.rewards.saved import Saved, Scoring, played, texts_of
+from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of
 
 RESULTS = ("env_result", "eval_result", "result", "success")
 """Columns of what the environment found."""
@@ -25,7 +25,7 @@ def answer(saved: Saved, variant: str) -> str | None:
     return saved.texts[-1].rpartition("Action:")[2].strip() or None
 
 
-SCORING = Scoring(
+SCORING = OfflineScoring(
     use="rayloop.recipes.arpo.reward:ArpoReward",
     variants=("corrected", "original"),
     rewards=("success", "format"),

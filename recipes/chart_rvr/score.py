@@ -9,7 +9,7 @@ from rayloop.core.types import Task
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
 from rayloop.recipes.chart_rvr.rewards.reading import parts
 from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED, SEVEN
-from rayloop.rewards.saved import Saved, Scoring, parsed, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth_of
 
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
@@ -59,7 +59,7 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
     ]
 
 
-SCORING = Scoring(
+SCORING = OfflineScoring(
     use="rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
     variants=("corrected", "original", "fork", "paper"),
     rewards=(*SEVEN, "relaxed", "exact"),

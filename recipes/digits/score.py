@@ -7,7 +7,7 @@ from typing import Any
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.rewards.saved import Saved, Scoring, parsed, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "truth", "gold", "label")
 """Columns of the digits in order."""
@@ -26,7 +26,7 @@ def answer(saved: Saved, variant: str) -> str | None:
     return saved.texts[-1].strip() or None
 
 
-SCORING = Scoring(
+SCORING = OfflineScoring(
     use="rayloop.recipes.digits.reward:SortReward",
     variants=("corrected",),
     rewards=("exact", "format"),

@@ -8,7 +8,7 @@ from typing import Any
 from rayloop.core.types import Message, Task
 from rayloop.judge.answers import extract
 from rayloop.recipes.pyvision import original
-from rayloop.rewards.saved import Saved, Scoring, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
@@ -38,7 +38,7 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 
 DEEPEYES = "rayloop.recipes.pyvision.deepeyes:DeepEyesReward"
-SCORING = Scoring(
+SCORING = OfflineScoring(
     use="rayloop.recipes.pyvision.reward:PyVisionReward",
     variants=("corrected", "original", "deepeyes", "deepeyes-original"),
     rewards=("accuracy", "calls", "right", "format", "tool", "looked"),

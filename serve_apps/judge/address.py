@@ -1,4 +1,4 @@
-"""Where the judge is, for runs in its own Ray cluster: a named actor that lives as long as ``judge serve`` does."""
+"""The judge's address for runs in its own Ray cluster: a named actor that lives as long as ``judge serve`` does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ NAMESPACE = "rayloop"
 
 
 class JudgeAddress:
+    """The actor that holds the address."""
+
     def __init__(self, address: Address) -> None:
         self._address = address
 
     async def get(self) -> Address:
+        """The address."""
         return self._address
 
 
 def unclaimed(name: str) -> None:
-    """Raises ConfigError when somebody serves a judge of this name in this Ray cluster."""
+    """Raises ConfigError when a judge of this name is served in this Ray cluster."""
     try:
         ray.get_actor(f"judge-{name}", namespace=NAMESPACE)
     except ValueError:
@@ -30,15 +33,17 @@ def unclaimed(name: str) -> None:
     raise ConfigError(f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end its `judge serve`")
 
 
-def publish(name: str, address: Address) -> Any:
-    """Start the actor; the address is withdrawn when its handle or this process goes."""
+def announce_in_ray(name: str, address: Address) -> Any:
+    """Start the actor. The address is withdrawn when the returned handle or this process goes."""
     return ray.remote(JudgeAddress).options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0).remote(address)
 
 
 class RayDiscovery:
-    """``rayloop.judge.discovery`` for a judge that was started in the run's own cluster."""
+    """Finds a judge that is served in the run's own cluster."""
 
     class Settings(SettingsModel):
+        """The judge to find."""
+
         name: str = "judge"
         """The application's name in the judge's configuration."""
 

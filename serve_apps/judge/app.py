@@ -1,6 +1,6 @@
 """The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
 
-``python -m rayloop judge serve CONFIG`` does the same, makes a key, and tells clients where it is (docs/judge.md).
+``python -m rayloop judge serve CONFIG`` does the same, makes a key, and announces the address to clients (docs/judge.md).
 """
 
 from __future__ import annotations
@@ -12,48 +12,45 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from rayloop.config.settings import local_path
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import new_secret
-from rayloop.judge.backend import Backend
 from rayloop.judge.cache import VerdictCache
 from rayloop.judge.discovery import read_key
-from rayloop.judge.grader import Grader, RuleBackend
-from rayloop.judge.rubric import FOLDER, Rubric, load_rubrics
+from rayloop.judge.grader import Grader
+from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.serve_apps.judge.http import web
-from rayloop.serve_apps.judge.openai_model import OpenAIModel
-from rayloop.serve_apps.judge.service import Chat, JudgeService
+from rayloop.serve_apps.judge.openai_model import CompletionModel, OpenAIModel
+from rayloop.serve_apps.judge.service import JudgeService
 from rayloop.serve_apps.judge.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
 from rayloop.serve_apps.web import backpressure
 
 
 class Judge:
-    """One replica. The application of serve_apps/judge/http.py is built in it, since it holds connections and a model."""
+    """One replica, in which the application of serve_apps/judge/http.py is built: it holds connections and a model."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        backend, chat, rubrics = built(settings)
-        replica = serve.get_replica_context().replica_id.unique_id
-        self._service = JudgeService(settings, backend, rubrics, chat, replica)
+        self._service = JudgeService(settings, *built(settings), serve.get_replica_context().replica_id.unique_id)
         self._key = read_key(settings.key_file or "")
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces the replica when it raises."""
-        self._service.alive()
+        """Serve calls this, and replaces the replica when it raises."""
+        if self._service.chat is not None:
+            self._service.chat.alive()
 
     def __serve_build_asgi_app__(self) -> Any:
         return web(self._service, self._key)
 
 
-def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubric]]:
-    """The backend that ``settings`` names, its model, if it has one, and the rubrics. Raises ConfigError."""
-    rubrics = load_rubrics(local_path(settings.rubrics) if settings.rubrics else FOLDER)
-    cache = VerdictCache(settings.cache.size, local_path(settings.cache.path) if settings.cache.path else None)
+def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
+    """The grader for the backend in ``settings``, and its model, if there is one. Raises ConfigError."""
+    rubrics = load_rubrics(Path(settings.rubrics) if settings.rubrics else FOLDER)
+    cache = VerdictCache(settings.cache.size, Path(settings.cache.path) if settings.cache.path else None)
     match settings.backend:
         case RuleBackendSettings():
-            return RuleBackend(rubrics), None, rubrics
+            return Grader(rubrics), None
         case OpenAIBackendSettings():
             model = OpenAIModel(settings.backend)
-            return Grader(model, "openai", rubrics, cache), model, rubrics
+            return Grader(rubrics, model, "openai", cache), model
         case VllmBackendSettings():
             if seeing := [name for name, rubric in rubrics.items() if rubric.sees_images]:
                 raise ConfigError(
@@ -63,12 +60,12 @@ def built(settings: JudgeSettings) -> tuple[Backend, Chat | None, dict[str, Rubr
             from rayloop.serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
 
             own = VllmModel(settings.backend)
-            return Grader(own, "vllm", rubrics, cache), own, rubrics
+            return Grader(rubrics, own, "vllm", cache), own
 
 
 def app(args: dict[str, Any]) -> Application:
     """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
-    settings = absolute(JudgeSettings.model_validate(args))
+    settings = JudgeSettings.model_validate(args)
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), "the judge's key file")
     elif not settings.insecure:
@@ -93,27 +90,7 @@ def app(args: dict[str, Any]) -> Application:
     return deployment.bind(settings)
 
 
-def absolute(settings: JudgeSettings) -> JudgeSettings:
-    """With absolute paths: a replica runs in a folder of its own, and clients in theirs."""
-
-    def path(text: str | None) -> str | None:
-        return str(local_path(text)) if text else text
-
-    backend = settings.backend
-    if isinstance(backend, OpenAIBackendSettings):
-        backend = backend.model_copy(update={"key_file": path(backend.key_file)})
-    return settings.model_copy(
-        update={
-            "backend": backend,
-            "key_file": path(settings.key_file),
-            "rubrics": path(settings.rubrics),
-            "image_roots": tuple(str(local_path(root)) for root in settings.image_roots),
-            "cache": settings.cache.model_copy(update={"path": path(settings.cache.path)}),
-        }
-    )
-
-
 def gpus(settings: JudgeSettings) -> int:
-    """GPUs of one replica."""
+    """The number of GPUs of one replica."""
     backend = settings.backend
     return backend.engine.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0

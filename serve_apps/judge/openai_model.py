@@ -8,31 +8,38 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
-from rayloop.judge.backend import Reply
 from rayloop.judge.discovery import read_key
-from rayloop.serve_apps.judge.service import Answer
+from rayloop.judge.grader import Reply
 from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
 
 TOP = 5
-"""Alternatives of each token that the server is asked for."""
+"""Alternatives of each token that the server is asked to return."""
 _TOO_LONG = re.compile(
     r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context (length|window|size)"
     r"|longer than the (maximum )?(model|context)|too (long|many tokens)|max_model_len",
     re.IGNORECASE,
 )
-"""How servers say that a prompt does not fit: OpenAI's code, and what vLLM, SGLang, llama.cpp and TGI write."""
+"""Messages for a prompt that does not fit: OpenAI's code, and the texts of vLLM, SGLang, llama.cpp and TGI."""
 _VALUE = re.compile(r'"verdict"\s*:\s*"')
 
 
-class CompletionModel(ABC):
-    """``rayloop.judge.backend.ChatModel`` and ``rayloop.serve_apps.judge.service.Chat`` over chat completions.
+class ChatAnswer(NamedTuple):
+    """HTTP status and JSON body, both in OpenAI's form. ``retry_after``: the header of this name, "" without it."""
 
-    ``extra`` are further keys of each verdict's request; ``about`` is what a verdict depends on besides the model's name.
+    status: int
+    body: Any
+    retry_after: str = ""
+
+
+class CompletionModel(ABC):
+    """A ``rayloop.judge.grader.ChatModel`` over chat completions.
+
+    ``extra`` are further keys of a request for a verdict; ``about`` is all that a verdict depends on besides the model's name.
     """
 
     def __init__(self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -42,25 +49,26 @@ class CompletionModel(ABC):
         self._keys = {**sampling, **extra}
 
     @abstractmethod
-    async def complete(self, body: Mapping[str, Any]) -> Answer:
+    async def complete(self, body: Mapping[str, Any]) -> ChatAnswer:
         """A chat completion. Raises DeadlineExceeded, InfrastructureFailure."""
 
     @abstractmethod
     async def identity(self) -> Mapping[str, Any]:
-        """What is behind the name now. Raises InfrastructureFailure."""
+        """What is known of the model behind the name now. Raises InfrastructureFailure."""
+
+    def alive(self) -> None:  # noqa: B027 # a server elsewhere comes and goes without this process
+        """Raises InfrastructureFailure when only a new process can help."""
 
     @abstractmethod
-    def alive(self) -> None:
-        """Raises InfrastructureFailure when it cannot come back in this process."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free the engine or the connections."""
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """Raises like ``complete``, and DataFailure for a prompt that is too long. Nothing is retried here: clients do that.
+        """The model's reply to a request for a verdict. Clients retry; this method does not.
 
-        Any other refusal, and a reply that was cut off, is the judge's set-up (a model that cannot see, a filter, too few
-        ``max_tokens``), and so a failure of the judge's and not of the answer's.
+        Raises like ``complete``, and DataFailure for a prompt that is too long. Any other refusal, and a reply that was cut off,
+        is caused by the judge's configuration (a model that cannot see, a filter, too few ``max_tokens``) and not by the answer:
+        it raises InfrastructureFailure.
         """
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
@@ -81,7 +89,7 @@ class CompletionModel(ABC):
 
 
 class OpenAIModel(CompletionModel):
-    """A server's. Its errors name its URL."""
+    """A model on a server that speaks OpenAI's API. Its errors name the URL."""
 
     def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
         extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
@@ -98,7 +106,8 @@ class OpenAIModel(CompletionModel):
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._timeout = settings.timeout
 
-    async def complete(self, body: Mapping[str, Any]) -> Answer:
+    async def complete(self, body: Mapping[str, Any]) -> ChatAnswer:
+        """Raises DeadlineExceeded too when no connection is free in time."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
@@ -106,7 +115,7 @@ class OpenAIModel(CompletionModel):
             raise DeadlineExceeded(f"{self._client.base_url}: no free slot within {self._timeout:g} s") from error
         try:
             answer = await self._client.post("chat/completions", json=body)
-            return Answer(answer.status_code, answer.json(), answer.headers.get("retry-after", ""))
+            return ChatAnswer(answer.status_code, answer.json(), answer.headers.get("retry-after", ""))
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
@@ -115,8 +124,9 @@ class OpenAIModel(CompletionModel):
             self._slots.release()
 
     async def identity(self) -> Mapping[str, Any]:
-        """What the server's list of models says of ours; {} for a server without one. ``created`` is left out, since vLLM and
-        SGLang answer the time of the request.
+        """The model's entry in the server's list of models; {} for a server without such a list.
+
+        ``created`` is left out: vLLM and SGLang return the time of the request there.
         """
         try:
             answer = await self._client.get("models")
@@ -132,17 +142,15 @@ class OpenAIModel(CompletionModel):
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return {}
 
-    def alive(self) -> None:
-        """A server elsewhere comes and goes without this process."""
-
     async def close(self) -> None:
+        """Close the connections."""
         await self._client.aclose()
 
 
 def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
-    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when it is not among them.
+    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when neither word is there.
 
-    ``tokens`` as in OpenAI's ``logprobs.content``. A token counts for the word that it begins.
+    ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word that it begins.
     """
     text = "".join(token["token"] for token in tokens)
     if (found := _VALUE.search(text)) is None:

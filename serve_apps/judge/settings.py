@@ -1,22 +1,24 @@
-"""Settings of the judge's application, and the file that holds them: Ray Serve's own format, so that ``serve deploy`` takes it."""
+"""Settings of the judge, and their file, which has Ray Serve's own format, so that ``serve deploy`` accepts it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import SettingsModel, local_path
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.judge.api import MAX_ITEMS
 from rayloop.serve_apps.http_options import HttpOptions as HttpOptions
 
 CONFIGS = Path(__file__).parent / "configs"
+AbsolutePath = Annotated[str, AfterValidator(lambda text: str(local_path(text)) if text else text)]
+"""A path that becomes absolute when it is read: a replica runs in another folder, and so do clients."""
 
 
 class RuleBackendSettings(SettingsModel):
-    """Deterministic rules alone, for machines without a model. Every answer says so."""
+    """Deterministic rules alone, for machines without a model. Every verdict names this backend."""
 
     kind: Literal["rule"] = "rule"
 
@@ -28,8 +30,8 @@ class OpenAIBackendSettings(SettingsModel):
     url: str = Field(pattern=r"^https?://.+")
     """Up to and including ``/v1``. It must be reachable from the replicas' nodes."""
     model: str
-    """What that server calls the model: vLLM's ``--served-model-name``, or the name in its /v1/models."""
-    key_file: str = ""
+    """The model's name on that server: vLLM's ``--served-model-name``, or the name in its /v1/models."""
+    key_file: AbsolutePath = ""
     """That server's bearer key, in a file that only its owner can read. "" for none."""
     concurrency: int = Field(64, ge=1)
     """Requests at once, per replica. Raise it until that server's queue is never empty."""
@@ -44,7 +46,7 @@ class OpenAIBackendSettings(SettingsModel):
 
 
 class VllmBackendSettings(SettingsModel):
-    """A vLLM engine of our own in each replica."""
+    """A vLLM engine in each replica."""
 
     kind: Literal["vllm"] = "vllm"
     model: str
@@ -66,7 +68,7 @@ BackendSettings = Annotated[RuleBackendSettings | OpenAIBackendSettings | VllmBa
 
 
 class LimitSettings(SettingsModel):
-    """What one replica accepts. Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait."""
+    """Limits of one replica. Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait."""
 
     items: int = Field(64, ge=1, le=MAX_ITEMS)
     """Items of one request. Lower it when single requests take too long; clients then ask more often."""
@@ -79,7 +81,7 @@ class LimitSettings(SettingsModel):
     seconds: float = Field(120.0, gt=0)
     """Seconds for one request's answer; a client's own budget should be longer. Raise it for slow models."""
     body_seconds: float = Field(5.0, gt=0)
-    """For one request's body to come. Raise it for clients behind slow lines: a body that is on its way holds a place."""
+    """Seconds in which one request's body must arrive. Raise it for clients behind slow lines; such a body holds a place."""
     held: int = Field(512, ge=1)
     """Items that are being judged or wait. Raise it when clients are turned away (503) while the backend is idle."""
     ongoing: int = Field(128, ge=2)
@@ -91,7 +93,7 @@ class LimitSettings(SettingsModel):
 
 
 class ReplicaSettings(SettingsModel):
-    """How many processes judge. ``min`` < ``max``: Serve adds and removes replicas."""
+    """The number of processes that judge. ``min`` < ``max``: Serve adds and removes replicas."""
 
     min: int = Field(1, ge=1)
     """Replicas that always run. Raise it so that one may die unnoticed."""
@@ -112,35 +114,37 @@ class ReplicaSettings(SettingsModel):
 
 
 class CanarySettings(SettingsModel):
-    """Known verdicts that the judge must repeat; /readyz fails while it does not."""
+    """The canary: items whose verdict is known. /readyz fails while the judge does not judge them right."""
 
     every: float = Field(60.0, gt=0)
-    """Seconds between two times. Raise it when the canary's questions cost too much."""
+    """Seconds between two canaries. Raise it when the canary's questions cost too much."""
     within: float = Field(30.0, gt=0)
-    """Seconds that they may take altogether. Raise it for slow models."""
+    """Seconds that all of its items may take together. Raise it for slow models."""
     right: bool = True
-    """Whether they must be right; off only for models whose verdicts are noise (tests of the path)."""
+    """Whether the verdicts must be right; off only for models whose verdicts are noise (tests of the path)."""
 
 
 class CacheSettings(SettingsModel):
+    """Where verdicts are kept."""
+
     size: int = Field(100_000, ge=0)
     """Verdicts in the memory of each replica. Raise it when questions repeat over more than that; 0 for none."""
-    path: str | None = None
+    path: AbsolutePath | None = None
     """An SQLite file on the replica's own disk, for verdicts that outlive it. Set it when replicas are restarted often."""
 
 
 class JudgeSettings(SettingsModel):
-    """``args`` of the application. Without any it judges by rules."""
+    """``args`` of the application. The defaults judge by rules alone."""
 
     backend: BackendSettings = RuleBackendSettings()
-    key_file: str | None = None
+    key_file: AbsolutePath | None = None
     """The bearer key that clients must show, in a file that only its owner can read and that all nodes see; made when it is
     missing. Relative to the folder in which the application is deployed."""
     insecure: bool = False
     """Whether a judge without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
-    rubrics: str | None = None
-    """A folder of rubrics in place of judge/rubrics, when what is right for you is judged otherwise."""
-    image_roots: tuple[str, ...] = ()
+    rubrics: AbsolutePath | None = None
+    """A folder of rubrics in place of judge/rubrics, for other definitions of a right answer."""
+    image_roots: tuple[AbsolutePath, ...] = ()
     """Folders below which an item's images must lie. Empty: no images. A rubric with ``sees_images`` shows them to the model."""
     limits: LimitSettings = LimitSettings()
     replicas: ReplicaSettings = ReplicaSettings()
@@ -149,6 +153,8 @@ class JudgeSettings(SettingsModel):
 
 
 class ApplicationSettings(SettingsModel):
+    """The judge as one application of Ray Serve."""
+
     name: str = "judge"
     """Of the application in Serve's status; clients do not see it. Change it beside another judge on one cluster."""
     import_path: Literal["rayloop.serve_apps.judge.app:app"] = "rayloop.serve_apps.judge.app:app"
@@ -162,7 +168,7 @@ class ServeFile(SettingsModel):
     """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a judge needs."""
 
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
-    """Nodes that answer: EveryNode is those with replicas, and the head; HeadOnly for clients that know the head alone."""
+    """The nodes that answer. EveryNode: those with replicas, and the head. HeadOnly: for clients that know only the head."""
     http_options: HttpOptions = HttpOptions()
     applications: tuple[ApplicationSettings, ...] = Field((ApplicationSettings(),), min_length=1, max_length=1)
     """The judge is the one application that Ray Serve starts from such a file."""

@@ -1,4 +1,4 @@
-"""Requests to the policy: the part of OpenAI's and vLLM's chat completions that a sampled policy can honour."""
+"""Requests to the policy endpoint: the part of OpenAI's and vLLM's chat completions that a sampled policy can honour."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 ignored in silence: the log-probs would be those of another distribution than the one that is sampled."""
 
 
-class Function(BaseModel):
-    """A call as OpenAI writes it: ``arguments`` is JSON in a text."""
+class CalledFunction(BaseModel):
+    """The function of a call in OpenAI's form: ``arguments`` is JSON in a text."""
 
     name: str = Field(max_length=256)
     arguments: str = Field("{}", max_length=1_000_000)
 
 
 class ToolCall(BaseModel):
+    """A call of a tool in an assistant's message."""
+
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
-    function: Function
+    function: CalledFunction
 
 
 class ChatMessage(BaseModel):
-    """One message; the keys that clients echo of an answer (``refusal``, ``audio``, ...) may be there, and empty."""
+    """One message. Keys that clients copy from an answer (``refusal``, ``audio``, ...) are accepted when they are empty."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -44,8 +46,8 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _honoured(self) -> ChatMessage:
-        if said := [key for key, value in (self.model_extra or {}).items() if value]:
-            raise ValueError(f"{said[0]} of a message is not supported")
+        if extra := [key for key, value in (self.model_extra or {}).items() if value]:
+            raise ValueError(f"{extra[0]} of a message is not supported")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls of a {self.role} message: only the assistant calls tools")
         if self.content is None and not self.tool_calls:
@@ -54,20 +56,24 @@ class ChatMessage(BaseModel):
 
 
 class ToolFunction(BaseModel):
+    """The function that a tool offers; ``parameters`` is a JSON schema."""
+
     model_config = ConfigDict(extra="allow")
     name: str = Field(min_length=1, max_length=256)
     description: str = ""
     parameters: dict[str, Any] = {}
 
 
-class Tool(BaseModel):
+class OfferedTool(BaseModel):
+    """A tool that the policy may call."""
+
     model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: ToolFunction
 
 
 class StreamOptions(BaseModel):
-    """``include_usage``: a last chunk has the usage, as OpenAI's."""
+    """Options of a stream. ``include_usage``: the last chunk has the usage."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
@@ -75,7 +81,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """What may be asked. ``NEUTRAL`` keys are accepted with the values that change nothing."""
+    """A request for a chat completion. ``NEUTRAL`` keys are accepted with the values that change nothing."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
@@ -89,9 +95,9 @@ class ChatRequest(BaseModel):
     n: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     stream: bool | None = None
-    """The answer as server-sent events (``serve_apps/policy/chunks.py``): they come together, once it is whole."""
+    """Answer with server-sent events, which come together once the answer is whole."""
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[OfferedTool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
@@ -123,5 +129,5 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Its stop strings."""
+        """The stop strings, none of them empty."""
         return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())

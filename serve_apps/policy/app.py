@@ -15,14 +15,14 @@ from rayloop.judge.discovery import read_key
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
 from rayloop.serve_apps.web import backpressure
 
 
-class Policy:
-    """The one replica: it remembers conversations, so there is no second one."""
+class PolicyReplica:
+    """The only replica: it remembers conversations, which a second one would not know."""
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(self, settings: PolicyEndpointSettings) -> None:
         self._service = PolicyService(settings, Engines(settings.namespace))
         self._key = read_key(settings.key_file or "")
 
@@ -30,7 +30,7 @@ class Policy:
         return web(self._service, self._key)
 
 
-def app(settings: PolicySettings) -> Application:
+def app(settings: PolicyEndpointSettings) -> Application:
     """The application that Ray Serve runs. Raises ConfigError without a key."""
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), "the policy endpoint's key file")
@@ -48,5 +48,5 @@ def app(settings: PolicySettings) -> Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=5,
         **backpressure(),
-    )(ingress(Policy))
+    )(ingress(PolicyReplica))
     return deployment.bind(settings)

@@ -1,4 +1,4 @@
-"""The live rollout actors of a run, which are found by their names, and requests to them that outlive the loss of one."""
+"""The live rollout actors of a run, found by their names, and requests to them that survive the loss of one."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 logger = logging.getLogger(__name__)
 
 ROLE = "rollout-"
-"""What the names of a run's engines begin with (``cluster/roles/services.py``)."""
+"""The beginning of the names of a run's engines (``cluster/roles/services.py``)."""
 LOOK = 1.0
-"""Seconds between two looks at who is there."""
+"""Seconds between two searches for engines."""
 HEALTH = 10.0
-"""Seconds within which an engine must say how it is; one that does not is asked for nothing, and looked at again."""
+"""Seconds within which an engine must report its health; one that does not gets no requests, and is asked again."""
 
 
 class RolloutEngine(Engine, Protocol):
-    def health(self) -> EngineHealth: ...
+    """The methods of a rollout actor that the endpoint calls."""
+
+    def health(self) -> EngineHealth:
+        """The weights that it serves."""
+        ...
 
 
 @dataclass
-class Found:
-    """One engine: a ``number`` that is never used again, its handle, the weights that it serves, and its requests of ours."""
+class FoundEngine:
+    """One engine: a ``number`` that is never used again, its handle, its weights, and the number of our requests to it."""
 
     number: int
     handle: Handle[RolloutEngine]
@@ -48,17 +52,17 @@ class Found:
 
 
 class Engines:
-    """``async with`` it: the engines are looked at while the block runs. ``namespace`` is Ray's, of the run's actors."""
+    """The engines of the run in Ray's ``namespace``, watched inside ``async with``."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, FoundEngine] = {}
         self._numbers = 0
         self._images = SentImages()
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self.why = "nobody has looked for engines yet"
-        """Why there is none."""
+        self.why = "engines were not searched for yet"
+        """Why no engine serves; "" while one does."""
 
     async def __aenter__(self) -> Engines:
         self._watch = asyncio.create_task(self._look())
@@ -70,30 +74,32 @@ class Engines:
             await asyncio.gather(self._watch, return_exceptions=True)
 
     @property
-    def serving(self) -> list[Found]:
-        """Those that have the weights of a version; one that is being started or loaded has none."""
+    def serving(self) -> list[FoundEngine]:
+        """The engines that serve weights; one that is being started or loaded does not."""
         return [engine for engine in self._found.values() if engine.version is not None and not engine.silent]
 
     @property
     def version(self) -> Version | None:
-        """The newest that one of them serves."""
+        """The newest weights that an engine serves."""
         return max((engine.version for engine in self.serving if engine.version is not None), default=None)
 
     async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One answer for each seed. Those whose engine is lost are asked for again on another one; waits while there is none, so
-        the caller gives it a deadline. Raises what the engine raises."""
+        """One answer for each seed. Requests to an engine that is lost go to another one.
+
+        Waits while there is no engine, so the caller must set a deadline. Raises the engine's own errors.
+        """
         answers: dict[int, Completion] = {}
         while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
             engine = await self._free()
             engine.asked += 1
             try:
-                for seed, said in zip(missing, await self._ask(engine, prompt, missing, sampling), strict=True):
-                    if isinstance(said, Completion):
-                        answers[seed] = said
-                    elif not is_lost(said):
-                        raise cause(said)
+                for seed, answer in zip(missing, await self._ask(engine, prompt, missing, sampling), strict=True):
+                    if isinstance(answer, Completion):
+                        answers[seed] = answer
+                    elif not is_lost(answer):
+                        raise cause(answer)
                     else:
-                        self._lost(engine, said)
+                        self._lost(engine, answer)
             except Exception as error:
                 if not (is_lost(error) or object_lost(error)):
                     raise cause(error) from error
@@ -103,21 +109,21 @@ class Engines:
         return [answers[seed] for seed in seeds]
 
     async def _ask(
-        self, engine: Found, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+        self, engine: FoundEngine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError]:
         def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
             return submit(engine.handle, RolloutEngine.generate_each, sent, seeds, sampling)
 
         return await self._images.exchange(engine.number, prompt, send, lambda _: None)
 
-    async def _free(self) -> Found:
-        """The one that we ask least; waits until there is one."""
+    async def _free(self) -> FoundEngine:
+        """The engine with the fewest of our requests; waits until there is one."""
         while not (serving := self.serving):
             self._changed.clear()
             await self._changed.wait()
         return min(serving, key=lambda engine: (engine.asked, engine.number))
 
-    def _lost(self, engine: Found, error: BaseException) -> None:
+    def _lost(self, engine: FoundEngine, error: BaseException) -> None:
         logger.warning("engine %d is lost: %s", engine.number, brief(error))
         engine.version, self.why = None, f"the last engine was lost: {brief(error)}"
 
@@ -129,7 +135,7 @@ class Engines:
                     del self._found[gone]
                 for new in names - self._found.keys():
                     self._numbers += 1
-                    self._found[new] = Found(self._numbers, ray.get_actor(new, namespace=self._namespace))
+                    self._found[new] = FoundEngine(self._numbers, ray.get_actor(new, namespace=self._namespace))
                 if not names:
                     self.why = "the run has no engine: it is starting, or has ended"
                 await asyncio.gather(*map(self._ask_health, list(self._found.values())))
@@ -145,7 +151,7 @@ class Engines:
         ours = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
         return {name for name in ours if name.startswith(ROLE)}
 
-    async def _ask_health(self, engine: Found) -> None:
+    async def _ask_health(self, engine: FoundEngine) -> None:
         try:
             asked = submit(engine.handle, RolloutEngine.health)
             engine.version = (await bounded(HEALTH, asked, DeadlineExceeded("no health"))).version

@@ -2,7 +2,7 @@
 
 A client sends its whole history as texts each time. Rendering those again would give other tokens than the policy sampled (a text
 has many tokenisations), and a trajectory of them could not be trained. A history that is known is therefore continued as an episode
-is: its tokens, then the new messages as an observation. One that is not is rendered whole, and the answer says so.
+is: its tokens, then the new messages as an observation. An unknown history is rendered whole, and the answer has ``exact: false``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rayloop.serve_apps.policy.messages import message_of
 class Conversation:
     """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``.
 
-    ``exact``: its sampled tokens are those that were sampled here; else ``why`` says where it is not. ``key`` is the digest of its
-    ``messages`` first messages.
+    ``exact``: its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest
+    of its first ``messages`` messages.
     """
 
     turns: tuple[Turn, ...]
@@ -41,17 +41,18 @@ class Conversation:
 
     @property
     def token_ids(self) -> TokenIds:
+        """The tokens of all turns."""
         return tuple(token for turn in self.turns for token in turn.token_ids)
 
     def answered(self, completion: Completion, sampling: Sampling) -> Conversation:
-        """With one more sampled turn."""
+        """The conversation with one more sampled turn."""
         turn = Turn(
             "assistant", completion.token_ids, logprobs=completion.logprobs, version=completion.version, finish=completion.finish
         )
         return replace(self, turns=(*self.turns, turn), sampling=sampling)
 
     def trace(self) -> Trace:
-        """Raises DataFailure when some of what it has as context was sampled, but not remembered."""
+        """The conversation as a trace. Raises DataFailure unless it is ``exact``: then its tokens were not all sampled here."""
         if not self.exact:
             raise DataFailure("conversation", self.why)
         data = {image.ref.sha256: image.data for image in self.images if image.data is not None}
@@ -59,13 +60,13 @@ class Conversation:
 
     @property
     def bytes(self) -> int:
-        """Of memory, about."""
+        """The memory that it takes, roughly."""
         tokens = sum(len(turn.token_ids) * (2 if turn.sampled else 1) for turn in self.turns)
         return 1024 + 40 * tokens + sum(len(image.data or b"") for image in self.images)
 
 
 class Histories:
-    """What was answered, by the messages that led to it and by its name. ``limit`` is in bytes; the oldest go first."""
+    """The answers that were given, by the messages before them and by name. ``limit`` is in bytes; the oldest go first."""
 
     def __init__(self, renderer: Renderer, limit: int) -> None:
         self._renderer = renderer
@@ -73,23 +74,26 @@ class Histories:
         self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None) -> Conversation:
-        """The conversation to answer. Raises DataFailure for messages or images that cannot be rendered, or that are not those of
-        the answer that they should continue."""
+        """The conversation to answer.
+
+        Raises DataFailure for messages or images that cannot be rendered, and for ``continues`` with other messages than those of
+        that answer.
+        """
         keys = _keys(messages, tools)
-        said = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+        answered = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
         if messages[-1].role == "assistant":
             raise DataFailure("messages", "the last one is the assistant's: there is nothing to answer")
         if continues is not None:
-            return self._continued(self._named(continues, keys[said[-1]] if said else b""), continues, messages, keys)
-        name = self._by_key.get(keys[said[-1]]) if said else None
+            return self._continued(self._named(continues, keys[answered[-1]] if answered else b""), continues, messages, keys)
+        name = self._by_key.get(keys[answered[-1]]) if answered else None
         if name and (known := self._by_name.get(name)) is not None:
             return self._continued(known, name, messages, keys)
         rendered = self._renderer.prompt([message_of(message) for message in messages], tools)
         whole = Conversation((_turn("prompt", rendered),), rendered.images, keys[-1], len(messages))
-        return replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids)) if said else whole
+        return replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids)) if answered else whole
 
     def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> None:
-        """Under the answer's ``name``, and under the messages that a client will send with it."""
+        """Keep a conversation under the answer's ``name``, and under the messages that a client will send with that answer."""
         key = _key(conversation.key, answer)
         self._by_name.put(name, replace(conversation, key=key, messages=conversation.messages + 1))
         self._by_key.put(key, name)
@@ -116,7 +120,7 @@ class Histories:
         )
 
     def _why(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tokens: TokenIds) -> str:
-        """Where a history with answers leaves what is known, in messages and in tokens."""
+        """The message and the token at which a history with answers leaves the known ones."""
         for number in reversed(range(len(messages))):
             name = self._by_key.get(b"after" + keys[number])
             if name and (known := self._by_name.get(name)) is not None:
@@ -142,12 +146,12 @@ def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -
 
 
 def _key(before: bytes, message: ChatMessage) -> bytes:
-    """A text alone and a text as the only part are the same; images are their bytes. How calls are named is part of it."""
+    """The digest of one more message. A text and a text as the only part are the same; images count by their bytes."""
     parts = [part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)]
     kinds = [isinstance(part, str) for part in _parts(message)]
     calls = [[call.id, call.function.name, call.function.arguments] for call in message.tool_calls or ()]
-    told = json.dumps([message.role, parts, kinds, calls])
-    return hashlib.blake2b(before + told.encode(errors="surrogatepass"), digest_size=16).digest()
+    content = json.dumps([message.role, parts, kinds, calls])
+    return hashlib.blake2b(before + content.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _parts(message: ChatMessage) -> tuple[str | ImageSource, ...]:

@@ -1,4 +1,4 @@
-"""OpenAI's messages as ours, and the text of a turn as OpenAI's answer: its text and its calls of tools."""
+"""Conversion between OpenAI's messages and ours, with images and calls of tools."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 from rayloop.chat.calls import bodies, without_calls, written
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
-from rayloop.serve_apps.policy.api import ChatMessage, Function, ToolCall
+from rayloop.serve_apps.policy.api import CalledFunction, ChatMessage, ToolCall
 from rayloop.serve_apps.web import ImagePart, TextPart
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:
-    """With the calls as the text that a policy writes, unless without ``calls``. Raises DataFailure for an image that is none."""
+    """The message in our form; with ``calls`` its calls of tools are the text that a policy writes for them.
+
+    Raises DataFailure for an image that is no base64, or arguments that are no JSON object.
+    """
     content = message.content
     parts: list[str | ImageSource] = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
     if calls:
@@ -26,7 +29,7 @@ def message_of(message: ChatMessage, calls: bool = True) -> Message:
 
 
 def answer_of(text: str, tools: bool) -> ChatMessage:
-    """The assistant's message: with ``tools`` the calls in it are taken out of its text, unless one of them is malformed."""
+    """The assistant's message. With ``tools`` its calls are taken out of the text, unless one of them is malformed."""
     calls = _calls(text) if tools else []
     if not calls:
         return ChatMessage(role="assistant", content=text)
@@ -44,12 +47,12 @@ def _calls(text: str) -> list[ToolCall]:
         if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
             return []
         arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
-        function = Function(name=call["name"][:256], arguments=arguments)
+        function = CalledFunction(name=call["name"][:256], arguments=arguments)
         found.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
     return found
 
 
-def _written(function: Function) -> str:
+def _written(function: CalledFunction) -> str:
     try:
         arguments = json.loads(function.arguments)
     except (ValueError, RecursionError) as error:
@@ -70,6 +73,6 @@ def _part(part: TextPart | ImagePart) -> str | ImageSource:
 
 
 def images_of(messages: Sequence[ChatMessage]) -> int:
-    """How many images the messages show."""
+    """The number of images in the messages."""
     shown = [message.content for message in messages if isinstance(message.content, list)]
     return sum(isinstance(part, ImagePart) for content in shown for part in content)

@@ -1,4 +1,4 @@
-"""Settings of the policy's application. What it says of a run is filled in by ``policy serve`` from the run itself."""
+"""Settings of the policy endpoint. ``policy serve`` fills in those that describe the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MIB = 2**20
 
 
 class PolicyLimits(SettingsModel):
-    """What the endpoint accepts. Beyond ``held`` it answers 503 with Retry-After, and clients wait."""
+    """Limits of what the endpoint accepts. Beyond ``held`` it answers 503 with Retry-After, and clients wait."""
 
     bytes: int = Field(32 * MIB, ge=1024)
     """Bytes of one request's body, with its images. Raise it for long histories of large screenshots."""
     body_seconds: float = Field(10.0, gt=0)
-    """Seconds for one request's body to come. Raise it for clients behind slow lines."""
+    """Seconds in which one request's body must arrive. Raise it for clients behind slow lines."""
     seconds: float = Field(300.0, gt=0)
-    """Seconds for one answer, weight updates and replaced engines included. Raise it where a weight update takes long."""
+    """Seconds for one answer, weight syncs and replaced engines included. Raise it where a weight sync takes long."""
     choices: int = Field(16, ge=1)
     """The most answers that one request may ask for (``n``). Raise it to evaluate with many samples."""
     held: int = Field(256, ge=1)
@@ -26,11 +26,11 @@ class PolicyLimits(SettingsModel):
     queued: int = Field(512, ge=1)
     """Requests that wait in front of the replica (Serve's max_queued_requests). Raise it for many clients at once."""
     history: int = Field(256 * MIB, ge=0)
-    """Bytes of tokens and images of conversations that are remembered, so that they go on with the very tokens that were sampled.
-    Raise it when answers say ``exact: false`` for conversations that nobody changed."""
+    """Bytes of tokens and images of remembered conversations, which continue with the very tokens that were sampled.
+    Raise it when answers have ``exact: false`` for unchanged conversations."""
 
 
-class PolicySettings(SettingsModel):
+class PolicyEndpointSettings(SettingsModel):
     """``args`` of the application: one run, and what its endpoint accepts."""
 
     run: str
@@ -38,17 +38,17 @@ class PolicySettings(SettingsModel):
     namespace: str
     """Ray's namespace of the run's actors, where engines are found by their names."""
     model: ModelSettings
-    """The run's own, whose chat template and image rules make the tokens."""
+    """The run's model, whose chat template and image rules make the tokens."""
     temperature: float = Field(1.0, gt=0)
-    """Of requests that name none: that of the run's sampling, so that a foreign loop samples the policy that is trained."""
+    """The temperature of requests that name none: the run's, so that a foreign loop samples the policy that is trained."""
     max_tokens: int = Field(64, gt=0)
-    """Sampled tokens of requests that name no limit: those of a turn of the run."""
+    """The limit of sampled tokens for requests that name none: that of a turn of the run."""
     min_tokens: int = Field(0, ge=0)
-    """Tokens before which an answer cannot end, of requests that name none: those of the run."""
+    """Tokens before which an answer cannot end, for requests that name no number: the run's."""
     tokens: int = Field(8192, gt=1)
-    """Tokens of a conversation with its answer: those of an episode of the run."""
+    """The most tokens of a conversation with its answer: those of an episode of the run."""
     images: int = Field(32, ge=0)
-    """Images of a conversation: those of an episode of the run."""
+    """The most images of a conversation: those of an episode of the run."""
     key_file: str | None = None
     """The bearer key that clients must show, in a file that only its owner can read; made when it is missing."""
     insecure: bool = False

@@ -20,7 +20,7 @@ from rayloop.engines.settings import ModelSettings
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
 from tests.contracts.test_engine import Hosted, Served, close
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,7 +53,7 @@ def question() -> list[dict[str, Any]]:
 def test_an_answer_has_the_engines_tokens_logprobs_and_weights(kind: str, tiny_vlm: Path) -> None:
     served = Served(kind, tiny_vlm)
     direct = Direct(served.engine)
-    settings = PolicySettings(run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024)
+    settings = PolicyEndpointSettings(run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024)
     body = {"model": "r", "messages": question(), "n": 2, "seed": 5, "logprobs": True, "return_token_ids": True, "max_tokens": 6}
 
     async def ask() -> dict[str, Any]:

@@ -155,14 +155,14 @@ from rayloop.launch.ray_variables import private_cluster
 with private_cluster() as folder:
     import ray
 
-    from rayloop.serve_apps.judge.address import RayDiscovery, publish, unclaimed
+    from rayloop.serve_apps.judge.address import RayDiscovery, announce_in_ray, unclaimed
     from rayloop.judge.discovery import Address
     from rayloop.core.failures import ConfigError, InfrastructureFailure
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     find = RayDiscovery(RayDiscovery.Settings())
     unclaimed("judge")
-    actor = publish("judge", Address(url="http://here:1", key_file="k"))
+    actor = announce_in_ray("judge", Address(url="http://here:1", key_file="k"))
     print(asyncio.run(find()).url)
     try:
         unclaimed("judge")

@@ -25,7 +25,7 @@ from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, 
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from rayloop.judge.client import ClientSettings, JudgeClient
-from rayloop.judge.grader import RuleBackend
+from rayloop.judge.grader import Grader
 from rayloop.judge.labelled import calibration
 from rayloop.judge.reward import JudgeReward
 from rayloop.judge.rubric import FOLDER, load_rubrics
@@ -395,7 +395,7 @@ def test_the_calibration_set_covers_what_it_should() -> None:
 
 def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
     items = calibration()
-    answers = asyncio.run(RuleBackend(load_rubrics()).judge([one.item for one in items]))
+    answers = asyncio.run(Grader(load_rubrics()).judge([one.item for one in items]))
     found = score("all", items, answers)
     assert found.attack_rate == found.false_positives == 0
     assert 0.3 < found.false_negatives < 0.6

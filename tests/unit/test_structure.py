@@ -70,19 +70,6 @@ def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> Non
     assert {folder: count for folder, count in folders.items() if count > MODULES} == {}
 
 
-@pytest.mark.parametrize(
-    ("room", "needs"),
-    [("rayloop.serve_apps.console", ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"))],
-)
-def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(here: Checkout, room: str, needs: tuple[str, ...]) -> None:
-    """The contract on serve_apps counts what is imported indirectly."""
-    forbidden = tuple(f"rayloop.{name}" for name in ("envs", "recipes", "cluster", "actors", "benchmarks"))
-    assert room in here.modules
-    for need in needs:
-        led = {need, *reachable(here.graph(*KINDS), need)}
-        assert not [name for name in led if f"{name}.".startswith(tuple(f"{top}." for top in forbidden))], need
-
-
 def test_the_drawing_in_the_docs_is_that_of_the_code(here: Checkout) -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert drawing(here) in page, "put the output of `python -m rayloop.benchmarks structure --graph` into docs/architecture.md"

@@ -19,11 +19,11 @@ from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.serve_apps.judge.settings import JudgeSettings, ServeFile
-from rayloop.serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import ROOT, set_key, settings
 
-ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings, PolicySettings)
+ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings, PolicyEndpointSettings)
 GONE = removed_below(walk(RunConfig))
 
 

@@ -195,7 +195,7 @@ class Undeclared(Both):
     ("use", "per", "message"),
     [
         ("Ranking", "trajectory", "has score_group and no score: set reward.per: group"),
-        ("longest", "trajectory", "is given all trajectories of a group needs reward.per: group"),
+        ("longest", "trajectory", "function of all trajectories of a group needs reward.per: group"),
         ("verl", "group", r"a function of \(solution_str, ground_truth\), which is no reward with per: group. Write score_group"),
         ("Undeclared", "group", "infrastructure must be True or a tuple of exception types, not 'httpx'"),
     ],

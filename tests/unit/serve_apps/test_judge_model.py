@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
-from rayloop.judge.backend import Reply
 from rayloop.judge.cache import VerdictCache, cache_key
-from rayloop.judge.grader import Grader, RuleBackend, fingerprint
+from rayloop.judge.grader import Grader, Reply, fingerprint
 from rayloop.judge.prompt import messages, sanitise, schema
 from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.judge.verdict import InvalidVerdict, parse
@@ -56,12 +55,12 @@ def item(answer: str = "a crimson car", **more: Any) -> JudgeItem:
     return JudgeItem(**{"question": "What is it?", "reference": "a red car", "answer": answer, **more})
 
 
-def judge(grader: Grader | RuleBackend, *items: JudgeItem) -> Sequence[JudgeVerdict | JudgeUnscored]:
+def judge(grader: Grader, *items: JudgeItem) -> Sequence[JudgeVerdict | JudgeUnscored]:
     return asyncio.run(grader.judge(items))
 
 
 def grader(model: Model) -> Grader:
-    return Grader(model, "openai", RUBRICS, VerdictCache(100))
+    return Grader(RUBRICS, model, "openai", VerdictCache(100))
 
 
 def test_a_model_is_asked_what_rules_cannot_decide() -> None:
@@ -146,7 +145,7 @@ def test_a_reason_with_half_a_character_is_a_verdict() -> None:
 
 
 def test_the_rule_backend_says_that_it_is_one() -> None:
-    known, open_ = judge(RuleBackend(RUBRICS), item("a red car"), item())
+    known, open_ = judge(Grader(RUBRICS), item("a red car"), item())
     assert isinstance(known, JudgeVerdict)
     assert isinstance(open_, JudgeVerdict)
     assert (known.verdict, open_.verdict) == ("correct", "incorrect")
@@ -318,7 +317,7 @@ def test_images_are_shown_only_by_a_rubric_that_looks(tmp_path: Path) -> None:
     assert image["image_url"]["url"] == "data:image/png;base64,cG5n"
     assert "Question: What is it?" in text["text"]
     model = Model(RIGHT)
-    judged = Grader(model, "openai", {"equivalence": seeing})
+    judged = Grader({"equivalence": seeing}, model, "openai")
     (result,) = judge(judged, item(images=(str(tmp_path / "missing.png"),)))
     assert isinstance(result, JudgeUnscored)
     assert result.kind is NoVerdict.UNAVAILABLE, "never the policy's doing"
@@ -374,7 +373,7 @@ def test_another_image_at_the_same_path_is_another_question(tmp_path: Path) -> N
 
 
 def test_the_least_recently_used_verdict_goes_first() -> None:
-    (verdict,) = judge(RuleBackend(RUBRICS), item("a red car"))
+    (verdict,) = judge(Grader(RUBRICS), item("a red car"))
     assert isinstance(verdict, JudgeVerdict)
     cache = VerdictCache(2)
     for key in ("a", "b"):

@@ -26,13 +26,12 @@ from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureF
 from rayloop.core.files import new_secret
 from rayloop.judge import metrics as judge_metrics
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
-from rayloop.judge.backend import Backend
-from rayloop.judge.grader import Grader, RuleBackend
+from rayloop.judge.grader import Grader
 from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.serve_apps.judge.app import app, built
 from rayloop.serve_apps.judge.http import web
 from rayloop.serve_apps.judge.openai_model import OpenAIModel, correct_probability
-from rayloop.serve_apps.judge.service import JudgeService, Metrics
+from rayloop.serve_apps.judge.service import JudgeMetrics, JudgeService
 from rayloop.serve_apps.judge.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
 from tests.support.judges import ModelStub
 
@@ -42,7 +41,7 @@ ITEM = {"question": "q", "reference": "a red rose", "answer": "a crimson rose"}
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
-class Slow(RuleBackend):
+class Slow(Grader):
     """Rules that take their time, and may be broken."""
 
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
@@ -57,9 +56,9 @@ class Slow(RuleBackend):
 
 
 @asynccontextmanager
-async def asked(backend: Backend, key: str = "k", chat: Any = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def asked(backend: Grader, key: str = "k", chat: Any = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service in this process, whose canary was asked once."""
-    service = JudgeService(JudgeSettings.model_validate(settings), backend, RUBRICS, chat, "r")
+    service = JudgeService(JudgeSettings.model_validate(settings), backend, chat, "r")
     transport = httpx.ASGITransport(web(service, key), raise_app_exceptions=False)
     async with service.running(), httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
         await asyncio.sleep(0.05)
@@ -73,12 +72,12 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_only_healthz_needs_no_key() -> None:
     async def test() -> None:
         headers = (({}, 401), ({"Authorization": "Basic k"}, 401), ({"Authorization": "Bearer kk"}, 403), (KEY, 200))
-        async with asked(RuleBackend(RUBRICS)) as http:
+        async with asked(Grader(RUBRICS)) as http:
             assert (await http.get("/healthz")).status_code == 200
             for header, status in headers:
                 for path in ("/readyz", "/version", "/metrics"):
                     assert (await http.get(path, headers=header)).status_code == status
-        async with asked(RuleBackend(RUBRICS), key="") as http:
+        async with asked(Grader(RUBRICS), key="") as http:
             assert (await http.get("/readyz")).status_code == 200
 
     run(test)
@@ -97,7 +96,7 @@ def test_only_healthz_needs_no_key() -> None:
 )
 def test_no_body_makes_it_fail(content: bytes, status: int) -> None:
     async def test() -> None:
-        async with asked(RuleBackend(RUBRICS), limits={"bytes": 4096}) as http:
+        async with asked(Grader(RUBRICS), limits={"bytes": 4096}) as http:
             answer = await http.post("/v1/judge", headers=KEY | {"content-type": "application/json"}, content=content)
             assert (answer.status_code, list(answer.json())) == (status, ["error"])
 
@@ -110,7 +109,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
         await asyncio.sleep(30)
 
     async def test() -> None:
-        async with asked(RuleBackend(RUBRICS), limits={"body_seconds": 0.1}) as http:
+        async with asked(Grader(RUBRICS), limits={"body_seconds": 0.1}) as http:
             answer = await http.post("/v1/judge", headers=KEY, content=slowly())
             assert (answer.status_code, answer.json()["error"]["code"]) == (408, "too_slow")
 
@@ -138,7 +137,7 @@ def test_without_a_key_no_body_is_waited_for() -> None:
         return int(statuses[0])
 
     async def test() -> None:
-        service = JudgeService(JudgeSettings(), RuleBackend(RUBRICS), RUBRICS, None, "r")
+        service = JudgeService(JudgeSettings(), Grader(RUBRICS), None, "r")
         assert [await answer(service, path) for path in ("/healthz", "/openapi.json", "/version")] == [200, 200, 401]
         assert not received
 
@@ -163,7 +162,7 @@ def test_images_are_files_below_the_roots_or_are_refused(tmp_path: Path) -> None
         (root / "out").symlink_to(tmp_path)
         for path, size in ((outside, 9), (root / "a.png", 1024), (root / "large.png", 1025), (root / "secret", 9)):
             path.write_bytes(b"x" * size)
-        async with asked(RuleBackend(RUBRICS), image_roots=[str(root)], limits={"image": 1024}) as http:
+        async with asked(Grader(RUBRICS), image_roots=[str(root)], limits={"image": 1024}) as http:
             for image, status in (
                 (root / "a.png", 200), (root / ".." / "a.png", 422), (root / "out" / "a.png", 422), ("a.png", 422),
                 ("https://x/a.png", 422), (f"file://{root}/a.png", 422), (root / "missing.png", 422), (root / "large.png", 422),
@@ -181,7 +180,7 @@ def test_what_is_read_is_the_file_that_was_looked_at(tmp_path: Path) -> None:
     (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
     seen: list[str] = []
 
-    class Recording(RuleBackend):
+    class Recording(Grader):
         async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
             seen.extend(image for item in items for image in item.images)
             return await super().judge(items)
@@ -215,7 +214,7 @@ def test_a_model_server_without_a_free_slot_is_a_timeout() -> None:
 
 def test_an_unknown_rubric_is_refused_and_those_there_are_named() -> None:
     async def test() -> None:
-        async with asked(RuleBackend(RUBRICS)) as http:
+        async with asked(Grader(RUBRICS)) as http:
             answer = await http.post("/v1/judge", headers=KEY, json=ITEM | {"rubric": "missing"})
             assert answer.status_code == 422
             assert "missing: no such rubric; there are equivalence, graded" in answer.json()["error"]["message"]
@@ -270,7 +269,7 @@ def test_a_backend_that_fails_is_a_503_and_not_ready(backend: Slow, code: str, f
 
 
 def test_a_wrong_canary_is_not_ready() -> None:
-    class Generous(RuleBackend):
+    class Generous(Grader):
         async def judge(self, items: Sequence[JudgeItem]) -> Sequence[JudgeVerdict | JudgeUnscored]:
             return await super().judge([item.model_copy(update={"answer": item.reference}) for item in items])
 
@@ -287,7 +286,7 @@ def test_a_wrong_canary_is_not_ready() -> None:
 async def with_model(stub: ModelStub, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A service whose model's server is the stub's application, in this process."""
     model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(stub.app))
-    async with asked(Grader(model, "openai", RUBRICS), chat=model, **settings) as http:
+    async with asked(Grader(RUBRICS, model, "openai"), chat=model, **settings) as http:
         while "not judged yet" in (await http.get("/readyz", headers=KEY)).text:
             await asyncio.sleep(0.01)
         stub.bodies.clear()
@@ -390,7 +389,7 @@ def test_a_rubric_that_sees_has_a_canary_with_an_image() -> None:
     async def test() -> None:
         seeing = {"equivalence": RUBRICS["equivalence"].model_copy(update={"sees_images": True})}
         model = OpenAIModel(OpenAIBackendSettings(url="http://model/v1", model="stub"), httpx.ASGITransport(Blind().app))
-        service = JudgeService(JudgeSettings(), Grader(model, "openai", seeing), seeing, model, "r")
+        service = JudgeService(JudgeSettings(), Grader(seeing, model, "openai"), model, "r")
         async with service.running():
             while "not judged yet" in service.failing().get("canary", ""):
                 await asyncio.sleep(0.01)
@@ -410,7 +409,7 @@ def test_what_a_models_server_says_it_is_goes_into_the_fingerprint() -> None:
 
     async def fingerprint(url: str = "http://model/v1", **settings: Any) -> str:
         made = OpenAIBackendSettings(url=url, model="stub", **settings)
-        backend = Grader(OpenAIModel(made, httpx.ASGITransport(stub.app)), "openai", RUBRICS)
+        backend = Grader(RUBRICS, OpenAIModel(made, httpx.ASGITransport(stub.app)), "openai")
         await backend.refresh()
         return backend.fingerprint
 
@@ -462,7 +461,7 @@ def test_no_answer_of_the_models_server_makes_it_fail(content: bytes, outcome: s
 
 def test_rules_have_nothing_to_chat_with() -> None:
     async def test() -> None:
-        async with asked(RuleBackend(RUBRICS)) as http:
+        async with asked(Grader(RUBRICS)) as http:
             said = await http.post("/v1/chat/completions", headers=KEY, json=CHAT)
             assert (said.status_code, said.json()["error"]["code"]) == (404, "no_model")
 
@@ -491,7 +490,7 @@ def test_the_shipped_files_are_ray_serves_and_ours() -> None:
         assert 0 < deployment.max_ongoing_requests <= 256
         assert 0 < deployment.max_queued_requests <= 512
     rollouts = load(CONFIGS / "judge_qwen2_5_72b.yaml", [], ServeFile).applications[0].args
-    assert (rollouts.backend.kind, rollouts.key_file) == ("vllm", "runs/judge.key")
+    assert (rollouts.backend.kind, rollouts.key_file) == ("vllm", str(Path("runs/judge.key").absolute()))
     assert rollouts.replicas.resources == {"judge": 1}
     with pytest.raises(ValidationError, match="Extra inputs"):
         app({"backend": {"kind": "rule", "model": "x"}})
@@ -542,7 +541,7 @@ def test_a_value_is_changed_without_naming_a_file(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_panel_draws_metrics_that_exist() -> None:
-    known = {metric.name for metric in Metrics("r").registry.collect()}
+    known = {metric.name for metric in JudgeMetrics("r", 1).registry.collect()}
     known |= {metric.name for metric in prometheus_client.REGISTRY.collect()}
     assert judge_metrics.REQUESTS
     panels = json.loads((Path(__file__).parents[3] / "deploy" / "grafana" / "judge.json").read_text(encoding="utf-8"))["panels"]

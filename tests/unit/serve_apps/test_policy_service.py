@@ -21,7 +21,7 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, 
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicySettings
+from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
 
 MODEL = ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose"))
 BROKEN = {"function": {"name": "f", "arguments": "{"}}
@@ -67,7 +67,7 @@ def engines() -> Scripted:
 @pytest.fixture
 def http(engines: Scripted) -> Iterator[TestClient]:
     limits = {"seconds": 3.0, "held": 2, "choices": 4}
-    settings = PolicySettings.model_validate(
+    settings = PolicyEndpointSettings.model_validate(
         {"run": "r", "namespace": "n", "model": MODEL, "insecure": True, "tokens": 600, "images": 2, "limits": limits}
     )
     engines.service = PolicyService(settings, cast(Engines, engines))
