@@ -1,6 +1,6 @@
 """What filtering and ranking cost and gain: a policy small enough to be a formula under the real Production, advantages, filters.
 
-    python -m rayloop.benchmarks.evidence.filtering      writes benchmarks/evidence/filtering.json and prints the table
+    python -m benchmarks.evidence filtering      writes benchmarks/evidence/filtering.json and prints the table
 
 A task has 16 features and one right answer of eight, which a hidden linear map names. The policy is the softmax of a linear map
 that begins as a poor copy of the hidden one; Adam moves it along the GRPO gradient. Steps of 16 x 8, half of 512 tasks held out.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rayloop.benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
+from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from rayloop.core.background import background
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Version
@@ -61,6 +61,7 @@ class Learning(World):
         return float(self.chances(self.held_out)[np.arange(len(self.held_out)), self.right[self.held_out]].mean())
 
     def reward(self, request: RolloutRequest) -> float:
+        """1 for the right answer, 0 for another; the answer is drawn from the policy."""
         task = self.index(request.task.id)
         answer = int(np.random.default_rng(request.seed).choice(ANSWERS, p=self.chances(task)))
         self.said[request.id.group, request.id.sample] = answer
@@ -101,6 +102,7 @@ class Learning(World):
 
 
 def curve(arm: str, rate: float, seed: int) -> Curve:
+    """The points of one run of an arm."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(Learning(Path(folder), seed, rate, ARMS[arm]).learn())
 
@@ -128,6 +130,7 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Run all arms, write filtering.json beside this file and print the table."""
     found = []
     for rate, level in LEVELS.items():
         curves = {arm: [curve(arm, rate, seed) for seed in SEEDS] for arm in ARMS}
@@ -139,7 +142,3 @@ def main() -> None:
         pairs = (r[name] for name in ("success_gained", "steps_to_level", "answers_to_level"))
         cells = " | ".join(f"{value:.2f} ± {error:.2f}" for value, error in pairs)
         print(f"| {r['rate']} | {r['arm']} | {r['generated_per_trained']:.2f} | {r['success_after']:.3f} | {cells} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What bounded staleness costs and whom it trains: the real Production on a virtual clock that waits for late groups or drops them.
 
-    python -m rayloop.benchmarks.evidence.staleness   writes staleness.json beside it and docs/staleness.png, prints the table
+    python -m benchmarks.evidence staleness   writes staleness.json beside it and docs/staleness.png, prints the table
 
 Steps of 16 x 8 on 128 engine slots; the trainer takes 0.3 of an episode's mean time. Episodes are log-normal (sigma 0.8, cut at
 six times the mean, as in benchmarks/latencies.json). ``shared`` is the part of the logarithm's variance that belongs to the task:
@@ -52,6 +52,7 @@ class Skipping(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
+        """Move the clock to the next timer, and poll."""
         if timeout is None:
             raise RuntimeError("nothing is left that could happen: a deadlock")
         self.now += timeout
@@ -66,6 +67,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
 
     def time(self) -> float:
+        """Seconds of the virtual clock."""
         return self._clock.now
 
 
@@ -77,7 +79,7 @@ class World:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.config = RunConfig.model_validate({
             "name": "simulated", "output": str(folder), "steps": 1, "seed": seed, "model": {"path": "simulated"},
-            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
             "algorithm": {"group_size": GROUP, "groups_per_step": GROUPS, **algorithm},
         })  # fmt: skip
         self.shared, self.uniform = shared, uniform
@@ -88,12 +90,15 @@ class World:
         self.lengths: dict[int, list[float]] = {}
         """Of each group's episodes, in means."""
 
-    def event(self, event: Event) -> None: ...
+    def event(self, event: Event) -> None:
+        """Ignore an event of the run."""
 
     def bad_row(self, failure: DataFailure) -> None:
+        """Raise the failure: all rows are good."""
         raise failure
 
     async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+        """Play the requests, each in a slot."""
         return await asyncio.gather(*(self._episode(request, partial(begins, request)) for request in asked))
 
     async def _episode(self, request: RolloutRequest, begins: Callable[[], None]) -> Member:
@@ -119,6 +124,7 @@ class World:
         return float(random.Random(derive("reward", request.id.group, request.id.sample)).random() < 0.5)
 
     async def finish(self, group: Group) -> Group:
+        """Replay, advantages and filters, as the driver applies them."""
         group = self.rollouts.finished.replay(group, self.version.step)
         group = with_advantages(group, self.config.algorithm.advantage.rules)
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
@@ -183,6 +189,7 @@ def simulate(
 
 
 def main() -> None:
+    """Run all settings, write staleness.json beside this file and docs/staleness.png, and print the tables."""
     runs = [simulate(0, "wait", shared) for shared in SHARED]
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
     filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
@@ -228,7 +235,3 @@ def draw(runs: list[dict[str, Any]]) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower center", ncols=2)
     figure.savefig(PICTURE, dpi=100, metadata={"Software": None})
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,12 @@ import argparse
 import os
 from pathlib import Path
 
-from rayloop.launch.node import ROOT, head, run_node, worker
+from rayloop.launch.node import head, run_node, worker
+from rayloop.launch.rendezvous import ROOT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two roles and their options."""
     roles = parser.add_subparsers(required=True, metavar="ROLE")
     for role, run, cpus in (("head", head, "default: 0"), ("worker", worker, "default: those of the job, or all")):
         node = roles.add_parser(role, help=f"a {role} node; ends with SIGTERM")

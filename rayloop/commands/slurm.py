@@ -15,6 +15,7 @@ from rayloop.run.preflight import preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the four actions and their options."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, run, help in (
         ("render", _render, "print what `up` would submit, as a shell script"),

@@ -35,6 +35,7 @@ class SubmissionFailed(RayloopError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``submit``."""
     parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200")
     parser.add_argument("--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard")
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Check the run here, then send and start it. Returns the exit code; raises ConfigError and SubmissionFailed."""
     lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
     if not arguments.address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {arguments.address}: expected the dashboard, http://HEAD:8265")

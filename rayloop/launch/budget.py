@@ -1,4 +1,4 @@
-"""A budget that is a rate: units an hour, which come back with time (a token bucket). Pure: who asks says what time it is."""
+"""A budget that is a rate: units an hour, which come back with time (a token bucket). The caller passes the time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Budget:
         self._left, self._at = float(per_hour), -math.inf
 
     def left(self, now: float) -> float:
-        """Units that are there, parts of one included."""
+        """Units left, fractions included."""
         since = 0.0 if self._at == -math.inf else now - self._at
         return min(float(self.per_hour), self._left + since * self.per_hour / HOUR)
 
     def wait(self, now: float) -> float:
-        """Seconds until a unit is there: 0 when one is, infinity when none will ever be."""
+        """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
         if not self.per_hour:
             return math.inf
         return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
 
     def take(self, now: float) -> None:
-        """Take one unit. Raises ValueError when there is none: ``wait`` first."""
+        """Take one unit. Raises ValueError when none is left: ``wait`` first."""
         left = self.left(now)
         if left < 0.99:  # a sleep may end a moment early
             raise ValueError(f"the budget of {self.per_hour} an hour has {left:.3f} left")

@@ -1,14 +1,14 @@
-"""``node head|worker``: one Ray node of a cluster as a process, and a program beside it if one is given.
+"""``node head|worker``: one Ray node of a cluster as a process, and optionally a program beside it.
 
-The head publishes where it is (rayloop/launch/rendezvous.py); workers wait for it, join, leave within seconds when another one has
-come, later when it does not listen any more (rayloop/launch/gone.py), and then wait for the next one. When Ray of the head ends by
-itself (its GCS was killed) the head starts it again, with the same ports and token; workers and programs follow. Nothing of a node
-outlives its process.
+The head publishes its address (rayloop/launch/rendezvous.py). Workers wait for it and join. They leave within seconds when another
+head is published, later when theirs does not listen any more (rayloop/launch/gone.py), and then wait for the next one. When Ray of
+the head ends by itself (its GCS was killed) the head starts it again with the same ports and token, and workers and programs join
+anew. Every process of a node ends with it.
 
-SIGTERM, SIGINT and SIGUSR1 (Slurm's ``--signal``: the time limit is near) end the program, with time to save, and then the
-node; a second one does not wait. After SIGUSR1 a job that may be requeued is, and, after a while, one whose program, or Ray, the
-machines failed (exit code 69); without Slurm the node begins anew by itself then. A worker without program stays for a while after
-SIGUSR1, since it is needed while others save; without --requeue it takes no notice of it, and leaves with the head.
+SIGTERM, SIGINT and SIGUSR1 (Slurm's ``--signal``: the time limit is near) end the program, which may save first, and then the node;
+a second signal ends both at once. With --requeue the Slurm job is requeued after SIGUSR1, and, after a pause, when the machines
+failed (exit code 69); without Slurm the node starts again by itself. A worker without a program stays for --grace after SIGUSR1,
+since others need it to save; without --requeue it ignores SIGUSR1 and leaves with the head.
 """
 
 from __future__ import annotations
@@ -37,36 +37,34 @@ from rayloop.launch.kept_logs import kept_logs
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.ports import Ports, block, kernels, port_range
 from rayloop.launch.ray_process import DRAIN, END, POLL, SUBREAPER, NodeFailed, child, prctl, ray_node, started, tail
-from rayloop.launch.ray_variables import node_settings, temporary_folder, without_proxy
+from rayloop.launch.ray_variables import interface_settings, node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 
-ROOT = "~/.rayloop"
-"""Where rendezvous folders are by default: home folders are shared on most clusters."""
 SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port",
 )  # fmt: skip
 HEAD_SERVICES = ("port", "dashboard-port", "ray-client-server-port")
 ATTEMPTS = 5
-"""Times in a row that Ray may fail on a worker."""
+"""Failures of Ray in a row after which a worker ends."""
 RESTARTS = 6
-"""Times an hour that a head starts Ray again, which had ended by itself."""
+"""Times an hour that a head restarts a Ray that ended by itself."""
 PARTING = 15.0
-"""Seconds in which a program ends by itself whose cluster is gone: it cannot save, and says what a resume starts from."""
+"""Seconds for a program to end by itself after its cluster is gone: it cannot save, and prints where a resume starts."""
 
 
 class End(Enum):
     """Why a node leaves."""
 
-    TOLD = "a signal came"
+    SIGNAL = "a signal came"
     PROGRAM = "the program ended"
     GONE = "the head is gone"
     RAY = "Ray ended"
 
 
 def run_node(a: argparse.Namespace) -> int:
-    """The node of ``python -m rayloop node`` until it ends; its exit code."""
-    told = StopSignals()
+    """Run the node of ``python -m rayloop node`` until it ends; returns its exit code."""
+    signals = StopSignals()
     if a.requeue and slurm_job.job() is not None and not slurm_job.can_ask():
         print(
             "node: --requeue does nothing here, there is no scontrol (a container?): submit the job again when it has saved",
@@ -74,59 +72,59 @@ def run_node(a: argparse.Namespace) -> int:
         )
         a.requeue = 0
     print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
-    deaf = a.role is worker and not a.program and not a.requeue
+    ignores = a.role is worker and not a.program and not a.requeue
     prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
-    with handling(told, *STOP), handling((lambda *_: None) if deaf else told, signal.SIGUSR1):
+    with handling(signals, *STOP), handling((lambda *_: None) if ignores else signals, signal.SIGUSR1):
         if (job := slurm_job.job()) is not None:
             place.register(job, program=bool(a.program))
-        code = _code(a, place, told)
+        code = _code(a, place, signals)
         psutil.wait_procs(psutil.Process().children(), timeout=DRAIN + END)  # cluster.sbatch's srun: its nodes leave now
-        if _requeued(a, told, code):  # within the block: to be requeued is to be sent SIGTERM
-            if code == AGAIN and not backed_off(told, slurm_job.restarts()):
+        if _requeued(a, signals, code):  # within the block: to be requeued is to be sent SIGTERM
+            if code == AGAIN and not backed_off(signals, slurm_job.restarts()):
                 return code
             print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
             slurm_job.requeue()
     return code
 
 
-def _due(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
-    """Whether there is a reason to begin again: near the job's time limit, if its program has saved; and when the machines failed
-    while nobody had asked it to end."""
+def _due(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
+    """Whether there is a reason to start again: the job's time limit is near and its program has saved, or the machines failed and
+    no signal came."""
     saved = code == Preempted.exit_code or not a.program
-    return (told.near_limit() and saved) or (told.first is None and code == AGAIN)
+    return (signals.near_limit() and saved) or (signals.first is None and code == AGAIN)
 
 
-def _requeued(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
-    """Whether this job will be started again, not too often."""
-    return _due(a, told, code) and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
+def _requeued(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
+    """Whether this Slurm job will be requeued, --requeue times at most."""
+    return _due(a, signals, code) and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
 
 
-def _repeated(a: argparse.Namespace, told: StopSignals, code: int) -> bool:
-    """Whether the node will begin again, as a job of Slurm or, without Slurm, by itself after a failure of the machines."""
-    by_itself = slurm_job.job() is None and told.first is None and code == AGAIN and a.repeats < a.requeue
-    return by_itself or _requeued(a, told, code)
+def _repeated(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
+    """Whether the node will start again: as a requeued job, or without Slurm by itself after a failure of the machines."""
+    by_itself = slurm_job.job() is None and signals.first is None and code == AGAIN and a.repeats < a.requeue
+    return by_itself or _requeued(a, signals, code)
 
 
-def _code(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
-    """Be the node until it ends, without Slurm up to --requeue times again. Its exit code: AGAIN when Ray failed, or no head came,
-    and the job may be requeued for that."""
+def _code(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
+    """Run the node until it ends, without Slurm up to --requeue times again. Returns its exit code: AGAIN when Ray failed, or no
+    head was published, and the job may be requeued for that."""
     a.repeats = 0
     while True:
         try:
-            code: int = a.role(a, place, told)
+            code: int = a.role(a, place, signals)
         except (NodeFailed, NoHead) as error:
-            if not _repeated(a, told, AGAIN):
+            if not _repeated(a, signals, AGAIN):
                 raise
             print(f"node: {error}", flush=True)
             code = AGAIN
-        if slurm_job.job() is not None or not _repeated(a, told, code) or not backed_off(told, a.repeats):
+        if slurm_job.job() is not None or not _repeated(a, signals, code) or not backed_off(signals, a.repeats):
             return code
         a.repeats += 1
         print(f"node: again, {a.repeats} of {a.requeue}", flush=True)
 
 
-def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+def head(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
     """Start a head, publish it, and stay until a signal, or the end of the program, whose exit code is returned.
 
     When Ray has ended by itself it is started again in place, RESTARTS times an hour, and the program with it. Raises NodeFailed.
@@ -135,17 +133,17 @@ def head(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
     with block(*port_range(a.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
             try:
-                return _lead(a, place, told, token, ports)
+                return _lead(a, place, signals, token, ports)
             except NodeFailed as error:  # Ray may also fail to start a second time, on a busy machine
                 led = led or isinstance(error, RayEnded)
-                if not led or isinstance(error, Displaced) or told.first is not None or budget.wait(time.monotonic()):
+                if not led or isinstance(error, Displaced) or signals.first is not None or budget.wait(time.monotonic()):
                     raise
                 budget.take(time.monotonic())
                 print(f"node: {_short(error)}; it is started again, with the same ports and token", flush=True)
 
 
 def _short(error: NodeFailed) -> str:
-    """What of Ray's last words tells which of its processes ended."""
+    """The first line of the error, and the name of the process of Ray that ended."""
     first, *lines = str(error).splitlines()
     return " ".join([first, *(line.partition("END ")[2].strip(" -") for line in lines if "END " in line and "exit code" in line)])
 
@@ -155,39 +153,39 @@ class RayEnded(NodeFailed):
 
 
 class Displaced(NodeFailed):
-    """Another head is published, or this one could not be for too long."""
+    """Another head is published, or this one could not publish its entry for too long."""
 
 
-def _lead(a: argparse.Namespace, place: Rendezvous, told: StopSignals, token: Path | None, ports: Ports) -> int:
-    """Be the head until a signal, the end of the program or of Ray. Returns the exit code; raises NodeFailed."""
+def _lead(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, token: Path | None, ports: Ports) -> int:
+    """Run the head until a signal, or the end of the program or of Ray. Returns the exit code; raises NodeFailed."""
     address = slurm_job.node_address(a.interface)
     with temporary_folder(a.temp_dir) as folder:
         me = Head(
             f"{address}:{ports['port']}", f"http://{address}:{ports['dashboard-port']}", str(token) if token else None,
             os.uname().nodename, slurm_job.job(), slurm_job.restarts(), time.time(),
         )  # fmt: skip
-        settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0) | _network(a.interface)
+        settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0) | interface_settings(a.interface)
         command = ["--head", f"--dashboard-host={address}", "--include-dashboard=true"]
         command += _offers(a, cpus=0, gpus=0)
         with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
-            if not started(ray, folder, [me.address, me.dashboard.removeprefix("http://")], told):
+            if not started(ray, folder, [me.address, me.dashboard.removeprefix("http://")], signals):
                 return Preempted.exit_code if a.program else 0
             gone = Unpublished(place, me)
-            with suppress(OSError):  # it is tried again
+            with suppress(OSError):  # ``gone`` tries again
                 place.publish(me)
             print(f"node: head of {a.cluster} at {me.address}, dashboard {me.dashboard}", flush=True)
-            with beside(a, me, settings, told) as program:
-                why = attend(ray, program, told, gone)
+            with beside(a, me, settings, signals) as program:
+                why = attend(ray, program, signals, gone)
                 if program and program.poll() == AGAIN and _ends(ray, END):
-                    why = End.RAY  # what the program died of
+                    why = End.RAY  # the cause of the program's end
                 if why is End.RAY:
                     place.withdraw(me)
                     _part(program)
             code = program.returncode if program else 0
-            done = program is not None and why in (End.PROGRAM, End.TOLD) and not _repeated(a, told, code)
+            done = program is not None and why in (End.PROGRAM, End.SIGNAL) and not _repeated(a, signals, code)
             place.withdraw(me, done=done, left=not done and why is not End.RAY)
-            if why is End.TOLD and not program and told.near_limit():
-                _pause(a.grace, told)  # the others save
+            if why is End.SIGNAL and not program and signals.near_limit():
+                _pause(a.grace, signals)  # the others save
             if why is End.RAY:
                 raise RayEnded(f"Ray ended with code {ray.returncode}:\n{tail(folder)}")
             if why is End.GONE:
@@ -195,16 +193,16 @@ def _lead(a: argparse.Namespace, place: Rendezvous, told: StopSignals, token: Pa
     return code
 
 
-def worker(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
     """Join the head, and each head that comes after it, until a signal, the end of the program or of the cluster's work.
 
-    Ray gives a node 30 s to start, which a busy machine may need more than once. Raises NodeFailed after ATTEMPTS in a row, and
-    at once when there is a program, whose run continues from its checkpoint in another attempt of the job.
+    Ray gives a node 30 s to start, which may be short on a busy machine. Raises NodeFailed after ATTEMPTS in a row, and at once
+    when there is a program: its run continues from its checkpoint in another attempt of the job.
     """
     former, failures = None, 0
-    while (joined := place.wait(a.wait, former, lambda: told.first is not None)) is not None:
+    while (joined := place.wait(a.wait, former, lambda: signals.first is not None)) is not None:
         try:
-            why, code = _join(a, place, joined, told)
+            why, code = _join(a, place, joined, signals)
         except NodeFailed as error:
             failures += 1
             if a.program or failures == ATTEMPTS:
@@ -212,33 +210,33 @@ def worker(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
             print(f"node: {error}\nnode: trying again, {failures} of {ATTEMPTS} attempts failed", flush=True)
             continue
         failures = 0
-        if why in (End.TOLD, End.PROGRAM):
+        if why in (End.SIGNAL, End.PROGRAM):
             return code
         print(f"node: left {joined.address}: {why.value}", flush=True)
         former = joined
-    return Preempted.exit_code if a.program and told.first else 0
+    return Preempted.exit_code if a.program and signals.first else 0
 
 
-def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSignals) -> tuple[End, int]:
-    """Be a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
+def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopSignals) -> tuple[End, int]:
+    """Run a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
     address, host = slurm_job.node_address(a.interface), joined.address.rpartition(":")[0]
     gone = Gone(place, joined, saves=bool(a.program))
     settings = (
         node_settings(Path(joined.token) if joined.token else None)
         | without_proxy(address, host)
         | _drain(DRAIN)
-        | _network(a.interface)
+        | interface_settings(a.interface)
     )
     with block(*port_range(a.ports), SERVICES) as ports, temporary_folder(a.temp_dir) as folder:
         command = [f"--address={joined.address}", *_offers(a, cpus=slurm_job.cpus(), gpus=slurm_job.gpus())]
         with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
             print(f"node: joining {joined.address} as {address}", flush=True)
-            if not started(ray, folder, [f"{address}:{ports['node-manager-port']}"], told, gone):
-                return (End.TOLD, Preempted.exit_code if a.program else 0) if told.first else (End.GONE, 0)
-            with beside(a, joined, settings, told) as program:
-                why = attend(ray, program, told, gone)
-                if why is End.TOLD and program is None and told.near_limit():
-                    _pause(a.grace, told, gone)  # runs save, if their jobs are near their limits as well
+            if not started(ray, folder, [f"{address}:{ports['node-manager-port']}"], signals, gone):
+                return (End.SIGNAL, Preempted.exit_code if a.program else 0) if signals.first else (End.GONE, 0)
+            with beside(a, joined, settings, signals) as program:
+                why = attend(ray, program, signals, gone)
+                if why is End.SIGNAL and program is None and signals.near_limit():
+                    _pause(a.grace, signals, gone)  # runs save, if their jobs are near their limits as well
                 if why in (End.GONE, End.RAY) and (ray.poll() is not None or gone.replaced() or not joined.accepts()):
                     _part(program)
             code = program.returncode if program else 0
@@ -248,16 +246,16 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, told: StopSign
             if why is End.PROGRAM and code not in (0, Preempted.exit_code) and lost:
                 why = End.GONE  # it failed since the cluster had gone
             if why is End.GONE:
-                ray.kill()  # there is nobody left to take leave of
+                ray.kill()  # no head is left to drain it
     return why, code
 
 
-def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, told: StopSignals, gone: Any) -> End:
+def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, signals: StopSignals, gone: Any) -> End:
     """Wait until there is a reason to leave."""
     while True:
-        if told.first is not None:
-            print(f"node: received {signal.Signals(told.first).name}", flush=True)
-            return End.TOLD
+        if signals.first is not None:
+            print(f"node: received {signal.Signals(signals.first).name}", flush=True)
+            return End.SIGNAL
         if program is not None and program.poll() is not None:
             return End.PROGRAM
         if ray.poll() is not None:
@@ -271,13 +269,8 @@ def _drain(seconds: int) -> dict[str, str]:
     return {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(seconds)}
 
 
-def _network(interface: str | None) -> dict[str, str]:
-    """The ranks of a policy and the broadcast of weights take the same interface as Ray."""
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
 def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[str]:
-    """Options for what the node offers; without a number Ray counts by itself. Raises ConfigError."""
+    """Options for the resources of the node; without a number Ray counts by itself. Raises ConfigError."""
     amounts = {"--num-cpus": cpus if a.num_cpus is None else a.num_cpus, "--num-gpus": gpus if a.num_gpus is None else a.num_gpus}
     amounts |= ray_memory(a.object_store_memory, memory_limit())
     resources = {}
@@ -292,9 +285,9 @@ def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[s
 
 @contextmanager
 def beside(
-    a: argparse.Namespace, head: Head, settings: Mapping[str, str], told: StopSignals
+    a: argparse.Namespace, head: Head, settings: Mapping[str, str], signals: StopSignals
 ) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Run the program, if there is one. After the block it has ended: by SIGTERM; after --grace, or a second signal, by SIGKILL."""
+    """Run the program, if there is one. The block ends it by SIGTERM; after --grace, or a second signal, by SIGKILL."""
     if not a.program:
         yield None
         return
@@ -305,7 +298,7 @@ def beside(
         if program.poll() is None:
             program.terminate()
             deadline = time.monotonic() + a.grace
-            while program.poll() is None and time.monotonic() < deadline and not told.again:
+            while program.poll() is None and time.monotonic() < deadline and not signals.again:
                 time.sleep(POLL)
         if program.poll() is None:
             print(f"node: {a.program[0]} did not end in time: it is killed", flush=True)
@@ -314,7 +307,7 @@ def beside(
 
 
 def _part(program: subprocess.Popen[bytes] | None) -> None:
-    """Let a program end by itself that has no cluster any more, or kill it."""
+    """Wait PARTING seconds for a program whose cluster is gone, then kill it."""
     if program is not None and not _ends(program, PARTING):
         print(f"node: the program did not end within {PARTING:g} s after its cluster: it is killed", flush=True)
         program.kill()
@@ -326,7 +319,7 @@ def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return process.poll() is not None
 
 
-def _pause(seconds: float, told: StopSignals, over: Any = lambda: False) -> None:
+def _pause(seconds: float, signals: StopSignals, over: Any = lambda: False) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not told.again and not over():
+    while time.monotonic() < deadline and not signals.again and not over():
         time.sleep(POLL)

@@ -39,15 +39,15 @@ def port_range(text: str) -> tuple[int, int]:
 
 
 def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
-    """The range of which the kernel gives a port to whoever names none, as LOW-HIGH: gloo, NCCL and the places where they meet."""
+    """LOW-HIGH: the range from which the kernel picks a port when none is named, as gloo, NCCL and their stores do."""
     return "-".join(file.read_text(encoding="utf-8").split())
 
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high`` that is this node's for the time of the ``with`` block.
+    """A block of ports within ``low``..``high`` that this node owns until the ``with`` block ends.
 
-    Its first port stays bound and unused: whoever can bind it owns the block. Raises ConfigError, NoFreePorts.
+    Its first port stays bound and unused, which marks the block as taken. Raises ConfigError, NoFreePorts.
     """
     size = min(BLOCK, high - low + 1)
     if size < 2 * (len(services) + 1):

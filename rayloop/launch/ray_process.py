@@ -109,7 +109,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def started(
-    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], told: StopSignals, gone: Any = lambda: False
+    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], signals: StopSignals, gone: Any = lambda: False
 ) -> bool:
     """Wait until all addresses accept connections. Returns whether they do: False when a signal or ``gone`` came before.
 
@@ -117,7 +117,7 @@ def started(
     """
     deadline = time.monotonic() + START
     while not all(map(accepts, addresses)):
-        if told.first is not None or gone():
+        if signals.first is not None or gone():
             return False
         if ray.poll() is not None:
             raise NodeFailed(f"ray start ended with code {ray.returncode}:\n{tail(folder)}")
@@ -128,4 +128,5 @@ def started(
 
 
 def tail(folder: Path) -> str:
+    """The last 2,000 characters that ``ray start`` printed."""
     return (folder / LOG).read_text(errors="replace", encoding="utf-8")[-2000:]

@@ -1,4 +1,4 @@
-"""What Ray is told through environment variables. Ray reads them when it is imported, so they come before that."""
+"""The environment variables that configure Ray. They are set before Ray is imported, which is when it reads them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PREFIX, LOCK = "rayloop-", "lock"
 OBJECT_STORE = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
-"""A private cluster has no dashboard, so nobody can read what Ray records of each call for it: without, 8,000 calls of an actor
-cost 4.7 to 5.8 CPU seconds in all processes instead of 5.6 to 6.1, and the GCS 0.03 instead of 0.15."""
+"""A private cluster has no dashboard to show Ray's record of each call. Without the records 8,000 calls of an actor cost 4.7 to 5.8
+CPU seconds in all processes instead of 5.6 to 6.1, and the GCS 0.03 instead of 0.15."""
 NICENESS = "RAY_worker_niceness"
-"""Ray's own is 15: whatever else computes on the cores then gets thirty times as much of them as an actor."""
+"""Ray's own value is 15: any other program on the cores then gets thirty times the share of an actor."""
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 STOP_WAIT = 600
-"""Seconds that Ray gives a job that it was told to stop: the run's own ``preemption.grace`` is what counts."""
+"""Seconds that Ray gives a job to stop. The run's own ``preemption.grace`` is shorter, and decides."""
 
 HEALTH_PERIOD = 1000
 """Milliseconds between two questions of the head to a node; after the fifth in a row that fails the node is lost. Ray's own 3000
@@ -35,7 +35,7 @@ make that 15 s for a node whose connections are refused. One that cannot be reac
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
     """The variables of every Ray process that we start. ``token`` is the path of the token; None: no authentication.
 
-    Without a token everybody who reaches the ports could run code in the cluster. The path is handed over, never the token.
+    Without a token everybody who reaches the ports could run code in the cluster. Processes get the path, never the token.
     What the processes of a killed worker started is ended by the raylet (subreaper), but not on a node that ``runs_jobs``:
     there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     Workers get as much of the cores as other programs, unless the environment says otherwise (``RAY_worker_niceness``).
@@ -49,6 +49,11 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),
         "RAY_health_check_period_ms": str(HEALTH_PERIOD),
     }
+
+
+def interface_settings(interface: str | None) -> dict[str, str]:
+    """The variables by which the ranks of a policy and the weight sync use the same network interface as Ray."""
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def without_proxy(*hosts: str) -> dict[str, str]:

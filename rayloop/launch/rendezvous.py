@@ -1,7 +1,7 @@
-"""Where the nodes of a cluster find each other: a folder on the shared file system, named after the cluster.
+"""The folder on the shared file system through which the nodes of a cluster find each other; its name is the cluster's.
 
 head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves, or Ray of it ended
-token       the cluster's token, readable by its owner only; its path is handed over, never the token
+token       the cluster's token, readable by its owner only; processes get its path, never the token
 done        the same as head.json, once that cluster has done its work: its workers end
 left        the same, once that head has begun to leave and another one will come: runs save, workers stay while it still listens
 
@@ -24,6 +24,8 @@ from rayloop.core.files import new_secret, trusted, write_whole
 from rayloop.launch import slurm_job
 from rayloop.launch.addresses import unreachable
 
+ROOT = "~/.rayloop"
+"""Where rendezvous folders are by default: home folders are shared on most clusters."""
 POLL = 0.5
 """Seconds between two looks into the folder."""
 
@@ -93,17 +95,18 @@ class Rendezvous:
         return None if insecure else new_secret(self.folder / "token", "the cluster's token")
 
     def register(self, number: str, *, program: bool = False) -> None:
-        """Note a Slurm job as the cluster's: whoever ends the cluster ends it too, those with a ``program`` first."""
+        """Record a Slurm job of the cluster. `slurm down` ends all of them, those with a ``program`` first."""
         self._make()
         (self.folder / "jobs").mkdir(exist_ok=True)
         with (self.folder / "jobs" / number).open("a", encoding="utf-8") as file:  # a job may have several nodes
             file.write("program\n" if program else "")
 
     def jobs(self, *, programs: bool = False) -> list[str]:
-        """The jobs that were noted; with ``programs`` those that have one."""
+        """The recorded jobs; with ``programs`` those that have one."""
         return sorted(file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text(encoding="utf-8"))
 
     def publish(self, head: Head) -> None:
+        """Write the entry of a head. Raises OSError."""
         self._write("head.json", head)
 
     def seen(self) -> Head | str:
@@ -116,10 +119,10 @@ class Rendezvous:
         return None if isinstance(seen, str) else seen
 
     def withdraw(self, head: Head, *, done: bool = False, left: bool = False) -> None:
-        """Take the entry back, unless another head has replaced it. ``done``: nobody need wait for another head. ``left``: one will
-        come, and this one listens for a while, so that runs save.
+        """Remove the entry, unless it is another head's. ``done``: no other head will come. ``left``: another one will, and this
+        one listens for a while, so that runs save.
 
-        Raises nothing of the file system: the node ends all the same, and the others then notice that it does not listen.
+        Errors of the file system are ignored: the node ends anyway, and the others notice that it does not listen.
         """
         with suppress(OSError):
             if self.head() in (head, None):

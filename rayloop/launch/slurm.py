@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.launch.node import ROOT
-from rayloop.launch.rendezvous import Head, Rendezvous
+from rayloop.launch.rendezvous import ROOT, Head, Rendezvous
 from rayloop.launch.slurm_job import Queued, active
 
 SITE = (Path(__file__).with_name("slurm_scripts") / "site.yaml").resolve()
@@ -38,16 +37,21 @@ class JobSettings(SettingsModel):
     """Further options of sbatch, for example --constraint=a100."""
 
     def options(self) -> list[str]:
+        """The options of sbatch."""
         asked = {"partition": self.partition, "time": self.time, "cpus-per-task": self.cpus, "mem": self.mem, "gres": self.gres}
         return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(self.sbatch)
 
 
 class NodeSettings(JobSettings):
+    """A node's job."""
+
     node: tuple[str, ...] = ()
     """Further options of ``python -m rayloop node``, for example --resource=rollout=1."""
 
 
 class WorkerSettings(NodeSettings):
+    """The jobs of the workers."""
+
     count: int = Field(1, ge=1)
     """Nodes."""
 
@@ -76,6 +80,7 @@ class SiteSettings(SettingsModel):
 
     @property
     def place(self) -> Rendezvous:
+        """The cluster's rendezvous folder."""
         return Rendezvous(Path(self.rendezvous), self.cluster)
 
 
@@ -89,20 +94,21 @@ class Job:
     after_head: bool = True
 
     def command(self, head: str) -> list[str]:
+        """The call of sbatch; ``head`` is the id of the head's job."""
         dependency = [f"--dependency=after:{head}"] if self.after_head else []
         return ["sbatch", "--parsable", *dependency, *self.options, *self.arguments]
 
 
 def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job]:
     """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
-    told = {
+    variables = {
         "RENDEZVOUS": Path(site.rendezvous).expanduser().absolute(),
         "PYTHON": sys.executable if site.container is None else "python",
         "SETUP": None if site.setup is None else Path(site.setup).expanduser().absolute(),
         "CONTAINER": site.container,
         "INTERFACE": site.interface,
     }
-    export = ",".join(["ALL", *(f"RAYLOOP_{name}={value}" for name, value in told.items() if value is not None)])
+    export = ",".join(["ALL", *(f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None)])
 
     def job(role: str, script: str, asked: list[str], arguments: list[str], after_head: bool = True) -> Job:
         name = f"{site.cluster}-{role}"

@@ -1,4 +1,4 @@
-"""What a process learns from Slurm about its own job, and asks of it. Without Slurm the answers are None or empty."""
+"""Facts about the Slurm job of this process, and calls of Slurm's commands. Without Slurm the facts are None or empty."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from rayloop.core.failures import InfrastructureFailure
 from rayloop.launch.addresses import of_interface, this_node
 
 LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
-"""States of jobs that will not run again. Those of PREEMPTED jobs depends on the site."""
-
-
+"""States of jobs that will not run again. PREEMPTED is not among them: it depends on the site."""
 LOOPBACK = "127.0.0.1"
 GPU_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 """Variables in which Slurm names a job's GPUs, where it does not count them."""
@@ -31,12 +29,12 @@ def job() -> str | None:
 
 
 def restarts() -> int:
-    """How often Slurm has started this job again."""
+    """How many times Slurm has requeued this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def slurm(*command: str) -> str:
-    """What a command of Slurm prints. Raises SlurmError when it is missing or fails."""
+    """The output of a command of Slurm. Raises SlurmError when it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
@@ -64,7 +62,7 @@ def active(jobs: Iterable[str]) -> list[Queued]:
 
 
 def ended(number: str) -> bool:
-    """Whether a job is known not to run any more. False where it cannot be told (no Slurm here)."""
+    """Whether Slurm says that a job does not run any more. False without Slurm."""
     if shutil.which("squeue") is None:
         return False
     try:
@@ -133,5 +131,5 @@ def _devices(text: str) -> int:
 
 
 def requeue() -> None:
-    """Have Slurm start this job again. Raises SlurmError."""
+    """Requeue this job. Raises SlurmError."""
     slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])

@@ -27,6 +27,7 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the scalars of a step."""
         if step != self._next:  # a new file, or a restore: the reader forgets this step and later ones
             self._write(step=step, session_log=self._session(status=self._session.START))
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items() if tag != "step"]
@@ -34,6 +35,7 @@ class TensorBoard:
         self._next = step + 1
 
     def close(self) -> None:
+        """Close the event file."""
         self._file.close()
 
     def _write(self, **fields: Any) -> None:

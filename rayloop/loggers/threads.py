@@ -72,7 +72,7 @@ class LoggerThread:
             while (record := self._take()) is not None:
                 logger.log(*record)
             logger.close()
-        except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` tells it
+        except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` reports it
             self._error = error
         self._busy = None
 

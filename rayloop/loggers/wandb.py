@@ -31,7 +31,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         self._run.log({**metrics, "step": step})  # W&B's own step only counts up: it would refuse a repeated one
 
     def close(self) -> None:
+        """Finish W&B's run."""
         self._run.finish()

@@ -27,9 +27,11 @@ WORDS = {BLIND: "the best answer without an image", SAME: "another image of the 
 class BlindPrior(Protocol):
     """The best answers that need no image, scored as the policy's would be."""
 
-    def fit(self, tasks: Iterable[Task]) -> None: ...
+    def fit(self, tasks: Iterable[Task]) -> None:
+        """Learn from the training tasks."""
 
-    def score(self, task: Task) -> Scored: ...
+    def score(self, task: Task) -> Scored:
+        """The score of the best answer to ``task``."""
 
 
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
@@ -80,6 +82,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str, int]:
+        """Arm, task and sample: unique in an evaluation."""
         return self.arm, self.task, self.sample
 
     @property
@@ -108,6 +111,7 @@ def means(items: Iterable[Item]) -> dict[str, Interval]:
 
 
 def by_arm(items: Sequence[Item]) -> Table:
+    """The scores of every arm."""
     arms = list(dict.fromkeys(item.arm for item in items))
     return {arm: means(item for item in items if item.arm == arm) for arm in arms}
 

@@ -175,7 +175,7 @@ def test_a_range_without_room_for_workers_is_refused() -> None:
 def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = argparse.Namespace(wait=1.0, program=[])
     monkeypatch.setattr(Rendezvous, "wait", lambda *_: "a head")
-    ends: list[Any] = [node.NodeFailed("too slow"), node.NodeFailed("too slow"), (node.End.TOLD, 0)]
+    ends: list[Any] = [node.NodeFailed("too slow"), node.NodeFailed("too slow"), (node.End.SIGNAL, 0)]
 
     def join(*_: Any) -> Any:
         end = ends.pop(0)

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from rayloop.cli import main, parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
-from rayloop.launch import slurm_job
+from rayloop.launch import fixed_size, slurm_job
+from rayloop.launch.ray_variables import SUBREAPER, node_settings
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
 
@@ -237,8 +238,10 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
         "RAYLOOP_CONTAINER": "contain --nv", "RAYLOOP_PYTHON": "python", "SLURM_JOB_NUM_NODES": "2",
     }  # fmt: skip
-    done = subprocess.run(["bash", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("yes --nv python -m rayloop node ")
+    done = subprocess.run(["bash", "-x", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True)
+    fixed = script.name == "fixed_size.sbatch"
+    said = done.stderr if fixed else done.stdout  # of that script the container's output is read by the shell
+    assert f"yes --nv python -m rayloop{'.launch.fixed_size' if fixed else ' node '}" in said
 
 
 def test_one_allocation_outlives_a_node() -> None:
@@ -253,5 +256,58 @@ def test_one_allocation_outlives_a_node() -> None:
 def test_scripts_are_thin_and_hold_no_address(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    assert len(lines) < 12
-    assert "-m rayloop node" in script.read_text(encoding="utf-8")
+    assert len(lines) < (14 if script.name == "fixed_size.sbatch" else 12)
+    starts = "ray.scripts.scripts symmetric-run" if script.name == "fixed_size.sbatch" else "-m rayloop node"
+    assert starts in script.read_text(encoding="utf-8")
+
+
+def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reads them at its start, and ``ray symmetric-run`` sets none."""
+    monkeypatch.setattr(slurm_job, "node_address", {None: "10.0.0.1", "ib0": "10.1.0.1"}.__getitem__)
+    asked = {"SLURM_JOB_ID": "70017", "RAYLOOP_RENDEZVOUS": str(tmp_path)}
+    found = fixed_size.variables(asked)
+    token = Path(found["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o077 == 0
+    assert node_settings(token, runs_jobs=True).items() <= found.items()
+    assert found[SUBREAPER] == "false", "else symmetric-run would read the exit code of every run as 0"
+    assert found["RAYLOOP_HEAD"] == "10.0.0.1:20017"
+    assert "10.0.0.1" in found["NO_PROXY"].split(",")
+    assert "NCCL_SOCKET_IFNAME" not in found
+    fast = fixed_size.variables(asked | {"RAYLOOP_INTERFACE": "ib0"})
+    assert (fast["RAYLOOP_HEAD"], fast["NCCL_SOCKET_IFNAME"]) == ("10.1.0.1:20017", "ib0")
+    assert fast["RAY_AUTH_TOKEN_PATH"] == str(token), "a requeued job keeps it"
+    token.chmod(0o644)
+    with pytest.raises(ConfigError):
+        fixed_size.variables(asked)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "signalled", "requeued"),
+    [(75, 0, True, True), (75, 19, False, True), (75, 20, False, False), (0, 0, False, False), (1, 0, False, False)],
+)
+def test_a_fixed_size_job_is_requeued_when_its_run_has_saved(
+    tmp_path: Path, code: int, restarts: int, signalled: bool, requeued: bool
+) -> None:
+    """``srun`` and ``scontrol`` are scripts; of the real ones tests/deploy/slurm has a test."""
+    warned = f"trap 'exit {code}' TERM; echo $$ >/tmp/rayloop-$SLURM_JOB_ID.pid; kill -USR1 $PPID; sleep 20 & wait"
+    for name, body in {
+        "srun": f'echo "$@" >{tmp_path}/srun.txt; {warned if signalled else f"exit {code}"}',
+        "scontrol": f'echo "$@" >{tmp_path}/scontrol.txt',
+        "python": 'case "$*" in *fixed_size) echo export RAYLOOP_HEAD=10.0.0.1:20017;; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    job = f"4{os.getpid()}"
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": job, "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_RESTART_COUNT": str(restarts), "RAYLOOP_PYTHON": str(tmp_path / "python"),
+    }  # fmt: skip
+    done = subprocess.run(["bash", SCRIPTS / "fixed_size.sbatch", "run.yaml", "steps=3"], env=environment, timeout=30)
+    Path(f"/tmp/rayloop-{job}.pid").unlink(missing_ok=True)
+    assert done.returncode == code
+    asked = (tmp_path / "srun.txt").read_text(encoding="utf-8")
+    assert "symmetric-run --address 10.0.0.1:20017 --min-nodes 2 --num-cpus=8 -- " in asked
+    assert asked.rstrip().endswith("-m rayloop train --address 10.0.0.1:20017 run.yaml steps=3")
+    assert (tmp_path / "scontrol.txt").exists() == requeued
+    if requeued:
+        assert (tmp_path / "scontrol.txt").read_text(encoding="utf-8") == f"requeue {job}\n"

@@ -1,0 +1,179 @@
+"""One run of an experiment: training with its seconds, the evaluations on record, and comparisons with other runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.experiments import SUPERVISED, Experiment
+from benchmarks.measure import BenchFailed, machine
+from benchmarks.processes import EVERY, Tree
+from rayloop.config.settings import load
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains, means, summarise
+from rayloop.recipes.arpo.random_play import play
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder
+from rayloop.run.held_out import read_items
+
+RUNS = Path("runs/evidence")
+PLACES = 4
+"""Decimals that are kept."""
+KINDS = {SAMPLED: "sampled", RIGHT: "greedy"}
+Record = dict[str, Any]
+
+
+def configured(experiment: Experiment, arm: str, overrides: Sequence[str]) -> tuple[Path, list[str], str]:
+    """Configuration file and overrides of an arm, and a hash of all their values but seed and place, and of the start weights."""
+    if arm == SUPERVISED:
+        assert experiment.supervised is not None
+        return experiment.supervised, [], hashlib.sha256(experiment.supervised.read_bytes()).hexdigest()[:16]
+    chosen = [*experiment.common, *experiment.arms[arm], *overrides]
+    config = load(experiment.config, chosen, RunConfig)
+    digest = hashlib.sha256(config.model_dump_json(exclude={"seed", "name", "output"}).encode())
+    for weights in sorted(Path(config.model.path).glob("*.safetensors")):
+        digest.update(weights.read_bytes())
+    return experiment.config, chosen, digest.hexdigest()[:16]
+
+
+def timed(*arguments: object) -> Record:
+    """Run ``python -m rayloop`` with these arguments: wall seconds, and CPU seconds of all processes. Raises BenchFailed."""
+    command = [sys.executable, "-m", "rayloop", *map(str, arguments)]
+    print("+ " + " ".join(command), flush=True)
+    began = time.monotonic()
+    run = subprocess.Popen(command)
+    tree = Tree(run.pid)
+    while run.poll() is None:
+        tree.look()
+        time.sleep(EVERY)
+    if run.returncode:
+        raise BenchFailed(f"{' '.join(command)} ended with {run.returncode}; its output is above")
+    return {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(tree.seconds)}
+
+
+def measured(experiment: Experiment, name: str, arm: str, seed: int, overrides: Sequence[str]) -> Record:
+    """Train an arm with a seed, evaluate its checkpoint on the experiment's sets, and record both. Raises BenchFailed."""
+    config, chosen, digest = configured(experiment, arm, overrides)
+    folder = RUNS / name / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
+    about = {"config": digest, "folder": str(folder), "machine": machine(), "overrides": list(overrides)}
+    if arm == SUPERVISED:
+        first = RunFolder.at(RUNS / name / f"{next(iter(experiment.arms))}-{seed}")
+        seconds = sum(float(record["timing_s/step"]) for record in first.metrics)
+        spent = timed("sft", config, f"output={folder}", f"seed={seed}", f"seconds={seconds:.1f}")
+        return about | spent | evaluated(experiment, name, folder)
+    spent = timed("train", config, *chosen, f"output={folder.parent}", f"name={folder.name}", f"seed={seed}")
+    return about | spent | recorded(experiment, RunFolder.at(folder)) | evaluated(experiment, name, folder)
+
+
+def recorded(experiment: Experiment, run: RunFolder) -> Record:
+    """Of a run folder: the kept metrics by step, each evaluation, and the gain from the first to the last one."""
+    records, events = list(run.metrics), list(run.events)
+    tokens = [int(record["rollout/tokens"]) for record in records]
+    seconds = sorted(float(record["timing_s/step"]) for record in records)
+    held_out = {step: read_items(file) for step, file in run.evaluations.files().items()}
+    first, last = held_out[min(held_out)], held_out[max(held_out)]
+    return {
+        "steps": len(records),
+        "first_step_s": round(records[0]["time"] - events[0]["time"], 1),
+        "median_step_s": round(seconds[len(seconds) // 2], 2),
+        "training": {name: [round(record.get(name, 0.0), PLACES) for record in records] for name in experiment.training},
+        "held_out": {
+            str(step): {"tokens": sum(tokens[:step]), **summary(items, by_source=experiment.by_source)}
+            for step, items in held_out.items()
+        },
+        "gain": gained(last, first),
+        "ledger": next(event["ledger"] for event in events if event["event"] == "finished"),
+    }  # fmt: skip
+
+
+def summary(items: Sequence[Item], *, by_source: bool = False) -> Record:
+    """Means by arm with their 95 % intervals, what the right image gains over each control, and scores of each source."""
+    found: Record = rounded(summarise(items, 0))
+    if by_source:
+        found["by_source"] = {kind: sources(only(items, arm)) for arm, kind in KINDS.items()}
+    return found
+
+
+def sources(items: Sequence[Item]) -> Record:
+    """Score means of all items (``all``), and of those of each source."""
+    names = ["all", *sorted({item.source for item in items})]
+    return {name: rounded(means(item for item in items if name in ("all", item.source))) for name in names}
+
+
+def gained(after: Iterable[Item], before: Iterable[Item]) -> Record:
+    """Kind of answer -> score -> mean difference with its 95 % interval, paired by task."""
+    new, old = list(after), list(before)
+    found = {kind: rounded(gains(only(new, arm), only(old, arm))) for arm, kind in KINDS.items()}
+    return {kind: by for kind, by in found.items() if by}
+
+
+def only(items: Iterable[Item], arm: str) -> list[Item]:
+    """The items of one arm."""
+    return [item for item in items if item.arm == arm]
+
+
+def rounded(value: Any) -> Any:
+    """``value`` with its floats rounded to PLACES, tuples as lists, as JSON has them."""
+    match value:
+        case float():
+            return round(value, PLACES)
+        case dict():
+            return {name: rounded(each) for name, each in value.items()}
+        case tuple() | list():
+            return [rounded(each) for each in value]
+    return value
+
+
+def evaluated(experiment: Experiment, name: str, checkpoint: Path, label: str = "") -> Record:
+    """Set -> summary of ``rayloop eval`` with this checkpoint, and its gain over the start weights. Empty without sets."""
+    found = {}
+    for key, rows in experiment.sets.items():
+        folder = RUNS / name / "eval" / (label or checkpoint.name) / key
+        asked = ["--checkpoint", checkpoint, "--data", rows.path, "--samples", rows.samples, "--out", folder]
+        timed("eval", experiment.config, *asked, *(["--controls"] if rows.controls else []))
+        start = RUNS / name / "eval" / "start" / key / "items.jsonl"
+        items = read_items(folder / "items.jsonl")
+        found[key] = summary(items) | ({} if label else {"gain": gained(items, read_items(start))})
+    return {"sets": found} if found else {}
+
+
+def start_of(experiment: Experiment, name: str) -> Record:
+    """What the runs start from: the start weights on the experiment's sets, and random clicks on its held-out tasks."""
+    config = load(experiment.config, list(experiment.common), RunConfig)
+    found = evaluated(experiment, name, Path(config.model.path), label="start")
+    if experiment.random_episodes and config.data.eval:
+        rows = [json.loads(line) for line in Path(config.data.eval).read_text(encoding="utf-8").splitlines()]
+        found["random"] = sources(play(rows, config.environment.episode.max_turns, experiment.random_episodes))
+    return found
+
+
+def differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Record]]) -> Record:
+    """Seed -> arm -> how it differs from the first arm, of runs whose folders are here: a comparison reads every answer."""
+    found: Record = {}
+    first = next(iter(experiment.arms))
+    for seed, by_arm in runs.items():
+        here = {arm: run for arm, run in by_arm.items() if "held_out" in run and Path(run["folder"]).is_dir()}
+        if first in here:
+            budget = min(max(held["tokens"] for held in run["held_out"].values()) for run in here.values())
+            found[seed] = {arm: _difference(experiment, run, here[first], budget) for arm, run in here.items() if arm != first}
+    return {seed: by_arm for seed, by_arm in found.items() if by_arm}
+
+
+def _difference(experiment: Experiment, run: Record, other: Record, budget: int) -> Record:
+    """``run`` minus ``other`` at the last evaluation that both have, or at the last of each within ``budget`` tokens."""
+    steps = [_last(each, budget if experiment.equal == "tokens" else None) for each in (run, other)]
+    if experiment.equal == "steps":
+        steps = [min(steps)] * 2
+    pair = list(zip((run, other), steps, strict=True))
+    ours, theirs = (read_items(RunFolder.at(Path(each["folder"])).evaluations.file(step)) for each, step in pair)
+    return {"steps": steps, "tokens": [each["held_out"][str(step)]["tokens"] for each, step in pair], **gained(ours, theirs)}
+
+
+def _last(run: Record, budget: int | None) -> int:
+    """The step of the last evaluation that had generated at most ``budget`` tokens."""
+    return max(int(step) for step, held in run["held_out"].items() if budget is None or held["tokens"] <= budget)

@@ -1,0 +1,121 @@
+"""``python -m benchmarks.evidence NAME``: what a run's folder becomes, which runs are taken as they are, and the tables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evidence import __main__ as driver
+from benchmarks.evidence import runs
+from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED
+from rayloop.config.settings import check_components, load
+from rayloop.run.config import RunConfig
+
+ROOT = Path(__file__).parents[3]
+TASKS = 10
+
+
+def answers(step: int, score: str, rise: float) -> list[dict[str, Any]]:
+    """Ten tasks of two sources, greedy and sampled, whose score rises."""
+    return [
+        {
+            "arm": arm, "task": f"t{task}", "source": f"page{task % 2}", "reward": task / 20 + rise * step,
+            "components": {score: task / 20 + rise * step},
+        }
+        for arm in ("right", "sampled")
+        for task in range(TASKS)
+    ]  # fmt: skip
+
+
+def lines(file: Path, records: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commands that were run instead of ``python -m rayloop``; each writes what a run of two steps leaves."""
+    commands: list[str] = []
+
+    def timed(*arguments: object) -> dict[str, Any]:
+        words = list(map(str, arguments))
+        commands.append(" ".join(words))
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        score = "success" if "arpo" in words[1] else "reward"
+        folder = Path(given["output"]) / given["name"]
+        rise = 0.1 if "algorithm.replay.enabled=true" in words else 0.05
+        lines(folder / "metrics.jsonl", [
+            {"step": step, "time": 10.0 + step, "timing_s/step": 1.0, "rollout/tokens": 100, "reward/mean": 0.5} for step in (1, 2)
+        ])  # fmt: skip
+        lines(
+            folder / "events.jsonl", [{"event": "start", "time": 1.0}, {"event": "finished", "time": 20.0, "ledger": {"issued": 4}}]
+        )
+        for step in (0, 2):
+            lines(folder / "evaluations" / f"step_{step:06d}.jsonl", answers(step, score, rise))
+        return {"wall_s": 100.0, "cpu_s": 50}
+
+    monkeypatch.setattr(runs, "timed", timed)
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    monkeypatch.chdir(ROOT)
+    return commands
+
+
+def test_every_experiment_has_a_configuration_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, experiment in EXPERIMENTS.items():
+        for overrides in experiment.arms.values():
+            config = load(experiment.config, [*experiment.common, *overrides], RunConfig)
+            check_components(config)
+            assert config.evaluation.every or config.data.eval is None, name
+        assert all(Path(rows.path).is_file() for rows in experiment.sets.values())
+        assert experiment.supervised is None or experiment.supervised.is_file()
+        assert SUPERVISED not in experiment.arms
+
+
+def test_a_promise_is_checked_and_a_run_of_the_same_configuration_is_taken_as_it_is(
+    played: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["quickstart", "--out", str(tmp_path / "found.json"), "--note", "alone"]
+    assert driver.main(asked) == 0
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert list(found["runs"]) == ["0", "1", "2"]
+    run = found["runs"]["0"]["as shipped"]
+    assert (run["note"], run["steps"], run["wall_s"], run["median_step_s"], run["first_step_s"]) == ("alone", 2, 100.0, 1.0, 10.0)
+    assert run["gain"]["sampled"]["reward"] == [0.1, 0.1, 0.1]
+    assert run["held_out"]["2"]["tokens"] == 200
+    assert "| 0 | as shipped | 100.0 | 50 | 2 | 200 | 0.225 -> 0.325 (+0.100 [+0.100, +0.100]) |" in capsys.readouterr().out
+    assert len(played) == 3
+    assert all("checkpoint.resume=never" in command for command in played)
+
+    shutil.rmtree(tmp_path / "runs" / "quickstart" / "as_shipped-1")
+    assert driver.main([*asked, "policy.optimizer.lr=1e-5", "--only", "0"]) == 0
+    assert len(played) == 4, "another configuration is another run"
+    assert driver.main([*asked, "--only", "1"]) == 0
+    assert len(played) == 5, "its folder is gone"
+    assert driver.main([*asked, "--only", "1"]) == 0
+    assert len(played) == 5
+
+
+def test_a_run_that_gains_too_little_or_takes_too_long_is_named(
+    played: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole: Callable[..., dict[str, Any]] = runs.timed
+    monkeypatch.setattr(runs, "timed", lambda *words: whole(*words) | {"wall_s": 241.0})
+    assert driver.main(["quickstart", "--only", "0", "--out", str(tmp_path / "found.json")]) == 1
+    assert "not as promised" in capsys.readouterr().out
+
+
+def test_arms_are_compared_task_by_task_with_the_first(
+    played: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert driver.main(["ablation_replay", "--only", "3", "--out", str(tmp_path / "found.json")]) == 0
+    compared = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["compared"]["3"]
+    assert compared.keys() == {"with replay"}
+    assert compared["with replay"]["steps"] == [2, 2]
+    assert compared["with replay"]["greedy"]["success"] == [0.1, 0.1, 0.1]
+    assert "| with replay |" in capsys.readouterr().out
