@@ -67,12 +67,12 @@ runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 	$(BIN)/python -m rayloop sft recipes/digits/warm.yaml
 
 docs: $(VENV)/.run
-	$(BIN)/python -m rayloop.run.metrics > docs/metrics.md
-	$(BIN)/python -m rayloop.run.events > docs/events.md
-	$(BIN)/python -m rayloop.config.pages rayloop.run.config:RunConfig > docs/config.md
-	$(BIN)/python -m rayloop.config.pages rayloop.sft.stage:SftConfig > docs/sft.md
-	$(BIN)/python -m rayloop.config.pages components > docs/components.md
-	$(BIN)/python -m rayloop.doctor.checks > docs/doctor.md
+	$(BIN)/python -m benchmarks.pages.metrics > docs/metrics.md
+	$(BIN)/python -m benchmarks.pages.events > docs/events.md
+	$(BIN)/python -m benchmarks.pages.config rayloop.run.config:RunConfig > docs/config.md
+	$(BIN)/python -m benchmarks.pages.config rayloop.sft.stage:SftConfig > docs/sft.md
+	$(BIN)/python -m benchmarks.pages.config components > docs/components.md
+	$(BIN)/python -m benchmarks.pages.doctor > docs/doctor.md
 
 # What pip says may be long: the last line says what to do. What is installed is kept.
 FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk, or a package without a wheel for this Python and" \

@@ -1,4 +1,4 @@
-"""``python -m rayloop.benchmarks`` (and ``python -m rayloop bench``): measurements that print one JSON line each.
+"""``python -m benchmarks``, from a checkout: measurements that print one JSON line each.
 
 docs/performance.md has their figures.
 """
@@ -7,50 +7,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
-from rayloop.benchmarks import (
-    judge,
-    latency,
-    memory,
-    multi_turn,
-    recipe,
-    rollout,
-    scale,
-    shares,
-    start,
-    step,
-    structure,
-    train,
-    weight_sync,
-)
-from rayloop.benchmarks.envs import browser, desktop
-from rayloop.benchmarks.interpreter import sandbox
-from rayloop.benchmarks.trainer import saving
+from benchmarks import judge, latency, memory, multi_turn, rollout, scale, shares, start, step, structure, train, weight_sync
+from benchmarks.envs import browser, desktop
+from benchmarks.interpreter import sandbox
+from benchmarks.trainer import saving
+from rayloop.cli import main
+
+ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "step": (step.add_step, "GRPO steps through the real actors"),
+    "compare": (step.add_compare, "GRPO steps of TRL and of rayloop, alternately"),
+    "start": (start.add_arguments, "from the command to the first step, by process"),
+    "rollout": (rollout.add_arguments, "generation through the actors and by bare vLLM, alternately"),
+    "weight_sync": (weight_sync.add_arguments, "weights from one actor to another, beside a plain copy"),
+    "train": (train.add_arguments, "the trainer's tokens per second, beside matrix products"),
+    "saving": (saving.add_arguments, "how long a checkpoint holds up training, waited for and beside it"),
+    "scale": (scale.add_arguments, "the driver with simulated engines and environments"),
+    "multi_turn": (multi_turn.add_arguments, "long episodes with large screenshots on simulated engines"),
+    "latency": (latency.add_arguments, "how busy engines are with slow environments, beside a turn barrier"),
+    "shares": (shares.add_arguments, "tokens per rank of a simulated trainer, beside the fewest"),
+    "browser": (browser.add_arguments, "steps of MiniWoB++ pages in the real Chromium"),
+    "desktop": (desktop.add_arguments, "local desktops: being up, screenshots, clicks, memory"),
+    "memory": (memory.add_arguments, "whether a run's processes grow"),
+    "sandbox": (sandbox.add_arguments, "the policy's Python: ready, called, fifty at once, and their memory"),
+    "structure": (structure.add_arguments, "lines, cycles, keys and fan-out of a checkout"),
+    "judge": (judge.add_arguments, "what client and Ray Serve add to the judge's model"),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    step.add_step(actions.add_parser("step", help="GRPO steps through the real actors"))
-    step.add_compare(actions.add_parser("compare", help="GRPO steps of TRL and of rayloop, alternately"))
-    start.add_arguments(actions.add_parser("start", help="from the command to the first step, by process"))
-    rollout.add_arguments(actions.add_parser("rollout", help="generation through the actors and by bare vLLM, alternately"))
-    weight_sync.add_arguments(actions.add_parser("weight_sync", help="weights from one actor to another, beside a plain copy"))
-    train.add_arguments(actions.add_parser("train", help="the trainer's tokens per second, beside matrix products"))
-    saving.add_arguments(actions.add_parser("saving", help="how long a checkpoint holds up training, waited for and beside it"))
-    scale.add_arguments(actions.add_parser("scale", help="the driver with simulated engines and environments"))
-    multi_turn.add_arguments(actions.add_parser("multi_turn", help="long episodes with large screenshots on simulated engines"))
-    latency.add_arguments(actions.add_parser("latency", help="how busy engines are with slow environments, beside a turn barrier"))
-    shares.add_arguments(actions.add_parser("shares", help="tokens per rank of a simulated trainer, beside the fewest"))
-    browser.add_arguments(actions.add_parser("browser", help="steps of MiniWoB++ pages in the real Chromium"))
-    desktop.add_arguments(actions.add_parser("desktop", help="local desktops: being up, screenshots, clicks, memory"))
-    memory.add_arguments(actions.add_parser("memory", help="whether a run's processes grow"))
-    recipe.add_arguments(actions.add_parser("recipe", help="a checkpoint on the held-out rows of a recipe"))
-    sandbox.add_arguments(actions.add_parser("sandbox", help="the policy's Python: ready, called, fifty at once, and their memory"))
-    structure.add_arguments(actions.add_parser("structure", help="lines, cycles, keys and fan-out of a checkout"))
-    judge.add_arguments(actions.add_parser("judge", help="what client and Ray Serve add to the judge's model"))
+def parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all actions, whatever ``words`` are."""
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description="Measurements of rayloop on this machine.")
+    actions = top.add_subparsers(required=True, metavar="ACTION", dest="command")
+    for word, (add, purpose) in ACTIONS.items():
+        add(actions.add_parser(word, help=purpose))
+    return top
 
 
 if __name__ == "__main__":
-    from rayloop.cli import main
-
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    sys.exit(main(build=parser))

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.screens import OwnEngines, screen
+from benchmarks.simulated import SimulatedPolicy
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.rollout import RolloutActor
-from rayloop.benchmarks.screens import OwnEngines, screen
-from rayloop.benchmarks.simulated import SimulatedPolicy
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.config.settings import SettingsModel

@@ -23,7 +23,7 @@ import httpx
 import uvicorn
 import yaml
 
-from rayloop.benchmarks.measure import BenchFailed, machine
+from benchmarks.measure import BenchFailed, machine
 from rayloop.judge.api import JudgeItem, JudgeRequest
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import Grader
@@ -194,7 +194,7 @@ def _model(stub: str) -> OpenAIBackendSettings:
 @contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[str]:
     """The stub in a process of its own; yields its URL."""
-    command = [sys.executable, "-m", "rayloop.benchmarks.judge", str(arguments.model_seconds), str(arguments.model_slots)]
+    command = [sys.executable, "-m", "benchmarks.judge", str(arguments.model_seconds), str(arguments.model_slots)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.recipes.arc_vision import __file__ as recipe
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _latency(arguments: argparse.Namespace) -> int:
     found: dict[str, list[float]] = {"free": [], "barrier": []}
     with private_cluster() as temporary, tempfile.TemporaryDirectory(dir=temporary) as folder:
-        from rayloop.benchmarks.gui import latencies  # imports ray, which reads the environment
+        from benchmarks.gui import latencies  # imports ray, which reads the environment
         from rayloop.cluster.roles.session import start
 
         step = mean(latencies(0, 200_000))
@@ -68,8 +68,8 @@ def _measured(arguments: argparse.Namespace, folder: Path, loop: str, number: in
     """Begun when the first episodes have ended, and environments are at different turns; a barrier keeps them together."""
     import ray
 
+    from benchmarks.gui import GuiActor
     from rayloop.actors.handles import create, submit
-    from rayloop.benchmarks.gui import GuiActor
     from rayloop.cluster.roles.services import CONCURRENCY
 
     barrier = arguments.environments if loop == "barrier" else 0
@@ -100,17 +100,17 @@ def _config(arguments: argparse.Namespace, folder: Path, name: str, barrier: int
         "environment": {
             "actors": arguments.actors,
             "episode": {
-                "environment": {"use": "rayloop.benchmarks.gui:Gui", "with": {"turns": arguments.turns}},
+                "environment": {"use": "benchmarks.gui:Gui", "with": {"turns": arguments.turns}},
                 "max_turns": arguments.turns + 1, "max_tokens": 200_000,
             },
         },
         "rollout": {
             "engine": {
-                "use": "rayloop.benchmarks.gui:SlotEngine",
+                "use": "benchmarks.gui:SlotEngine",
                 "with": {"seconds": arguments.turn, "slots": arguments.slots, "barrier": barrier},
             },
         },
-        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
         "keep_rollouts": 0, "weight_sync": {"self_test": False},
     }  # fmt: skip
     path = folder / f"{name}.yaml"

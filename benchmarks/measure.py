@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from rayloop.benchmarks.processes import EVERY, Tree
+from benchmarks.processes import EVERY, Tree
 from rayloop.core.failures import RayloopError
 
 MEMORY_EVERY = 1.0

@@ -22,7 +22,7 @@ from statistics import linear_regression, median
 import httpx
 import psutil
 
-from rayloop.benchmarks.measure import BenchFailed, machine, rollup
+from benchmarks.measure import BenchFailed, machine, rollup
 from rayloop.config.settings import load
 from rayloop.run.jsonl import JsonLines
 

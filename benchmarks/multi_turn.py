@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.recipes.arc_vision import __file__ as recipe
@@ -55,8 +55,8 @@ def _multi_turn(arguments: argparse.Namespace) -> int:
 def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
     import ray
 
+    from benchmarks.screens import ScreensActor
     from rayloop.actors.handles import create, submit
-    from rayloop.benchmarks.screens import ScreensActor
     from rayloop.cluster.roles.services import CONCURRENCY
 
     run = folder / config.name
@@ -81,15 +81,15 @@ def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
         "environment": {
             "actors": arguments.environments,
             "episode": {
-                "environment": {"use": "rayloop.benchmarks.screens:Desktop", "with": {"size": arguments.size}},
+                "environment": {"use": "benchmarks.screens:Desktop", "with": {"size": arguments.size}},
                 "max_turns": arguments.turns, "max_images": arguments.turns, "max_tokens": 200_000,
             },
         },
         "rollout": {
             "actors": arguments.engines,
-            "engine": {"use": "rayloop.benchmarks.screens:WaitingEngine", "with": {"seconds": arguments.seconds}},
+            "engine": {"use": "benchmarks.screens:WaitingEngine", "with": {"seconds": arguments.seconds}},
         },
-        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
         "keep_rollouts": 0, "weight_sync": {"self_test": False},
     }  # fmt: skip
     path = folder / "multi_turn.yaml"

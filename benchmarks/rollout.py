@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rayloop.benchmarks.measure import alternately, machine
-from rayloop.benchmarks.step import ENGINES, Shape, add_shape, write_rows
+from benchmarks.measure import alternately, machine
+from benchmarks.step import ENGINES, Shape, add_shape, write_rows
 
 PEER = Path(__file__).parent / "peers" / "vllm_generate.py"
 
@@ -38,7 +38,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
         write_rows(rows, shape)
         rounds = alternately({
             "bare": [sys.executable, str(PEER), "--rows", str(rows), "--engine", json.dumps(ENGINES["vllm"]), *options],
-            "ours": [sys.executable, "-m", "rayloop", "bench", "step", "--engine", "vllm", *options],
+            "ours": [sys.executable, "-m", "benchmarks", "step", "--engine", "vllm", *options],
         }, arguments.rounds, _describe)  # fmt: skip
     whole = {side: median(one[side]["gen_tok_per_s"] for one in rounds) for side in ("ours", "bare")}
     ratio = round(whole["ours"] / whole["bare"], 3)

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from rayloop.benchmarks.load import Load
-from rayloop.benchmarks.measure import machine
+from benchmarks.load import Load
+from benchmarks.measure import machine
 from rayloop.launch.ray_variables import private_cluster
 
 LATENCIES = Path(__file__).with_name("latencies.json")
@@ -93,8 +93,8 @@ def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[st
 def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
     import ray
 
+    from benchmarks.simulated import SimulatedActor, simulated_driver
     from rayloop.actors.handles import submit
-    from rayloop.benchmarks.simulated import SimulatedActor, simulated_driver
 
     with tempfile.TemporaryDirectory() as folder:
         driver = simulated_driver(_config(load, Path(folder)), folder, load, latencies)
@@ -115,7 +115,7 @@ def _config(load: Load, folder: Path) -> Path:
             "advantage": {"kind": "raw" if load.group == 1 else "grpo"},
             "filtering": {"max_generation_batches": batches, **({} if load.uniform else {"filters": []})},
         },
-        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
         "rollout": {"actors": load.engines}, "keep_rollouts": 0, "weight_sync": {"self_test": False},
     }  # fmt: skip
     path = folder / "scale.yaml"

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import psutil
 import ray
 
+from benchmarks.simulated import SimulatedPolicy
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.rollout import RolloutActor
-from rayloop.benchmarks.simulated import SimulatedPolicy
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.roles.pool import Pool

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rayloop.benchmarks.measure import machine
-from rayloop.benchmarks.scale import LATENCIES
+from benchmarks.measure import machine
+from benchmarks.scale import LATENCIES
 from rayloop.grpo.balance import Groups, Length, fullest, packed, shares
 from rayloop.run.jsonl import JsonLines
 

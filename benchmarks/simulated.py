@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.load import Load
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease, LeasesEngines
-from rayloop.benchmarks.load import Load
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.roles.pool import Pool

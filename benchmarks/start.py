@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.measure import BenchFailed, machine
-from rayloop.benchmarks.processes import EVERY, Tree
-from rayloop.benchmarks.step import Shape, add_shape, prepare
+from benchmarks.measure import BenchFailed, machine
+from benchmarks.processes import EVERY, Tree
+from benchmarks.step import Shape, add_shape, prepare
 from rayloop.core.failures import ConfigError
 from rayloop.run.jsonl import JsonLines
 

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import yaml
 
-from rayloop.benchmarks.measure import PeakMemory, alternately, machine
+from benchmarks.measure import PeakMemory, alternately, machine
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
@@ -159,7 +159,7 @@ def prepare(shape: Shape, engine: str, folder: Path) -> Path:
             "engine": {**ENGINES[engine], **own, "dtype": shape.dtype},
             "sampling": {"max_tokens": length, "min_tokens": length},
         },
-        "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+        "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
         "policy": {"engine": {"threads": shape.threads, "dtype": shape.dtype}, "optimizer": {"lr": shape.lr}},
         "algorithm": {"group_size": shape.group, "groups_per_step": shape.prompts, "filtering": {"filters": []}},
         "checkpoint": {"every": shape.steps},
@@ -220,7 +220,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         options = [item for name, value in asdict(shape).items() for item in (f"--{name}", str(value))]
         commands = {
             "peer": [arguments.peer_python, str(PEER), "--rows", str(rows), *options],
-            "ours": [sys.executable, "-m", "rayloop", "bench", "step", *options],
+            "ours": [sys.executable, "-m", "benchmarks", "step", *options],
         }
         rounds = alternately(commands, arguments.rounds, _describe)
     whole = {side: {name: median(r[side][name] for r in rounds) for name in PARTS} for side in commands}

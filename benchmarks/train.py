@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster

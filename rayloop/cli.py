@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +35,6 @@ COMMANDS = {
     "slurm": ("rayloop.commands.slurm", "a cluster on Slurm, and its end"),
     "judge": ("rayloop.commands.judge", "serve a judge, and ask one that is served"),
     "policy": ("rayloop.commands.policy", "serve the policy of a live run to foreign loops"),
-    "bench": ("rayloop.benchmarks.__main__", "what a step, weight update or judge costs, beside rivals"),
     "env": ("rayloop.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("rayloop.commands.data", "make and check datasets"),
 }
@@ -56,37 +55,6 @@ EXAMPLES = """examples:
 COMMAND --help lists its options. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code. A RayloopError is printed as one paragraph on stderr."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    arguments = parsed(argv)
-    try:
-        code: int = arguments.run(arguments)
-        return code
-    except RayloopError as error:
-        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        print(f"rayloop: {type(error).__name__}: {text}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        lost = " before anything could be saved" if arguments.command in ("train", "sft") else ""
-        print(f"rayloop: interrupted{lost}", file=sys.stderr)
-        return 1
-
-
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; overrides may also stand behind options, which argparse by itself refuses."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    known = parser(words)
-    arguments, rest = known.parse_known_args(words)
-    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
-    if wrong or (rest and "overrides" not in arguments):
-        hint = ". Values of the configuration are set as key.sub=value (docs/config.md)" if "overrides" in arguments else ""
-        known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
-    return arguments
-
-
 def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these words: only the command that they begin with is imported."""
     top = argparse.ArgumentParser(
@@ -102,6 +70,38 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
         if words and word == words[0]:
             import_module(module).add_arguments(command)
     return top
+
+
+def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> int:
+    """Run one command of the parser that ``build`` returns and return its exit code. A RayloopError is printed as one paragraph on
+    stderr."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    arguments = parsed(argv, build)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except RayloopError as error:
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"rayloop: {type(error).__name__}: {text}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        lost = " before anything could be saved" if arguments.command in ("train", "sft") else ""
+        print(f"rayloop: interrupted{lost}", file=sys.stderr)
+        return 1
+
+
+def parsed(argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> argparse.Namespace:
+    """The arguments; overrides may also stand behind options, which argparse by itself refuses."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    known = build(words)
+    arguments, rest = known.parse_known_args(words)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong or (rest and "overrides" not in arguments):
+        hint = ". Values of the configuration are set as key.sub=value (docs/config.md)" if "overrides" in arguments else ""
+        known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def versions() -> str:

@@ -1,7 +1,6 @@
 """One folder per recipe. What the command line can do for a recipe follows from the modules that it has.
 
 ``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m rayloop data prepare NAME``);
-``benchmark`` has ``BENCHMARK``, what a checkpoint is measured on (``python -m rayloop.benchmarks recipe NAME``);
 ``score`` has ``SCORING``, how saved completions are scored (``python -m rayloop score NAME FILE``).
 
 Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name. What is below

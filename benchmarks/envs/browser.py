@@ -16,8 +16,8 @@ import random
 import resource
 import time
 
-from rayloop.benchmarks.measure import machine
-from rayloop.benchmarks.processes import Tree
+from benchmarks.measure import machine
+from benchmarks.processes import Tree
 from rayloop.core.types import Message, Task
 from rayloop.envs.kinds import Environments
 from rayloop.envs.settings import EnvironmentKind

@@ -15,8 +15,8 @@ from statistics import median
 
 import psutil
 
-from rayloop.benchmarks.measure import machine, rollup, tree_memory
-from rayloop.benchmarks.processes import Tree
+from benchmarks.measure import machine, rollup, tree_memory
+from benchmarks.processes import Tree
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.session import Desktop, missing
 from rayloop.envs.desktop.settings import DesktopLimits

@@ -1,6 +1,6 @@
 """What a part of the algorithm is worth: the same configuration with it and without it, three seeds.
 
-    python -m rayloop.benchmarks.evidence.ablations QUESTION [--only SEED] [--arm ARM] [--note TEXT] [--out FILE]
+    python -m benchmarks.evidence.ablations QUESTION [--only SEED] [--arm ARM] [--note TEXT] [--out FILE]
 
 Questions: ``filtering`` (partial dynamic filtering against none and against filtering of whole groups, at equal generated tokens),
 ``replay`` (ARPO: GRPO against GRPO with replay where successes are rare), ``tool_bonus`` (PyVision with and without its reward for
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rayloop.benchmarks.evidence.seeds import digest, trained
-from rayloop.benchmarks.measure import machine
+from benchmarks.evidence.seeds import digest, trained
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.core.groups import Group, Member, Outcome, Scored
 from rayloop.core.protocols import ScoreContext
@@ -62,7 +62,7 @@ QUESTIONS = {
         Path("recipes/digits/quickstart.yaml"),
         "python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml",
         (
-            "reward.source={use: 'rayloop.benchmarks.evidence.ablations:Exact'}", "steps=60",
+            "reward.source={use: 'benchmarks.evidence.ablations:Exact'}", "steps=60",
             "rollout.sampling={max_tokens: 10, temperature: 0.8}",
             "evaluation={every: 10, samples: 2}", "checkpoint.every=100",
         ),
@@ -70,18 +70,18 @@ QUESTIONS = {
             "partial": (
                 "evaluation.every=5",
                 "algorithm.filtering={ranking: fifo, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'rayloop.benchmarks.evidence.ablations:Members'}]}",
+                "{use: 'benchmarks.evidence.ablations:Members'}]}",
             ),
             "none": ("algorithm.filtering={filters: [], ranking: fifo}", "steps=100"),
             "whole group": (
                 "evaluation.every=5",
                 "algorithm.filtering={ranking: fifo, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'rayloop.benchmarks.evidence.ablations:WholeGroup'}]}",
+                "{use: 'benchmarks.evidence.ablations:WholeGroup'}]}",
             ),
             "partial, ranked": (
                 "evaluation.every=5",
                 "algorithm.filtering={groups_per_generation: 24, min_fraction: 0.05, filters: [{kind: equal_rewards}, "
-                "{use: 'rayloop.benchmarks.evidence.ablations:Members'}]}",
+                "{use: 'benchmarks.evidence.ablations:Members'}]}",
             ),
         },
         ("reward",),

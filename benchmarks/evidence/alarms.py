@@ -1,4 +1,4 @@
-"""``python -m rayloop.benchmarks.evidence.alarms RUN...``: how near runs came to the limits of the collapse alarms.
+"""``python -m benchmarks.evidence.alarms RUN...``: how near runs came to the limits of the collapse alarms.
 
 Of each run and alarm the worst mean of five steps, and the limit that warns by default. Runs that went well stay well off it.
 """
@@ -15,7 +15,7 @@ from rayloop.view.reader import open_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rayloop.benchmarks.evidence.alarms")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.alarms")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, <output>/<name>")
     for run in parser.parse_args().runs:
         print(json.dumps({"run": str(run), **worst(run)}))

@@ -1,6 +1,6 @@
 """Does GRPO teach the shipped checkpoint to point better? Three seeds, two rivals, controls, pages nobody trained on.
 
-    python -m rayloop.benchmarks.evidence.arc_vision [--out benchmarks/evidence/arc_vision.json]
+    python -m benchmarks.evidence.arc_vision [--out benchmarks/evidence/arc_vision.json]
 
 Arms, each from recipes/arc_vision/tiny: GRPO (learn.yaml); the same with rewards permuted within each group, which must
 teach nothing; once, supervised steps on the same rows for the wall time that GRPO took (continue.yaml). Every choice was made on

@@ -1,6 +1,6 @@
 """Does multi-turn GRPO learn in the live browser? recipes/arpo/quickstart.yaml as it is shipped, against random play.
 
-    python -m rayloop.benchmarks.evidence.arpo [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
+    python -m benchmarks.evidence.arpo [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
 
 Three seeds, or the one of ``--only``; each is put into the file beside those that are there, with the hash of the configuration
 that it ran and ``--note``, what else the machine did. For each: wall and CPU seconds of the command, success on the held-out seeds
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rayloop.benchmarks.evidence.seeds import digest, trained
-from rayloop.benchmarks.measure import machine
+from benchmarks.evidence.seeds import digest, trained
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains
 from rayloop.measure.intervals import Interval, interval

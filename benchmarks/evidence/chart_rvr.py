@@ -1,6 +1,6 @@
 """Does GRPO on Chart-RVR's rewards raise what its warm start earns, and by looking? recipes/chart_rvr/quickstart.yaml, three seeds.
 
-    python -m rayloop.benchmarks.evidence.chart_rvr [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
+    python -m benchmarks.evidence.chart_rvr [--only SEED] [--note TEXT] [--out FILE] [key=value ...]
 
 Each seed, or the one of ``--only``, is put into the file beside those that are there, with the hash of the configuration that it
 ran, of the start weights, and ``--note``, what else the machine did. For each: wall and CPU seconds of the command; reward and
@@ -19,8 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.evidence.seeds import digest, trained
-from rayloop.benchmarks.measure import machine
+from benchmarks.evidence.seeds import digest, trained
+from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, WORDS, Item, gains, summarise
 from rayloop.measure.intervals import Interval

@@ -1,6 +1,6 @@
 """Evidence on text: sorting digits, warmed by supervised steps and then trained by GRPO over all the actors.
 
-    python -m rayloop.benchmarks.evidence.digits      writes benchmarks/evidence/digits.json
+    python -m benchmarks.evidence.digits      writes benchmarks/evidence/digits.json
 
 Held-out scores are greedy, before the first and after the last GRPO step.
 """

@@ -1,6 +1,6 @@
 """What filtering and ranking cost and gain: a policy small enough to be a formula under the real Production, advantages, filters.
 
-    python -m rayloop.benchmarks.evidence.filtering      writes benchmarks/evidence/filtering.json and prints the table
+    python -m benchmarks.evidence.filtering      writes benchmarks/evidence/filtering.json and prints the table
 
 A task has 16 features and one right answer of eight, which a hidden linear map names. The policy is the softmax of a linear map
 that begins as a poor copy of the hidden one; Adam moves it along the GRPO gradient. Steps of 16 x 8, half of 512 tasks held out.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rayloop.benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
+from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
 from rayloop.core.background import background
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Version

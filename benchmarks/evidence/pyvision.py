@@ -1,6 +1,6 @@
 """Does GRPO teach a policy that mostly guesses to look with code? The quickstart of recipes/pyvision, with three seeds.
 
-    python -m rayloop.benchmarks.evidence.pyvision [--only SEED]      writes a JSON file beside this one, and a picture
+    python -m benchmarks.evidence.pyvision [--only SEED]      writes a JSON file beside this one, and a picture
 
 For each seed: wall seconds of the command and CPU seconds of all its processes, accuracy and executed calls on held-out rows
 (val) at each evaluation, greedy and sampled, and in training at each step. With ``--only`` that seed alone is run, and the others
@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.evidence.seeds import trained
-from rayloop.benchmarks.measure import machine
+from benchmarks.evidence.seeds import trained
+from benchmarks.measure import machine
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 

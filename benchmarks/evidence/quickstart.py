@@ -1,6 +1,6 @@
 """Does the first run visibly learn? The quickstart as it is shipped, by the README's command, with three seeds.
 
-    python -m rayloop.benchmarks.evidence.quickstart --out FILE [--seeds 3] [key=value ...]
+    python -m benchmarks.evidence.quickstart --out FILE [--seeds 3] [key=value ...]
 
 For each seed: wall seconds of the command and CPU seconds of all its processes, every evaluation with its intervals, controls
 before and after, and what the held-out rows (val; the test split is not read) have gained, paired by task. ``learned`` says
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.evidence.seeds import trained
-from rayloop.benchmarks.measure import machine
+from benchmarks.evidence.seeds import trained
+from benchmarks.measure import machine
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import by_step
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.measure import BenchFailed
-from rayloop.benchmarks.processes import EVERY, Tree
+from benchmarks.measure import BenchFailed
+from benchmarks.processes import EVERY, Tree
 from rayloop.run.config import RunConfig
 
 

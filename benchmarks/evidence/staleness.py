@@ -1,6 +1,6 @@
 """What bounded staleness costs and whom it trains: the real Production on a virtual clock that waits for late groups or drops them.
 
-    python -m rayloop.benchmarks.evidence.staleness   writes staleness.json beside it and docs/staleness.png, prints the table
+    python -m benchmarks.evidence.staleness   writes staleness.json beside it and docs/staleness.png, prints the table
 
 Steps of 16 x 8 on 128 engine slots; the trainer takes 0.3 of an episode's mean time. Episodes are log-normal (sigma 0.8, cut at
 six times the mean, as in benchmarks/latencies.json). ``shared`` is the part of the logarithm's variance that belongs to the task:
@@ -77,7 +77,7 @@ class World:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.config = RunConfig.model_validate({
             "name": "simulated", "output": str(folder), "steps": 1, "seed": seed, "model": {"path": "simulated"},
-            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.benchmarks.step:DigitShare"}},
+            "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
             "algorithm": {"group_size": GROUP, "groups_per_step": GROUPS, **algorithm},
         })  # fmt: skip
         self.shared, self.uniform = shared, uniform

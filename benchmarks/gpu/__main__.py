@@ -1,4 +1,4 @@
-"""``python -m rayloop.benchmarks.gpu PROBE --out FILE``: one probe, or ``all``, each in a process and within its deadline.
+"""``python -m benchmarks.gpu PROBE --out FILE``: one probe, or ``all``, each in a process and within its deadline.
 
 The last line of its output is one JSON object: what it found, as it stands in FILE, too.
 """
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayloop.benchmarks.gpu.children import completed
-from rayloop.benchmarks.gpu.result import Place, record
+from benchmarks.gpu.children import completed
+from benchmarks.gpu.result import Place, record
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class Probe:
 
 
 PROBES = {
-    "suite": Probe("rayloop.benchmarks.gpu.suites:trainer_suite", "pytest"),
-    "trainer": Probe("rayloop.benchmarks.gpu.trainer:probe"),
-    "rate": Probe("rayloop.benchmarks.gpu.rate:probe"),
-    "groups": Probe("rayloop.benchmarks.gpu.groups:probe"),
-    "extensions": Probe("rayloop.benchmarks.gpu.engine:extensions", "vLLM"),
-    "start": Probe("rayloop.benchmarks.gpu.engine:start", "vLLM", 1200.0),
-    "sampler": Probe("rayloop.benchmarks.gpu.engine:sampler", "vLLM", 600.0),
-    "contract": Probe("rayloop.benchmarks.gpu.suites:contract", "vLLM, pytest", 900.0),
-    "graphs": Probe("rayloop.benchmarks.gpu.suites:graphs", "vLLM, pytest", 1800.0),
-    "whole": Probe("rayloop.benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
-    "weight_update": Probe("rayloop.benchmarks.gpu.runs:weight update", "vLLM, Ray", 1800.0),
+    "suite": Probe("benchmarks.gpu.suites:trainer_suite", "pytest"),
+    "trainer": Probe("benchmarks.gpu.trainer:probe"),
+    "rate": Probe("benchmarks.gpu.rate:probe"),
+    "groups": Probe("benchmarks.gpu.groups:probe"),
+    "extensions": Probe("benchmarks.gpu.engine:extensions", "vLLM"),
+    "start": Probe("benchmarks.gpu.engine:start", "vLLM", 1200.0),
+    "sampler": Probe("benchmarks.gpu.engine:sampler", "vLLM", 600.0),
+    "contract": Probe("benchmarks.gpu.suites:contract", "vLLM, pytest", 900.0),
+    "graphs": Probe("benchmarks.gpu.suites:graphs", "vLLM, pytest", 1800.0),
+    "whole": Probe("benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
+    "weight_update": Probe("benchmarks.gpu.runs:weight update", "vLLM, Ray", 1800.0),
 }
 """In the order in which they are worth running: a fault in an early one explains those after it."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rayloop.benchmarks.gpu", description=" ".join(__doc__.split()))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=" ".join(__doc__.split()))
     parser.add_argument("probe", choices=[*PROBES, "all"])
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the JSON file to add to (default gpu.json)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: to try the probe, not to measure")
@@ -70,7 +70,7 @@ def _all(chosen: argparse.Namespace) -> int:
     worst = 0
     given = ["--out", str(chosen.out), "--models", str(chosen.models), *(["--tiny"] if chosen.tiny else [])]
     for name, probe in PROBES.items():
-        command = [sys.executable, "-m", "rayloop.benchmarks.gpu", name, *given]
+        command = [sys.executable, "-m", "benchmarks.gpu", name, *given]
         try:
             done = completed(command, probe.limit, stdout=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.gpu import models
-from rayloop.benchmarks.gpu.children import Child
-from rayloop.benchmarks.gpu.result import Found, Place, Skipped
+from benchmarks.gpu import models
+from benchmarks.gpu.children import Child
+from benchmarks.gpu.result import Found, Place, Skipped
 
 LIMIT = 500.0
 """Seconds for one engine."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from rayloop.benchmarks.gpu.children import CONTEXT, Child
-from rayloop.benchmarks.gpu.result import Found, Place, Skipped, attempt
+from benchmarks.gpu.children import CONTEXT, Child
+from benchmarks.gpu.result import Found, Place, Skipped, attempt
 
 Backend = Literal["gloo", "nccl"]
 TIMEOUT = 10.0

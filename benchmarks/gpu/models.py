@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.gpu.result import Place
-from rayloop.benchmarks.peers.text_model import texts
-from rayloop.benchmarks.train import train_item
+from benchmarks.gpu.result import Place
+from benchmarks.peers.text_model import texts
+from benchmarks.train import train_item
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import ImageRef, Sampling
 from rayloop.data.images import ImageGeometry, image_ref

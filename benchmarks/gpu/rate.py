@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 
-from rayloop.benchmarks.gpu import models
-from rayloop.benchmarks.gpu.result import Found, Place, attempt
-from rayloop.benchmarks.measure import measured
+from benchmarks.gpu import models
+from benchmarks.gpu.result import Found, Place, attempt
+from benchmarks.measure import measured
 
 SIZES = ["--sequences", "32", "--group", "8", "--prompt", "1024", "--answer", "512", "--rounds", "3"]
 TINY = ["--sequences", "4", "--group", "2", "--prompt", "16", "--answer", "8", "--rounds", "1", "--threads", "1"]
 COMMAND = """
 import argparse
-from rayloop.benchmarks import train
+from benchmarks import train
 parser = argparse.ArgumentParser()
 train.add_arguments(parser)
 chosen = parser.parse_args()
 chosen.run(chosen)
 """
-"""As ``python -m rayloop.benchmarks train``, which would import Ray."""
+"""As ``python -m benchmarks train``, which would import Ray."""
 
 
 def probe(place: Place) -> Found:

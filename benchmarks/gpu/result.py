@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.core.failures import RayloopError
 from rayloop.core.files import write_whole
 

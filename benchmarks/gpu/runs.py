@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rayloop.benchmarks.gpu import models
-from rayloop.benchmarks.gpu.children import completed
-from rayloop.benchmarks.gpu.result import Found, Place, attempt
-from rayloop.benchmarks.measure import BenchFailed
+from benchmarks.gpu import models
+from benchmarks.gpu.children import completed
+from benchmarks.gpu.result import Found, Place, attempt
+from benchmarks.measure import BenchFailed
 from rayloop.run.folder import RunFolder
 
 CONFIG = "recipes/arc_vision/quickstart.yaml"
@@ -27,7 +27,7 @@ GPU = [
     "policy.placement.num_gpus=0.4", "policy.engine.gradient_checkpointing=true", "recovery.start_timeout=700",
 ]  # fmt: skip
 CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
-RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'rayloop.benchmarks.gpu.spread:spread'}"]
+RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'benchmarks.gpu.spread:spread'}"]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
 TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.self_test=false", "weight_sync.probes=1"]
 

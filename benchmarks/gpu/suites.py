@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.gpu import models
-from rayloop.benchmarks.gpu.children import Child, completed
-from rayloop.benchmarks.gpu.engine import LIMIT, engine
-from rayloop.benchmarks.gpu.result import Found, Place, Skipped
+from benchmarks.gpu import models
+from benchmarks.gpu.children import Child, completed
+from benchmarks.gpu.engine import LIMIT, engine
+from benchmarks.gpu.result import Found, Place, Skipped
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ["tests/engines", "tests/contracts/test_engine.py", "-k", "not ranks and not page and not (vllm or sglang or openai)"]

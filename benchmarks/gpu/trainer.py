@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rayloop.benchmarks.gpu import models
-from rayloop.benchmarks.gpu.result import Found, Place, attempt
-from rayloop.benchmarks.train import ceiling, flops
+from benchmarks.gpu import models
+from benchmarks.gpu.result import Found, Place, attempt
+from benchmarks.train import ceiling, flops
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
@@ -82,7 +82,7 @@ def _update(folder: Path, items: list[TrainItem], tokens: int, checkpointing: bo
 
 
 def _flops(folder: Path, items: list[TrainItem]) -> float:
-    """Of the language model (``rayloop.benchmarks.train.flops``), and of the tower 6 per patch and parameter of its layers; not its
+    """Of the language model (``benchmarks.train.flops``), and of the tower 6 per patch and parameter of its layers; not its
     attention."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tower, found = config["vision_config"], 0.0

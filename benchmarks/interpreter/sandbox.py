@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from rayloop.benchmarks.measure import machine, tree_memory
+from benchmarks.measure import machine, tree_memory
 from rayloop.sandbox import levels
 from rayloop.sandbox.host import Interpreter, Sandbox
 from rayloop.sandbox.options import Level, Options

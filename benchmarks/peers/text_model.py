@@ -1,6 +1,6 @@
 """Makes the model of ``bench``: a Qwen2 of 8.1 M parameters with random weights and a tokenizer trained on the spot.
 
-python -m rayloop.benchmarks.peers.text_model DIR
+python -m benchmarks.peers.text_model DIR
 """
 
 from __future__ import annotations

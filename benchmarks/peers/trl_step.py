@@ -1,4 +1,4 @@
-"""The peer's side of ``python -m rayloop bench compare``: the same GRPO step with TRL's GRPOTrainer, measured alike.
+"""The peer's side of ``python -m benchmarks compare``: the same GRPO step with TRL's GRPOTrainer, measured alike.
 
 It runs in an environment of its own that has trl, torch, transformers and datasets, and nothing of rayloop. The last line
 is JSON. Generation is from the step's begin to its scored answers, training the rest of the step.

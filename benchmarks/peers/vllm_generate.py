@@ -1,4 +1,4 @@
-"""The other side of ``python -m rayloop bench rollout``: vLLM's offline ``generate`` on the same prompts, nothing around it.
+"""The other side of ``python -m benchmarks rollout``: vLLM's offline ``generate`` on the same prompts, nothing around it.
 
 The last line is JSON. The first call warms up and is left out.
 """

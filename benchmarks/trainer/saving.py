@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rayloop.benchmarks.measure import machine
-from rayloop.benchmarks.train import train_item
+from benchmarks.measure import machine
+from benchmarks.train import train_item
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.settings import LossSettings

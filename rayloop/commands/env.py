@@ -1,4 +1,4 @@
-"""``env list|play|bench``: which environments there are, one of them by hand, and what they cost."""
+"""``env list|play``: which environments there are, and one of them by hand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from rayloop.envs.settings import EnvironmentKind
 from rayloop.run.config import read
 
 PLAYED = Path("runs/play")
-BENCHES = {"miniwob": "browser", "desktop": "desktop", "interpreter": "sandbox"}
-"""Environments -> the measurement (``python -m rayloop bench``) that says what they cost."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
     play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
     play.set_defaults(run=_play)
-    bench = actions.add_parser("bench", help="what environments cost on this machine")
-    bench.add_argument("kind", metavar="KIND", choices=BENCHES, help=", ".join(BENCHES))
-    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own; --help names them")
-    bench.set_defaults(run=_bench)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -94,9 +88,3 @@ def _of_run(file: Path, overrides: list[str], row: int) -> tuple[EnvironmentKind
         raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
     task = dataset[row - 1]
     return kinds.get(task.environment, default), task
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from rayloop.cli import main
-
-    return main(["bench", BENCHES[arguments.kind], *arguments.options])

@@ -2,7 +2,7 @@
 
 Here are those of every run, in incidents.py those that one would rather not see. ``incidents.WorkerLost`` is recorded as
 ``{"event": "worker_lost", ...}`` with all of its fields. A class says what happened, what there is to do about it, and ``by``
-which file it is told; docs/events.md is made from that (rayloop/run/events.py).
+which file it is told; docs/events.md is made from that (benchmarks/pages/events.py).
 """
 
 from __future__ import annotations

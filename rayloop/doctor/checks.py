@@ -1,7 +1,4 @@
-"""``doctor``: what would go wrong on this machine, or with this configuration, each finding with its remedy.
-
-``python -m rayloop.doctor.checks`` prints docs/doctor.md.
-"""
+"""``doctor``: what would go wrong on this machine, or with this configuration, each finding with its remedy."""
 
 from __future__ import annotations
 
@@ -27,17 +24,6 @@ from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
 from rayloop.run.preflight import preflight
 
-HEADER = """# doctor
-
-Made by `python -m rayloop.doctor.checks`; do not edit.
-
-`python -m rayloop doctor [CONFIG] [--address ...] [--port ...] [--json]` looks at this machine without starting anything. Each
-finding has a level: *error*, a run would fail; *warning*, it would be slow, exposed to others, or not what was tested; and a
-remedy, which is printed with what was found. With a CONFIG it also predicts checkpoints and memory. The exit code is 1 when
-there is an error, else 0 (2: the CONFIG itself is wrong).
-
-| check | what it looks at, and how serious it takes it |
-|---|---|"""
 DEADLINE = 5.0
 """Seconds for one check; all run at once."""
 FLOAT = 4
@@ -105,15 +91,6 @@ async def examine(checks: Mapping[str, Callable[[], list[Finding]]], deadline: f
     return dict(zip(checks, await asyncio.gather(*map(one, checks.values())), strict=True))
 
 
-def page() -> str:
-    """docs/doctor.md: what each check says about what it looks at."""
-    rows = [
-        f"| {name} | {' '.join((check.func.__doc__ or '').split(chr(10) * 2)[0].split()).replace('``', '`')} |"
-        for name, check in checks(None, None, None, []).items()
-    ]
-    return "\n".join([HEADER, *rows, ""])
-
-
 def text(found: Mapping[str, list[Finding]]) -> str:
     """One line per finding, a second one with its remedy, and a summary."""
     width, lines = max(map(len, found)), []
@@ -166,7 +143,3 @@ def tensor_bytes(config: RunConfig, model: Shape) -> int:
     if config.reference.kind == "actor" and not config.reference.placement.num_gpus:
         needed += config.reference.actors * weights * FLOAT
     return needed
-
-
-if __name__ == "__main__":
-    print(page(), end="")

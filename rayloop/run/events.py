@@ -1,11 +1,7 @@
-"""The table of events: where they are kept, what a record must have, and docs/events.md.
-
-``python -m rayloop.run.events`` prints docs/events.md. The kinds stand in rayloop/core/events.py and incidents.py.
-"""
+"""Where events are kept, and what a record must have. The kinds are the classes in rayloop/core/events.py and incidents.py."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,17 +24,6 @@ KINDS: dict[str, type[Event]] = {
 }
 ENVELOPE = ("schema_version", "time", "event", "step")
 """What every record has besides the fields of its kind; ``step`` only while there is a driver."""
-
-COMMON = {
-    "why": "The reason, in a sentence.",
-    "seconds": "How long it took.",
-    "role": "Which role's actor: `rollout`, `environment`, `reward`, `reference`.",
-    "worker": "Its serial number, never used twice.",
-    "task": "Id of the task.",
-    "trajectory": "`group/sample`: group number of the group and index within it.",
-    "ledger": "Trajectories by state and reason since the run began.",
-}
-"""What a field means whose class does not say it."""
 
 
 class EventLog:
@@ -97,48 +82,3 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
 @cache
 def _adapter(kind: str) -> TypeAdapter[Event]:
     return TypeAdapter(KINDS[kind])
-
-
-HEADER = """# Events
-
-Made by `python -m rayloop.run.events` from the classes in `rayloop/core/events.py` and `rayloop/core/incidents.py`; do not edit.
-One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step;
-absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
-rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column says where in the code it is told.
-
-"""
-
-
-def reference() -> str:
-    """docs/events.md."""
-    common = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in COMMON.items())
-    return (
-        HEADER
-        + "Fields that mean the same everywhere, unless the event says otherwise:\n\n| field | meaning |\n|---|---|\n"
-        + common
-        + "".join(_part(title, module.__name__) for title, module in PARTS.items())
-    )
-
-
-def _part(title: str, module: str) -> str:
-    rows = "".join(_row(kind) for kind in KINDS.values() if kind.__module__ == module)
-    return f"\n## {title}\n\n| event | what happened, and its fields | what to do | told by |\n|---|---|---|---|\n{rows}"
-
-
-def _row(kind: type[Event]) -> str:
-    happened, _, remedy = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(" To do: ")
-    cells = (f"`{kind.kind}`", " ".join([happened, *_fields(kind)]), remedy[:1].upper() + remedy[1:] or "Nothing.", f"`{kind.by}`")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-def _fields(kind: type[Event]) -> Iterator[str]:
-    """Each field as ``name``, with its meaning where it has one of its own."""
-    if kind is events.Evaluated:
-        return
-    for name, about in _adapter(kind.kind).json_schema().get("properties", {}).items():
-        meaning = about.get("description", "").replace("\n", " ")
-        yield f"`{name}`: {meaning}" if meaning else f"`{name}`."
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

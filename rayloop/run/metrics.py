@@ -1,7 +1,7 @@
 """Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
 
-``python -m rayloop.run.metrics`` prints docs/metrics.md. Producers write plain strings; ``validate`` finds names that
-are missing here. ``<...>`` in a name stands for any text.
+Producers write plain strings; ``validate`` finds names that are missing here. ``<...>`` in a name stands for any text.
+docs/metrics.md is made from the table.
 """
 
 from __future__ import annotations
@@ -169,22 +169,6 @@ METRICS = tuple(
     )
 )
 
-HEADER = """# Metrics
-
-Made by `python -m rayloop.run.metrics` from the table in `rayloop/run/metrics.py`; do not edit. One record per
-step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
-
-While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name
-of the last column, to which Ray adds `ray_`: `ray_rayloop_reward_mean{run="quickstart"}`. The label `run` is the run's name;
-a part `<...>` is a label too, and empty where a metric of the same name does not have it. A ready-made list of ports is in
-Ray's temporary folder (`prom_metrics_service_discovery.json`). A value that is not finite is left out. Those of `recovery/` are
-renewed every 3 seconds, also when no step ends, and are in no record of a step; `python -m rayloop status RUN_DIR` shows the same.
-Alert rules are in deploy/prometheus, a dashboard in deploy/grafana/run.json.
-
-| name | unit | meaning | Prometheus |
-|---|---|---|---|
-"""
-
 
 def validate(names: Iterable[str]) -> tuple[str, ...]:
     """The names that are not in the table, in order."""
@@ -201,18 +185,6 @@ def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
     return row, {label: labels.get(label, "") for label in _labels(row.prometheus)}
 
 
-def reference() -> str:
-    """docs/metrics.md."""
-    return HEADER + "".join(
-        f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} | `{m.prometheus}{_braces(m.labels)}` |\n"
-        for m in METRICS
-    )
-
-
-def _braces(labels: tuple[str, ...]) -> str:
-    return f"{{{', '.join(labels)}}}" if labels else ""
-
-
 def _labels(prometheus_name: str) -> tuple[str, ...]:
     return tuple(sorted({label for m in METRICS if m.prometheus == prometheus_name for label in m.labels}))
 
@@ -220,7 +192,3 @@ def _labels(prometheus_name: str) -> tuple[str, ...]:
 @cache
 def _patterns() -> dict[Metric, re.Pattern[str]]:
     return {m: re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(m.name))) for m in METRICS}
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

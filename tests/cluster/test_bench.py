@@ -1,4 +1,4 @@
-"""``python -m rayloop bench``: the line of a real measurement, and the comparison of two programs' lines."""
+"""``python -m benchmarks``: the line of a real measurement, and the comparison of two programs' lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rayloop.benchmarks.train import flops
+from benchmarks.__main__ import parser
+from benchmarks.train import flops
 from rayloop.cli import main
 from tests.support.runs import ROOT
 
@@ -25,7 +26,7 @@ OPTIONS = [item for name, value in SHAPE.items() for item in (f"--{name}", str(v
 @pytest.mark.slow_faults
 def test_the_line_of_a_measured_run(digits_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", "bench", "step", "--model", str(digits_model), *OPTIONS],
+        [sys.executable, "-m", "benchmarks", "step", "--model", str(digits_model), *OPTIONS],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -48,8 +49,8 @@ def test_the_line_of_a_measured_run(digits_model: Path) -> None:
 def test_the_comparison_divides_ours_by_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rayloop.benchmarks.measure.measured", _scripted)
-    assert main(["bench", "compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"]) == 0
+    monkeypatch.setattr("benchmarks.measure.measured", _scripted)
+    assert main(["compare", "--model", str(tmp_path), "--peer-python", "peer", "--rounds", "3"], parser) == 0
     *rounds, summary, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["ratio"] == {"step_s_median": 0.5, "gen_s_median": 0.25, "train_s_median": 0.75, "cpu_s_mean": 0.125}
@@ -68,7 +69,7 @@ def _scripted(command: list[str]) -> dict[str, float]:
 
 
 def test_a_program_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["bench", "compare", "--model", str(tmp_path / "absent"), "--peer-python", sys.executable, *OPTIONS])
+    code = main(["compare", "--model", str(tmp_path / "absent"), "--peer-python", sys.executable, *OPTIONS], parser)
     assert code == 1
     error = capsys.readouterr().err
     assert "BenchFailed" in error
@@ -76,14 +77,14 @@ def test_a_program_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", "--model", str(tmp_path)]) == 2
+    assert main(["step", "--model", str(tmp_path)], parser) == 2
     assert "no config.json" in capsys.readouterr().err
 
 
 def bench(*options: str) -> dict[str, Any]:
     """The last line that ``bench`` prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", "bench", *options], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-m", "benchmarks", *options], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.benchmarks.evidence.staleness import VirtualLoop
+from benchmarks.evidence.staleness import VirtualLoop
 from rayloop.core.background import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted

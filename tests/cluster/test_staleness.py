@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.benchmarks.evidence import staleness
+from benchmarks.evidence import staleness
 
 PACE = {(1, 0.7): 0.613, (2, 0.0): 0.724}
 """Steps per time when waiting over those when dropping, from a simulation of its own of 300 steps without this code."""

@@ -1,6 +1,6 @@
 """What every reader keeps to: the shipped ones and that of the documentation, on rows of JSONL and of parquet.
 
-A new reader: a line in ``rayloop/config/pages.py``, and two of its rows here.
+A new reader: a line in ``benchmarks/pages/config.py``, and two of its rows here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from benchmarks.pages.config import COMPONENTS
 from rayloop.cli import main
-from rayloop.config.pages import COMPONENTS
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Task

@@ -1,6 +1,6 @@
 """What every reward source keeps to: the shipped ones, functions of each form, plain and coroutine, alone and per group.
 
-A new source: a line in ``rayloop/config/pages.py`` and a case here, with an answer that is right and one that is wrong.
+A new source: a line in ``benchmarks/pages/config.py`` and a case here, with an answer that is right and one that is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayloop.config.pages import COMPONENTS
+from benchmarks.pages.config import COMPONENTS
 from rayloop.config.settings import Component, SettingsModel, check_components, load
 from rayloop.core.groups import Outcome, Scored, Unscored
 from rayloop.core.protocols import ScoreContext

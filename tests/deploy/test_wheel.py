@@ -15,7 +15,7 @@ import pytest
 from rayloop.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks"}
+FOLDERS = {"judge", "recipes", "actors", "cluster", "serve_apps"}
 """Beside ``rayloop`` in the repository, below it where it is installed."""
 PIP = [sys.executable, "-m", "pip"]
 pytestmark = pytest.mark.timeout(300)
@@ -67,6 +67,7 @@ def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) ->
     beside = {f"rayloop/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
     inside = {name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()}
     assert inside | beside <= set(names)
+    assert not [name for name in names if name.startswith("rayloop/benchmarks/")], "measurements stay in the checkout"
 
 
 def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
@@ -82,7 +83,6 @@ def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, sys.executable, "-c", program, *COMMANDS)
     assert said.startswith(str(installed)), "the checkout was imported"
     assert [word for word in COMMANDS if f"usage: python -m rayloop {word} " not in said] == []
-    assert "usage: python -m rayloop bench " in run(installed, tmp_path, sys.executable, "-m", "rayloop.benchmarks", "--help")
 
 
 def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rayloop.benchmarks.gpu.__main__ import PROBES
-from rayloop.benchmarks.gpu.result import Found, Place, Skipped, record
+from benchmarks.gpu.__main__ import PROBES
+from benchmarks.gpu.result import Found, Place, Skipped, record
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     """What a probe leaves in its file, where Ray and vLLM cannot be imported."""
     program = (
         "import sys; sys.modules['ray'] = sys.modules['vllm'] = None\n"
-        "from rayloop.benchmarks.gpu.__main__ import main\n"
+        "from benchmarks.gpu.__main__ import main\n"
         f"sys.exit(main([{name!r}, '--tiny', '--models', {str(folder / 'models')!r}, '--out', {str(folder / 'gpu.json')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)

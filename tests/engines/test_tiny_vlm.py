@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from rayloop.benchmarks.gpu.models import TEXT_7B, TINY, VLM_3B
+from benchmarks.gpu.models import TEXT_7B, TINY, VLM_3B
 from rayloop.engines.tiny_vlm import SPECIAL_TOKENS, TinySizes, write_tiny_vlm
 from tests.engines.training import SMALL
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayloop.benchmarks.measure import machine
+from benchmarks.measure import machine
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.run.checkpoint import complete
 from tests.support.clusters import Cluster, cluster

@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "peft", "vllm", "sglang", "torchvision")
 def module_name(path: Path) -> str:
     """The import name of a file: every package is below ``rayloop``, and the folders beside it are linked there."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    return name if name.split(".")[0] == "rayloop" else f"rayloop.{name}"
+    return name if name.split(".")[0] in ("rayloop", "benchmarks") else f"rayloop.{name}"
 
 
 def modules_below(*names: str) -> list[str]:

@@ -98,7 +98,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["--version"], r"^rayloop \S+, ray [\d.]+, torch [\d.]+"),
         (["--help"], r"python -m rayloop try \S+\.yaml"),
-        (["bench", "--help"], "weight_sync"),
+        (["slurm", "--help"], "render"),
     ):
         with pytest.raises(SystemExit) as end:
             main(words)

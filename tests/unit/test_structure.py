@@ -1,4 +1,4 @@
-"""``python -m rayloop.benchmarks structure``: what it counts, and what it says of folders, rooms and the drawing in the docs."""
+"""``python -m benchmarks structure``: what it counts, and what it says of folders, rooms and the drawing in the docs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.benchmarks.structure import KINDS, Checkout, cycles, drawing, public, reachable, report, siblings
+from benchmarks.structure import KINDS, Checkout, cycles, drawing, public, reachable, report, siblings
 
 ROOT = Path(__file__).parents[2]
 MODULES = 20
@@ -76,7 +76,7 @@ def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> Non
 )
 def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(here: Checkout, room: str, needs: tuple[str, ...]) -> None:
     """The contract on serve_apps counts what is imported indirectly."""
-    forbidden = tuple(f"rayloop.{name}" for name in ("envs", "recipes", "cluster", "actors", "benchmarks"))
+    forbidden = ("benchmarks", *(f"rayloop.{name}" for name in ("envs", "recipes", "cluster", "actors")))
     assert room in here.modules
     for need in needs:
         led = {need, *reachable(here.graph(*KINDS), need)}
@@ -85,4 +85,4 @@ def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(here: Che
 
 def test_the_drawing_in_the_docs_is_that_of_the_code(here: Checkout) -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    assert drawing(here) in page, "put the output of `python -m rayloop.benchmarks structure --graph` into docs/architecture.md"
+    assert drawing(here) in page, "put the output of `python -m benchmarks structure --graph` into docs/architecture.md"

@@ -202,3 +202,31 @@ def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
         "it was saved before it was cancelled"
     )
     site.nothing_left_behind()
+
+
+@pytest.mark.timeout(900)
+def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved(site: Site) -> None:
+    """``ray symmetric-run``: no rendezvous, no jobs beside it. Home is a folder of the test's: the token lies there."""
+    home = site.folder / "home"
+    home.mkdir()
+    (site.folder / "logs").mkdir()
+    values = {
+        "HOME": home, "RAYLOOP_PYTHON": sys.executable, "RAY_TMPDIR": site.lab.environment["TMPDIR"],
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": STORE.partition("=")[2],
+    }  # fmt: skip
+    environment = ",".join(["ALL", *(f"{name}={value}" for name, value in values.items())])
+    asked = ("--partition=gpu", "--nodes=2", "--cpus-per-task=2", "--time=20", f"--export={environment}")
+    config = site.config("fixed", steps=10, environment__episode__environment__with=SLOW)
+    job = site.sbatch(*asked, SCRIPTS / "fixed_size.sbatch", config)
+
+    site.wait(lambda: len(site.steps("fixed")) > 2, "three steps", 420)
+    actors = [name for name, process in site.lab.processes() if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::")]
+    assert len(set(actors)) == 2, actors
+    assert (home / ".ray" / "auth_token").stat().st_mode & 0o077 == 0, "only its owner reads the token"
+    site.lab.slurm("scancel", "--batch", "--signal=USR1", job)  # as Slurm does near the time limit
+    site.wait(lambda: "Restarts=1" in site.state(job), "a requeue", 150)
+    assert len(site.events("fixed", "preempted")) == 1, "it was saved"
+    assert len(site.steps("fixed")) < 10
+    site.completed(job, 240)
+    assert site.steps("fixed") == list(range(1, 11)), "every step once, none lost"
+    eventually(lambda: not site.lab.processes(), f"processes end: {site.lab.processes()}", 15)

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayloop.benchmarks.gpu import __main__ as command
-from rayloop.benchmarks.gpu import children
-from rayloop.benchmarks.gpu.__main__ import PROBES, Probe, main
-from rayloop.benchmarks.gpu.children import completed
-from rayloop.benchmarks.gpu.result import Found, Place
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import children
+from benchmarks.gpu.__main__ import PROBES, Probe, main
+from benchmarks.gpu.children import completed
+from benchmarks.gpu.result import Found, Place
 from tests.support.runs import eventually
 
 HANGS = """

@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 
-from rayloop.benchmarks.measure import measured
-from rayloop.benchmarks.processes import Tree
-from rayloop.benchmarks.start import table, until
+from benchmarks.measure import measured
+from benchmarks.processes import Tree
+from benchmarks.start import table, until
 
 CHILD = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.5)"
 PARENT = "\n".join(

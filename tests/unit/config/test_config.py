@@ -16,8 +16,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from benchmarks.pages.config import COMPONENTS, components_page, count_fields, describe, page
 from rayloop.config.explain import kind_of, models, walk
-from rayloop.config.pages import COMPONENTS, components_page, count_fields, describe, page
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig

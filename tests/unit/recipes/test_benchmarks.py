@@ -28,6 +28,15 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
 
 
+def test_every_recipe_has_its_data_its_scores_and_its_quickstart() -> None:
+    folders = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__init__.py"))
+    assert recipes.having("prepare") == folders
+    trained = [name for name in folders if name != "desktop"]  # whose rows are an environment's, and no policy's yet
+    assert recipes.having("score") == trained
+    assert all((ROOT / "recipes" / name / file).is_file() for name in trained for file in ("README.md", "quickstart.yaml"))
+    assert recipes.having("nothing") == []
+
+
 def test_the_benchmarks_of_the_recipes_are_there() -> None:
     assert {"screenspot", "vstar", "hr_bench_4k", "hr_bench_8k", "miniwob", "osworld"} <= set(recipes.benchmarks())
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.events import COMMON, reference
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
+from rayloop.run.events import KINDS, PARTS, EventLog, validate
 from rayloop.run.folder import SHOWN
 from rayloop.run.reporter import Reporter, Updates
 from rayloop.run.rows import training_rows
@@ -41,7 +42,7 @@ def constructed() -> dict[str, set[str]]:
 
 def test_the_page_is_made_from_the_table() -> None:
     assert (ROOT / "docs/events.md").read_text(encoding="utf-8") == reference(), (
-        "run: python -m rayloop.run.events > docs/events.md"
+        "run: python -m benchmarks.pages.events > docs/events.md"
     )
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.pages.metrics import reference
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.config import RunConfig
-from rayloop.run.metrics import METRICS, prometheus, reference, validate
+from rayloop.run.metrics import METRICS, prometheus, validate
 from rayloop.run.reporter import Reporter
 from rayloop.run.step_metrics import Collected, step_metrics
 from tests.support.runs import settings
@@ -22,7 +23,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert DOCS.read_text(encoding="utf-8") == reference(), "run: python -m rayloop.run.metrics > docs/metrics.md"
+    assert DOCS.read_text(encoding="utf-8") == reference(), "run: python -m benchmarks.pages.metrics > docs/metrics.md"
 
 
 def test_names_are_unique_and_explained() -> None:

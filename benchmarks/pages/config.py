@@ -1,6 +1,6 @@
 """The reference of a settings class in markdown, made from its fields and docstrings.
 
-``python -m rayloop.config.pages rayloop.run.config:RunConfig`` prints docs/config.md, ``... components`` docs/components.md.
+``python -m benchmarks.pages.config rayloop.run.config:RunConfig`` prints docs/config.md, ``... components`` docs/components.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayloop.config.yaml_source import KeyPath, dotted
 
 HEADER = """# Configuration
 
-Made by `python -m rayloop.config.pages {target}`; do not edit. {count} keys.
+Made by `python -m benchmarks.pages.config {target}`; do not edit. {count} keys.
 
 A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
 new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
@@ -100,7 +100,7 @@ COMPONENTS = {
 
 COMPONENTS_HEADER = """# Components that are shipped
 
-Made by `python -m rayloop.config.pages components`; do not edit. A component is named with `use` and set with `with`:
+Made by `python -m benchmarks.pages.config components`; do not edit. A component is named with `use` and set with `with`:
 
     reward:
       source: {use: "rayloop.judge.reward:JudgeReward", with: {answer: whole}}

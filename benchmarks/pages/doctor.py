@@ -1,0 +1,30 @@
+"""``python -m benchmarks.pages.doctor`` prints docs/doctor.md."""
+
+from __future__ import annotations
+
+from rayloop.doctor.checks import checks
+
+HEADER = """# doctor
+
+Made by `python -m benchmarks.pages.doctor`; do not edit.
+
+`python -m rayloop doctor [CONFIG] [--address ...] [--port ...] [--json]` looks at this machine without starting anything. Each
+finding has a level: *error*, a run would fail; *warning*, it would be slow, exposed to others, or not what was tested; and a
+remedy, which is printed with what was found. With a CONFIG it also predicts checkpoints and memory. The exit code is 1 when
+there is an error, else 0 (2: the CONFIG itself is wrong).
+
+| check | what it looks at, and how serious it takes it |
+|---|---|"""
+
+
+def page() -> str:
+    """docs/doctor.md: what each check says about what it looks at."""
+    rows = [
+        f"| {name} | {' '.join((check.func.__doc__ or '').split(chr(10) * 2)[0].split()).replace('``', '`')} |"
+        for name, check in checks(None, None, None, []).items()
+    ]
+    return "\n".join([HEADER, *rows, ""])
+
+
+if __name__ == "__main__":
+    print(page(), end="")
