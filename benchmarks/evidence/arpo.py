@@ -19,11 +19,11 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.evidence.seeds import digest, trained
+from benchmarks.makers.random_clicks import ARM, play
 from benchmarks.measure import machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains
 from rayloop.measure.intervals import Interval, interval
-from rayloop.recipes.arpo.random_play import ARM, play
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
