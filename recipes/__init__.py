@@ -1,4 +1,4 @@
-"""One folder per recipe. What the command line can do for a recipe follows from the modules that it has.
+"""One folder per recipe. The modules of a recipe decide which commands it has.
 
 ``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m rayloop data prepare NAME``);
 ``score`` has ``SCORING``, how saved completions are scored (``python -m rayloop score NAME FILE``).
@@ -30,7 +30,7 @@ def datasets() -> dict[str, Path]:
 
 
 def benchmarks() -> dict[str, Path]:
-    """What ``eval --benchmark`` lays over a run's configuration (rows, reader, reward, how results are split), by name, sorted."""
+    """The files that ``eval --benchmark`` lays over a run's configuration (rows, reader, reward, splits), by name, sorted."""
     return _files("benchmarks")
 
 

@@ -82,10 +82,7 @@ COMPONENTS = {
     ("Answers of the supervised stage", "answers"): (
         "rayloop.recipes.arc_vision.data:BoxAnswers",
         "rayloop.recipes.chart_rvr.data:ChartAnswers",
-        "rayloop.recipes.chart_rvr.hasty:HastyAnswers",
-        "rayloop.recipes.arpo.demonstrations:Demonstrated",
         "rayloop.recipes.digits.data:SortedAnswers",
-        "rayloop.recipes.pyvision.data:Demonstrations",
     ),
     ("Embedders", "reward.source.with.embedder"): (
         "rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",

@@ -48,25 +48,25 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     folder = local_path(config.output) / RUN
     make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement
-    told = StopSignals()
+    stop = StopSignals()
     needed = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     with (
         session({name: config.workers * n for name, n in needed.items()}, address, temporary, folder / "logs"),
-        handling(told, *STOP),  # behind ray.init, which has a handler of its own
+        handling(stop, *STOP),  # behind ray.init, which has a handler of its own
     ):
-        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, told)
+        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stop)
     shutil.rmtree(folder / CHECKPOINTS)
     print(f"wrote {config.output}")
     return 0
 
 
-def _follow(running: Any, path: Path, told: StopSignals) -> None:
+def _follow(running: Any, path: Path, stop: StopSignals) -> None:
     """Print what rank 0 writes to ``path`` until the stage ends. Raises what it raised, and Preempted."""
     path.touch()
     with path.open(encoding="utf-8") as progress:
         progress.seek(0, os.SEEK_END)
         ended: list[Any] = []
-        while not ended and told.first is None:
+        while not ended and stop.first is None:
             ended, _ = ray.wait([running], timeout=POLL)
             print(progress.read(), end="", flush=True)
     if not ended:
@@ -121,7 +121,7 @@ def _fit(config: SftConfig) -> None:
 
 
 def run_rank(arguments: dict[str, SftConfig]) -> RayloopError | None:
-    """The function of a Ray Train worker. A RayloopError is returned: raised, Ray Train would try again in vain."""
+    """The function of a Ray Train worker. A RayloopError is returned, not raised: Ray Train would retry a raised one."""
     try:
         Rank(arguments["config"]).run()
     except RayloopError as failure:
@@ -237,6 +237,6 @@ class Rank:
 
 
 def _identity(config: SftConfig) -> dict[str, Any]:
-    """What must not change between two parts of one stage. A machine with other memory has other micro-batches."""
+    """The settings that must not change between two parts of one stage; micro-batches may, with the machine's memory."""
     others = ("workers", "placement", "max_failures", "start_timeout", "log_every")
     return config.model_dump(mode="json", exclude={**dict.fromkeys(others, True), "engine": {"micro_batch_tokens"}})

@@ -20,6 +20,7 @@ GENERIC = "generic"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``data``."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     making = actions.add_parser("prepare", help="make a recipe's dataset, or write a published one as rows")
     drawn, published = recipes.having("prepare"), recipes.datasets()
@@ -76,7 +77,7 @@ def validate_run(config: RunConfig) -> int:
 
 
 def _length(config: RunConfig) -> Length | None:
-    """How long a prompt is for the run's model; None, which is said, where its tokenizer is not here.
+    """Counts the tokens of a prompt for the run's model; None, with a printed reason, where its tokenizer is missing.
 
     What an environment shows first may be longer than the row: it is counted as the reader made it.
     """

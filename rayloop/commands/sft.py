@@ -11,6 +11,7 @@ from rayloop.sft.stage import SftConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``sft``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the stage (docs/sft.md)")
     add_overrides(parser, "values to change, for example steps=200 output=runs/models/mine")
     add_cluster(parser)
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the stage. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)

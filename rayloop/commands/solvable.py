@@ -1,4 +1,4 @@
-"""``data prepare ... --solvable-by``: of the training rows only those that a policy solves at least once."""
+"""``data prepare ... --solvable-by`` keeps the training rows that a policy solves at least once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def keep_solvable(chosen: argparse.Namespace) -> None:
-    """Rewrite ``out/train.jsonl``. Rows that no answer was scored for are kept: nobody knows. Raises ConfigError, RayloopError."""
+    """Rewrite ``out/train.jsonl``. Rows without a scored answer are kept. Raises ConfigError, RayloopError."""
     file = chosen.out / "train.jsonl"
     if not file.is_file():
         raise ConfigError(f"--solvable-by: {file} is not there; it keeps the solvable ones of the training rows")
@@ -57,7 +57,7 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
-    """The folder of an evaluation of the checkpoint on the rows, greedy once and sampled so often. Raises RayloopError."""
+    """The folder of an evaluation of the checkpoint: one greedy answer and ``attempts`` sampled ones a row. Raises RayloopError."""
     if chosen.config is None:
         raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
@@ -65,5 +65,5 @@ def _played(chosen: argparse.Namespace, file: Path) -> Path:
     command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
-        raise RayloopError(f"{' '.join(command[1:])} ended with {code}; what it said is above")
+        raise RayloopError(f"{' '.join(command[1:])} ended with {code}; its output is above")
     return out

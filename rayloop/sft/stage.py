@@ -39,7 +39,9 @@ class Answers(Protocol):
 
     tokens: tuple[str, ...]
 
-    def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]: ...
+    def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]:
+        """The answer to a task. Raises DataFailure for a row without one."""
+        ...
 
 
 class TinySettings(SettingsModel):
@@ -51,10 +53,10 @@ class TinySettings(SettingsModel):
     """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters. Raise them when the stage cannot fit
     its own rows."""
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. From random weights, the
-    background's own colour as mean lets what stands out reach the language model; otherwise the constant drowns it."""
+    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. With random
+    weights, use the background's colour as mean: otherwise the constant background hides all differences."""
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """As ``image_mean``: what its processor divides by. Smaller numbers make what stands out louder."""
+    """The processor divides pixels by these. Smaller numbers raise the contrast."""
 
 
 class SftConfig(SettingsModel):
@@ -82,12 +84,12 @@ class SftConfig(SettingsModel):
     workers: int = Field(1, ge=1)
     """FSDP world size: one Ray Train worker per rank. Raise it for GPUs; the result does not depend on it."""
     placement: Placement = Placement()
-    """What one worker reserves: a GPU each where there are some."""
+    """The resources of one worker: a GPU each on machines with GPUs."""
     checkpoint_every: int = Field(100, gt=0)
     """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again. Lower it where
     machines may be taken away."""
     max_failures: int = Field(3, ge=0)
-    """How often the workers are started again after one died. Raise it where machines may be taken away."""
+    """How often the workers are restarted after one died. Raise it where machines may be taken away."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds in which the cluster must have room for the workers. Raise it where nodes come late."""
     model: ModelSettings
@@ -162,7 +164,7 @@ def make_tiny(config: SftConfig) -> None:
 
 
 class SftProgress:
-    """What the lines of progress say: means over the steps since the line before, of which ``rows`` counts the rows.
+    """Makes the lines of progress: means over the steps since the last line; ``rows`` counts their rows.
 
     ``spent``: seconds before this part of the stage.
     """
@@ -174,9 +176,11 @@ class SftProgress:
 
     @property
     def seconds(self) -> float:
+        """Seconds since the stage began, earlier parts included."""
         return time.monotonic() - self._began
 
     def add(self, report: dict[str, float], rows: int) -> None:
+        """Count one optimizer update, its metrics and its number of rows."""
         self._reports.append(report)
         self.rows += rows
 

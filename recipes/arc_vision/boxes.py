@@ -1,4 +1,4 @@
-"""Boxes: reading the answered one, comparing it with the true one, and what to draw of both over a screenshot.
+"""Boxes: read the answer, compare it with the truth, and draw both over a screenshot.
 
 An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in its
 pixels. Of several the last counts. Other notations and corners in the wrong order are no box: nothing is guessed.
@@ -30,7 +30,7 @@ class GroundingBoxes:
         return (box(truth, "ground truth"),)
 
     def answered(self, text: str) -> Sequence[Box]:
-        """None for an answer in pixels: the image is not at hand."""
+        """None for an answer in pixels: the image's size is not known here."""
         answer, _ = answered(text)
         return () if answer is None else (answer,)
 
@@ -84,4 +84,5 @@ def click_hits(answer: Box, truth: Box) -> bool:
 
 
 def area(of: Box) -> float:
+    """The area of a box, 0..1."""
     return (of[2] - of[0]) * (of[3] - of[1])

@@ -13,7 +13,7 @@ class LargeFirst:
 
     class Settings(SettingsModel):
         areas: tuple[float, ...] = (0.05, 0.03)
-        """Shares of the image's area, falling. Change them where boxes are of other sizes: each should fill some steps."""
+        """Shares of the image's area, falling. Change them for boxes of other sizes, so that each tier fills some steps."""
 
     def __init__(self, settings: LargeFirst.Settings) -> None:
         self._areas = settings.areas

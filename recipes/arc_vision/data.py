@@ -36,6 +36,7 @@ class GroundingRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task with a box. Raises DataFailure."""
         flat = _flat(row, where) if "extra_info" in row else row
         instruction = str(field(flat, "instruction", where))
         text = self._settings.prompt.replace("{instruction}", instruction)
@@ -69,7 +70,7 @@ def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _weights(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's own weights of the reward's terms, if it has some."""
+    """The row's own weights for the reward's terms, if it has any."""
     style = row.get("reward_model")
     weights = style.get("reward_weights") if isinstance(style, Mapping) else None
     return {} if weights is None else {"reward_weights": weights}
@@ -90,8 +91,8 @@ class BoxAnswers:
 
     class Settings(SettingsModel):
         loose: float = Field(0.0, ge=0)
-        """Each side is drawn outside the true one, by up to this share of the box's width or height: labels of a hasty annotator.
-        What a policy learns from them it must be taught better by a reward."""
+        """Each side is drawn outside the true one, by up to this share of the box's width or height: labels of a hasty annotator,
+        which leave a reward something to teach."""
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
@@ -99,6 +100,7 @@ class BoxAnswers:
         self._settings = settings
 
     def answer(self, task: Task, rng: random.Random) -> str:
+        """The task's box in ``<bbox>``."""
         x1, y1, x2, y2 = task.ground_truth
         if self._settings.loose:
             left, top, right, bottom = (self._settings.loose * rng.random() for _ in range(4))

@@ -29,13 +29,13 @@ PAGES = (
     "click-button", "click-color", "click-dialog", "click-dialog-2",
     "click-test", "click-test-2", "click-widget", "focus-text",
 )  # fmt: skip
-"""Page types whose target cannot be told from the instruction alone."""
+"""Page types whose target does not follow from the instruction alone."""
 OOD_PAGES = ("focus-text-2", "identify-shape")
 ALL_PAGES = (*PAGES, *OOD_PAGES)
 ROWS = {"test": 304, "val": 104, "train": 3000, "ood": 150}
 """Rows of the shipped set."""
 SPLITS = ("test", "val", "ood", "train", "pretrain")
-"""All splits, in the order in which a screenshot that occurs twice is given away."""
+"""All splits; a screenshot that occurs twice stays in the first of them."""
 
 WIDTH, HEIGHT, COLOURS = 160, 210, 64
 SHIPPED = Path(__file__).parent / "pages"
@@ -51,7 +51,7 @@ _TIMEOUT_MS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PageRow:
     """One verified page: ``box`` is x1, y1, x2, y2 as fractions of the screenshot, ``png`` its bytes."""
 
     id: str
@@ -62,14 +62,15 @@ class Row:
 
     @property
     def screenshot(self) -> str:
+        """Hash of the picture, which identifies it."""
         return hashlib.sha256(self.png).hexdigest()[:16]
 
 
 @dataclass(slots=True)
-class Rendered:
+class RenderedPages:
     """The rows of one page type by split, and why the other seeds were not used."""
 
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[PageRow]]
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -120,13 +121,13 @@ def browser_version(browser: str) -> str:
         return str(page.context.browser.version)
 
 
-def render(page: str, rows: Mapping[str, int], browser: str) -> Rendered:
+def render(page: str, rows: Mapping[str, int], browser: str) -> RenderedPages:
     """Verified rows of one page type; runs in a process of its own."""
     import miniwob
     from playwright.sync_api import Error
 
     html = Path(miniwob.__file__).parent / "html" / "miniwob" / f"{page}.html"
-    result = Rendered({split: [] for split in rows})
+    result = RenderedPages({split: [] for split in rows})
     seen: set[tuple[str, str]] = set()
     try:
         with _page(browser) as tab:
@@ -148,7 +149,7 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> Rendered:
     return result
 
 
-def _episode(tab: Any, page: str, seed: str) -> tuple[Row | None, str]:
+def _episode(tab: Any, page: str, seed: str) -> tuple[PageRow | None, str]:
     """The row of a seed, or None and why there is none."""
     tab.mouse.move(*_AWAY)
     episode = tab.evaluate("([page, seed]) => rayloopEpisode(page, seed)", [page, seed])
@@ -162,7 +163,7 @@ def _episode(tab: Any, page: str, seed: str) -> tuple[Row | None, str]:
     if tab.evaluate("() => WOB_RAW_REWARD_GLOBAL") <= 0:
         return None, "click not rewarded"
     box = (round(x1 / WIDTH, 4), round(y1 / HEIGHT, 4), round(x2 / WIDTH, 4), round(y2 / HEIGHT, 4))
-    return Row(seed, page, episode["instruction"], box, _reduced(shot)), "kept"
+    return PageRow(seed, page, episode["instruction"], box, _reduced(shot)), "kept"
 
 
 class _page:
@@ -203,23 +204,23 @@ def _share(rows: Mapping[str, int], page: str) -> dict[str, int]:
     return shares
 
 
-def _interleaved(pages: list[list[Row]]) -> list[Row]:
-    """Round robin over the page types: any beginning of a split has all of them."""
+def _interleaved(pages: list[list[PageRow]]) -> list[PageRow]:
+    """Round robin over the page types, so that each prefix of a split has all of them."""
     longest = max(map(len, pages), default=0)
     return [page[index] for index in range(longest) for page in pages if index < len(page)]
 
 
-def _described(rows: list[Row]) -> dict[str, Any]:
+def _described(rows: list[PageRow]) -> dict[str, Any]:
     return {"rows": len(rows), "pages": dict(Counter(row.page for row in rows)), "sha256": digest(rows)}
 
 
-def digest(rows: list[Row]) -> str:
-    """One hash over what makes a row: id, instruction, box and screenshot. Does not depend on the parquet writer."""
+def digest(rows: list[PageRow]) -> str:
+    """One hash of all ids, instructions, boxes and screenshots. It does not depend on the parquet writer."""
     lines = (json.dumps([row.id, row.instruction, row.box, row.screenshot]) for row in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def write_parquet(path: Path, split: str, rows: list[Row]) -> None:
+def write_parquet(path: Path, split: str, rows: list[PageRow]) -> None:
     """Write rows in Arc Vision's schema; the screenshot's bytes take the place of its path."""
     import pyarrow
     import pyarrow.parquet
@@ -228,7 +229,7 @@ def write_parquet(path: Path, split: str, rows: list[Row]) -> None:
     pyarrow.parquet.write_table(table, path, compression="zstd")
 
 
-def _arc_row(split: str, index: int, row: Row) -> dict[str, Any]:
+def _arc_row(split: str, index: int, row: PageRow) -> dict[str, Any]:
     return {
         "data_source": "arc_vision",
         "prompt": [{"role": "user", "content": f"<image>{row.instruction}"}],
@@ -248,13 +249,13 @@ def _arc_row(split: str, index: int, row: Row) -> dict[str, Any]:
     }
 
 
-def read_parquet(path: Path) -> list[Row]:
+def read_parquet(path: Path) -> list[PageRow]:
     """The rows of a file that ``write_parquet`` wrote."""
     import pyarrow.parquet
 
     rows = pyarrow.parquet.read_table(path, columns=["images", "ground_truth", "extra_info"]).to_pylist()
     return [
-        Row(
+        PageRow(
             row["extra_info"]["id"],
             row["extra_info"]["element_type"],
             row["extra_info"]["original_instruction"],
@@ -265,8 +266,8 @@ def read_parquet(path: Path) -> list[Row]:
     ]
 
 
-def differences(ours: list[Row], theirs: list[Row]) -> Iterator[str]:
-    """One sentence per row that differs between two sets of the same split, with what differs."""
+def differences(ours: list[PageRow], theirs: list[PageRow]) -> Iterator[str]:
+    """One sentence for each row that differs between two sets of the same split."""
     ours_by_id, theirs_by_id = {row.id: row for row in ours}, {row.id: row for row in theirs}
     for row_id in sorted(ours_by_id.keys() ^ theirs_by_id.keys()):
         yield f"{row_id}: only in the {'new' if row_id in ours_by_id else 'shipped'} set"

@@ -32,7 +32,7 @@ _NOTATIONS = tuple(
         rf"^(?>.*?x1)(?>.*?y1)(?>.*?x2)(?>.*?y2).*?(?<![\s:=])[\s:=]*{_LIST}",
     )
 )
-"""In order; of each only the first place counts."""
+"""Tried in this order; only the first match of each counts."""
 _BOX_LIKE = re.compile(r"^(?>.*?<bbox>).*?</bbox>|\[[\d.\s,-]+\]", re.IGNORECASE | re.MULTILINE)
 _SCREENS = ((1920, 1080), (1280, 720), (2560, 1440), (3840, 2160), (1366, 768), (1440, 900), (1600, 900))
 
@@ -59,7 +59,7 @@ def trained_box(text: str) -> Box | None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Of a list separated by commas; none when a part is no number."""
+    """The numbers of a list separated by commas; empty when a part is no number."""
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:

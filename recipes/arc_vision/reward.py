@@ -27,7 +27,7 @@ _CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</con
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
 """How they find the answer's box."""
 _NO_AREA = 0.01
-"""Counts as the area of a true box without any, which only the originals' variants score."""
+"""The area of a true box that has none; only the originals' variants score such boxes."""
 
 
 class IoUReward:
@@ -60,19 +60,19 @@ class IoUReward:
         return Scored(components["iou"], components, (why,) if why else ())
 
 
-class Weights(SettingsModel):
-    """Of the three terms in the reward."""
+class ArcVisionWeights(SettingsModel):
+    """Weights of the three terms in the reward."""
 
     task: float = 0.6
-    """Of the overlap with the true box."""
+    """Weight of the overlap with the true box."""
     tool: float = 0.3
-    """Of calls before an answer that overlaps."""
+    """Weight of calls before an answer that overlaps."""
     gate: float = 0.1
-    """Of what is subtracted for calls that are missing, unneeded or too many."""
+    """Weight of the penalties for calls that are missing, unneeded or too many."""
 
 
 class ToolShares(SettingsModel):
-    """r_tool of an answer after a call, as a share of its IoU, by what the true box is."""
+    """r_tool of an answer after a call, as a share of its IoU, by the kind of the true box."""
 
     small: float = 0.4
     """For a box of less than a twentieth of the page."""
@@ -85,7 +85,7 @@ class ToolShares(SettingsModel):
 
 
 class Decay(SettingsModel):
-    """Of r_tool over the steps: it is multiplied by ``max(least, 1 - step / steps)``."""
+    """Decay of r_tool over the steps: it is multiplied by ``max(least, 1 - step / steps)``."""
 
     steps: int = Field(0, ge=0)
     """Steps over which paying for tools fades, for example 1000; 0 pays the same at every step."""
@@ -93,8 +93,8 @@ class Decay(SettingsModel):
     """The share of r_tool that is paid however late it is."""
 
 
-class Completion(SettingsModel):
-    """What calls without an answer cost."""
+class CompletionPenalty(SettingsModel):
+    """The penalty for calls without an answer."""
 
     penalty: float = Field(0.0, ge=0)
     """Subtracted from an episode that called tools and gave no box, for example 0.2; 0 for none."""
@@ -103,7 +103,7 @@ class Completion(SettingsModel):
 
 
 class Penalties(SettingsModel):
-    """What is subtracted from r_gate; several add up."""
+    """Penalties subtracted from r_gate; several add up."""
 
     missed: float = Field(0.3, ge=0)
     """A small box, no call, and IoU below ``missed_iou``."""
@@ -135,7 +135,7 @@ class ArcVisionReward:
         """corrected: the original's mistakes mended (README.md). To reproduce published numbers: ``original`` reads and pays as Arc
         Vision's training function does, ``library`` as the second function of its repository, which has neither ``tool_only`` nor
         the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
-        weights: Weights = Weights()
+        weights: ArcVisionWeights = ArcVisionWeights()
         row_weights: bool = True
         """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Turn it off to set
         all of them here."""
@@ -160,7 +160,7 @@ class ArcVisionReward:
         """The whole reward of calls without an answer, when the true box is small or at the edge (else 0). None: 0, and in the
         originals 0.1, which taught to ask and never to answer. Set it to ablate that."""
         decay: Decay = Decay()
-        completion: Completion = Completion()
+        completion: CompletionPenalty = CompletionPenalty()
         call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
         """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
         waiting: str = "wait"
@@ -184,7 +184,7 @@ class ArcVisionReward:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: the sampled turns' ``texts``, and of each whether its call was carried out (None: nobody says, all count).
+    """An episode: the sampled turns' ``texts``, and for each whether its call was executed (None: unknown, all count).
 
     ``size``: of the image, in the unit of answers that are no fractions, None when it is not known.
     """
@@ -195,7 +195,7 @@ class Played:
     step: int = 0
 
 
-def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: Weights | None = None) -> Scored:
+def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0).
 
     ``corrected`` counts calls that were carried out (the environment carries out a turn's last one) and reads the last turn's
@@ -235,7 +235,7 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
 
 
 def _tool_only(about: Mapping[str, float], truth: Box, hard: bool, settings: ArcVisionReward.Settings, step: int) -> Scored:
-    """Calls, and nothing that looks like an answer."""
+    """The reward of calls without anything that looks like an answer."""
     paid = settings.tool_only if settings.tool_only is not None else 0.1 * (settings.variant != "corrected")
     paid, cost = paid if hard else 0.0, _incomplete(settings, step)
     nothing = grounding(None, truth) | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}
@@ -246,25 +246,25 @@ def _incomplete(settings: ArcVisionReward.Settings, step: int) -> float:
     return settings.completion.penalty if step > settings.completion.after else 0.0
 
 
-def _row_weights(task: Task) -> Weights | None:
+def _row_weights(task: Task) -> ArcVisionWeights | None:
     """Raises DataFailure when the row has some and they are none."""
     found: Any = task.extra.get("reward_weights")
     if found is None:
         return None
     try:
-        return Weights.model_validate(found)
+        return ArcVisionWeights.model_validate(found)
     except ValidationError as error:
         raise DataFailure(f"task {task.id}", f"reward_weights must be task, tool and gate, not {found!r}") from error
 
 
 def _executed(trajectory: Trajectory, texts: Sequence[str]) -> list[bool] | None:
-    """Of a saved completion nobody knows."""
+    """None for a saved completion, where it is unknown."""
     turns = trajectory.sampled_turns
     return [bool(turn.executed) for turn in turns] if turns and len(turns) == len(texts) else None
 
 
 def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings | IoUReward.Settings) -> Size | None:
-    """Of the first image; of a saved completion the row's ``image_size`` (width, height)."""
+    """Size of the first image; for a saved completion the row's ``image_size`` (width, height)."""
     if settings.pixels == "thousandths":
         return 1000, 1000
     image = next((image for turn in trajectory.turns for image in turn.images), None)
@@ -279,7 +279,7 @@ def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settin
 
 
 def _confidence(text: str, right: float) -> dict[str, float]:
-    """What the policy says of itself: ``<confidence>0.9</confidence>``, or 90, or 90%."""
+    """The policy's stated confidence: ``<confidence>0.9</confidence>``, or 90, or 90%."""
     said = _CONFIDENCE.findall(text)
     if not said:
         return {}
@@ -289,7 +289,7 @@ def _confidence(text: str, right: float) -> dict[str, float]:
 
 
 def inside(tag: str, text: str) -> list[str]:
-    """What stands between ``<tag>`` and ``</tag>``, each time that it does."""
+    """All texts between ``<tag>`` and ``</tag>``."""
     return re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
 
 

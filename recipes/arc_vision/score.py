@@ -24,10 +24,12 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 
 
 def settings(variant: str, reward: str | None) -> dict[str, Any]:
+    """The reward's settings for a variant."""
     return {"variant": variant}
 
 
 def answer(saved: Saved, variant: str) -> str | None:
+    """The box that the variant reads, as text; None without one."""
     if variant in ORIGINALS:
         found = ORIGINALS[variant]("\n".join(saved.texts))
     else:

@@ -1,5 +1,4 @@
-"""What Arc Vision's tools paid a call. They showed nothing, and their rewards never reached its trainer: the original logs
-them only.
+"""The pay of Arc Vision's tools for a call. Its tools showed nothing, and their rewards were only logged, never trained on.
 
 Numbers from jbarnes850/verl at b2577e0.
 """
@@ -17,14 +16,14 @@ _CENTRE = (0.25, 0.25, 0.75, 0.75)
 
 
 class Simulated:
-    """An episode's tools. ``gain`` is what zooming has given altogether, the tool's own ``calc_reward``."""
+    """An episode's tools. ``gain`` is the sum that zooming earned (the tool's own ``calc_reward``)."""
 
     def __init__(self) -> None:
         self.gain = self._waited = 0.0
         self._calls: dict[str, int] = {}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> float:
-        """The step reward of a call; 0 of a tool that is not known. Raises TypeError and ValueError for arguments of another
+        """The step reward of a call; 0 for an unknown tool. Raises TypeError and ValueError for arguments of another
         kind."""
         known = {"zoom_ui_element": self._zoom, "wait_for_ui": self._wait, "inspect_element": self._inspect}
         if name not in known:

@@ -1,4 +1,4 @@
-"""``python -m rayloop.recipes.arc_vision.telemetry RUN``: what a policy did with its tools, from the rollouts that a run has kept.
+"""``python -m rayloop.recipes.arc_vision.telemetry RUN`` reports how a policy used its tools, from the rollouts that a run kept.
 
 Four files of valid JSONL in ``RUN/telemetry``, with the names and fields that Arc Vision planned for its detailed logs; a line for
 each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
@@ -25,11 +25,24 @@ from rayloop.rewards.saved import texts_of
 from rayloop.run.folder import RunFolder
 from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 
-FILES = ("reasoning_traces", "tool_effectiveness", "tool_patterns", "contradictions")
+FIELDS = {
+    "reasoning_traces": (
+        "prompt_length", "response_length", "reasoning_text", "reasoning_length", "tools_used", "tool_invocations", "actual_iou",
+        "ground_truth_bbox", "has_reasoning", "has_tool_calls",
+    ),
+    "tool_effectiveness": (
+        "tool_used", "tools_used", "tool_count", "actual_iou", "bbox_area", "is_small_object", "is_edge_object", "tool_effective",
+        "performance_category", "difficulty_category",
+    ),
+    "tool_patterns": (
+        "tools_used", "tool_count", "actual_iou", "ground_truth_area", "used_zoom", "used_wait", "used_inspect", "multiple_tools",
+    ),
+}  # fmt: skip
+FILES = (*FIELDS, "contradictions")
 TOOLS = ("zoom", "crop", "wait", "inspect")
-"""Words by which a call is named, the first that it has; other calls are counted and have no name."""
+"""Names of tools: the first that a call contains is its name. Other calls are counted without a name."""
 UNSURE = ("unclear", "difficult", "hard to see", "not sure")
-"""What reasoning says of a box that asks for a closer look."""
+"""Words of reasoning about a box that needs a closer look."""
 SNIPPET = 200
 """Characters of the reasoning beside a contradiction."""
 
@@ -55,7 +68,7 @@ def telemetry(run: Path) -> dict[str, int]:
 
 
 def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name of a file and a line for it, of one trajectory; nothing of one that was not played."""
+    """The lines of one trajectory, each with the name of its file; none for a trajectory without turns."""
     texts, settings = texts_of(record, where), ArcVisionReward.Settings()
     if not texts:
         return
@@ -65,27 +78,21 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
     names = [name for call in calls if (name := next((tool for tool in TOOLS if tool in call), ""))]
     reasoning = "\n".join(part for tag in ("reasoning", "think") for text in texts for part in inside(tag, text)).strip()
     overlap, small, edge = found["iou"], bool(found["small"]), bool(found["edge"])
-    yield "reasoning_traces", {
+    facts = {
         "prompt_length": record["length"] - record["sampled_tokens"], "response_length": record["sampled_tokens"],
-        "reasoning_text": reasoning, "reasoning_length": len(reasoning), "tools_used": names,
-        "tool_invocations": len(calls), "actual_iou": overlap, "ground_truth_bbox": truth,
-        "has_reasoning": bool(reasoning), "has_tool_calls": bool(calls),
+        "reasoning_text": reasoning, "reasoning_length": len(reasoning), "has_reasoning": bool(reasoning),
+        "tools_used": names, "tool_used": bool(calls), "has_tool_calls": bool(calls), "multiple_tools": len(calls) > 1,
+        "tool_invocations": len(calls), "tool_count": len(calls), "used_zoom": "zoom" in names or "crop" in names,
+        "used_wait": "wait" in names, "used_inspect": "inspect" in names, "tool_effective": bool(calls) and overlap > 0.5,
+        "actual_iou": overlap, "ground_truth_bbox": truth, "bbox_area": found["area"], "ground_truth_area": found["area"],
+        "is_small_object": small, "is_edge_object": edge, "difficulty_category": "hard" if small else "medium" if edge else "easy",
+        "performance_category": _performance(overlap),
     }  # fmt: skip
-    yield "tool_effectiveness", {
-        "tool_used": bool(calls), "tools_used": names, "tool_count": len(calls), "actual_iou": overlap,
-        "bbox_area": found["area"], "is_small_object": small, "is_edge_object": edge,
-        "tool_effective": bool(calls) and overlap > 0.5, "performance_category": _performance(overlap),
-        "difficulty_category": "hard" if small else "medium" if edge else "easy",
-    }  # fmt: skip
-    yield "tool_patterns", {
-        "tools_used": names, "tool_count": len(calls), "actual_iou": overlap, "ground_truth_area": found["area"],
-        "used_zoom": "zoom" in names or "crop" in names, "used_wait": "wait" in names, "used_inspect": "inspect" in names,
-        "multiple_tools": len(calls) > 1,
-    }  # fmt: skip
+    for name, fields in FIELDS.items():
+        yield name, {field: facts[field] for field in fields}
     odd = _contradictions(len(calls), overlap, reasoning)
     if any(odd.values()):
-        snippet = reasoning[:SNIPPET]
-        yield "contradictions", {**odd, "contradiction_count": sum(odd.values()), "reasoning_snippet": snippet}
+        yield "contradictions", {**odd, "contradiction_count": sum(odd.values()), "reasoning_snippet": reasoning[:SNIPPET]}
 
 
 def _performance(overlap: float) -> str:

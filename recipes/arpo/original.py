@@ -18,8 +18,8 @@ WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""Words at which it stops reading a turn: it never makes the code of the calls behind them. Of these its code knows ``finished``
-alone; for the others it would write what it writes for any name that it does not know."""
+"""It stops reading a turn at these names, and makes no code for later calls. Its code knows only ``finished``; the others are
+unknown names to it."""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -45,7 +45,7 @@ class Parsed:
 
 
 def resized(height: int, width: int) -> tuple[int, int]:
-    """Height and width of the picture that the model's pixels are meant on."""
+    """Height and width of the picture that the model's pixels refer to."""
     return smart_resize(height, width, 28, 3136, 2_116_800)
 
 
@@ -78,7 +78,7 @@ def add_box_token(text: str) -> str:
 
 
 def _repaired(call: str) -> str:
-    """A text with its quotes escaped; what stands around the call becomes part of the text."""
+    """The call with its quotes escaped; text around the call becomes part of its argument."""
     for name in ("type", "finished"):
         if f"{name}(content" in call:
             call = f"{name}(content='{_escaped(_QUOTED.sub(_inside, call))}')"
@@ -121,7 +121,7 @@ def _input(name: str, value: object) -> str:
 
 
 def _point(box: str, short: str = "ValueError") -> tuple[float, float]:
-    """The middle of a box in pixels of the screen. ``short``: the error for another number of numbers than four."""
+    """The middle of a box in pixels of the screen. ``short``: the error unless there are four numbers."""
     numbers = [float(part) for part in box.strip("[]").split(",")]
     if not all(map(math.isfinite, numbers)):
         raise Broken("NameError")  # it evaluates the text, and nan and inf are no names

@@ -15,6 +15,7 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.osworld.environment import rows
+from rayloop.recipes.splits import write_rows
 
 NEEDED = {"id", "instruction", "evaluator"}
 """Keys of a task."""
@@ -33,10 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.max_samples is not None and chosen.max_samples < len(made):
         keep = set(random.Random(chosen.seed).sample(range(len(made)), chosen.max_samples))
         made = [row for number, row in enumerate(made) if number in keep]
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    file = chosen.out / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    print(f"{file}: {len(made)} rows")
+    write_rows(chosen.out, "train", made)
     return 0
 
 

@@ -13,10 +13,8 @@ PAGES = (
 )  # fmt: skip
 """Random clicks are rewarded now and then on each, so GRPO has a signal. A click beside everything costs a turn; most wrong ones
 end the episode."""
-WARM_PAGES = (*PAGES, "click-color", "click-widget")
-"""Those of the demonstrations."""
 ROWS = {"train": 900, "val": 72}
-"""Of the shipped splits."""
+"""Numbers of rows in the shipped splits."""
 
 
 def rows(split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:

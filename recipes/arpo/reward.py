@@ -1,4 +1,4 @@
-"""ARPO's reward: what the environment found, and half a point less when the last turn was no action."""
+"""ARPO's reward: the environment's result, and half a point less when the last turn was no action."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class ArpoReward:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """Unscored without a result of the environment."""
         original, result = self._settings.variant == "original", trajectory.env_result
         if result is None and not original:
             return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None: there is no result")

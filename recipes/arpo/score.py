@@ -9,7 +9,7 @@ from rayloop.core.types import Task
 from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of
 
 RESULTS = ("env_result", "eval_result", "result", "success")
-"""Columns of what the environment found."""
+"""Columns of the environment's result."""
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
@@ -21,7 +21,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 
 
 def answer(saved: Saved, variant: str) -> str | None:
-    """What the last turn does."""
+    """The action of the last turn."""
     return saved.texts[-1].rpartition("Action:")[2].strip() or None
 
 

@@ -1,4 +1,4 @@
-"""Charts that are drawn from a table, each with a question, its answer and the steps to it: nothing is read off, all is exact.
+"""Charts drawn from a table, each with a question, its exact answer and the steps to it.
 
 Rows are made from a seed alone; matplotlib draws them, and the same release draws the same pixels.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,16 @@ class Chart:
 
     @property
     def table(self) -> dict[str, Any]:
+        """The chart's data as ``{columns, rows}``."""
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
     @property
     def reasoning(self) -> str:
+        """The steps as the policy should write them."""
         return "\n".join(f"<step-{i}>: {step}" for i, step in enumerate(self.steps, start=1))
 
     def column(self, index: int) -> list[int]:
+        """The numbers of one column."""
         return [int(row[index]) for row in self.rows]
 
 
@@ -123,7 +127,8 @@ _DATA: dict[str, Callable[[random.Random, str], Data]] = {
 
 
 def _questions(kind: str) -> Sequence[Asking]:
-    return (_value, _highest, _lowest, _difference, _sum, _larger) + ((_total,) if kind == "stacked bar" else ())
+    highest, lowest = (partial(_extreme, word=word, pick=pick) for word, pick in (("highest", max), ("lowest", min)))
+    return (_value, highest, lowest, _difference, _sum, _larger) + ((_total,) if kind == "stacked bar" else ())
 
 
 def _series(draw: random.Random, about: Chart) -> tuple[int, str, list[int]]:
@@ -151,39 +156,30 @@ def _extreme(draw: random.Random, about: Chart, word: str, pick: Callable[[Seque
     return f"Which {about.columns[0].lower()} has the {word} value of {name}?", item, steps
 
 
-def _highest(draw: random.Random, about: Chart) -> Question:
-    return _extreme(draw, about, "highest", max)
-
-
-def _lowest(draw: random.Random, about: Chart) -> Question:
-    return _extreme(draw, about, "lowest", min)
+def _pair(draw: random.Random, about: Chart) -> tuple[str, tuple[str, str], tuple[int, int], str]:
+    """Two items of a series: the series' name, the items, their values, and the step that reads them."""
+    _, name, values = _series(draw, about)
+    i, j = draw.sample(range(len(values)), 2)
+    (a, *_), (b, *_), x, y = about.rows[i], about.rows[j], values[i], values[j]
+    return name, (a, b), (x, y), f"{name} is {x} for {a} and {y} for {b}."
 
 
 def _difference(draw: random.Random, about: Chart) -> Question:
-    _, name, values = _series(draw, about)
-    i, j = draw.sample(range(len(values)), 2)
-    a, b = about.rows[i][0], about.rows[j][0]
-    high, low = max(values[i], values[j]), min(values[i], values[j])
-    steps = (f"{name} is {values[i]} for {a} and {values[j]} for {b}.", f"The difference is {high} - {low} = {high - low}.")
+    name, (a, b), values, read = _pair(draw, about)
+    high, low = max(values), min(values)
+    steps = (read, f"The difference is {high} - {low} = {high - low}.")
     return f"What is the difference in {name} between {a} and {b}?", str(high - low), steps
 
 
 def _sum(draw: random.Random, about: Chart) -> Question:
-    _, name, values = _series(draw, about)
-    i, j = draw.sample(range(len(values)), 2)
-    a, b, total = about.rows[i][0], about.rows[j][0], values[i] + values[j]
-    steps = (f"{name} is {values[i]} for {a} and {values[j]} for {b}.", f"The sum is {values[i]} + {values[j]} = {total}.")
-    return f"What is the sum of {name} for {a} and {b}?", str(total), steps
+    name, (a, b), (x, y), read = _pair(draw, about)
+    return f"What is the sum of {name} for {a} and {b}?", str(x + y), (read, f"The sum is {x} + {y} = {x + y}.")
 
 
 def _larger(draw: random.Random, about: Chart) -> Question:
-    _, name, values = _series(draw, about)
-    i, j = draw.sample(range(len(values)), 2)
-    a, b = about.rows[i][0], about.rows[j][0]
-    answer = "Yes" if values[i] > values[j] else "No"
-    says = "is" if answer == "Yes" else "is not"
-    steps = (f"{name} is {values[i]} for {a} and {values[j]} for {b}.", f"{values[i]} {says} larger than {values[j]}.")
-    return f"Is the value of {name} for {a} larger than for {b}?", answer, steps
+    name, (a, b), (x, y), read = _pair(draw, about)
+    steps = (read, f"{x} {'is' if x > y else 'is not'} larger than {y}.")
+    return f"Is the value of {name} for {a} larger than for {b}?", "Yes" if x > y else "No", steps
 
 
 def _total(draw: random.Random, about: Chart) -> Question:
@@ -224,15 +220,13 @@ def _bar(axes: Any, about: Chart) -> None:
 
 
 def _line(axes: Any, about: Chart) -> None:
-    names = [row[0] for row in about.rows]
-    axes.plot(names, about.column(1), marker="o", color=_COLOURS[1])
-    _written(axes, names, about.column(1))
+    axes.plot([row[0] for row in about.rows], about.column(1), marker="o", color=_COLOURS[1])
+    _written(axes, [row[0] for row in about.rows], about.column(1))
 
 
 def _area(axes: Any, about: Chart) -> None:
-    names = [row[0] for row in about.rows]
-    axes.fill_between(names, about.column(1), color=_COLOURS[2], alpha=0.6)
-    _written(axes, names, about.column(1))
+    axes.fill_between([row[0] for row in about.rows], about.column(1), color=_COLOURS[2], alpha=0.6)
+    _written(axes, [row[0] for row in about.rows], about.column(1))
 
 
 def _points_drawn(axes: Any, about: Chart) -> None:

@@ -20,7 +20,7 @@ from rayloop.core.types import EndReason, Sampling, Task, Trajectory, Trajectory
 from rayloop.recipes.chart_rvr.data import ChartAnswers
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
-"""Nobody sampled the constant completion."""
+"""The trajectory of a constant completion, which was not sampled."""
 PATIENCE = 600.0
 """Seconds for one search of a constant completion, or one payment."""
 
@@ -88,16 +88,16 @@ def _answer(task: Task) -> str:
 
 
 def _usual(rows: Sequence[Task]) -> Task:
-    """A row that has what is most frequent, cell by cell over the tables of the most frequent size."""
+    """A row with the most frequent value in each cell, over the tables of the most frequent size."""
     tables = [row.extra["table"] for row in rows]
     size = _most(_size(table) for table in tables)
     tables = [table for table in tables if _size(table) == size]
     columns = [_most(names) for names in zip(*(table["columns"] for table in tables), strict=True)]
     cells = zip(*(table["rows"] for table in tables), strict=True)
     table = {"columns": columns, "rows": [[_most(cell) for cell in zip(*row, strict=True)] for row in cells]}
-    told = {name: _most(row.extra[name] for row in rows) for name in ("chart_type", "reasoning")}
+    usual = {name: _most(row.extra[name] for row in rows) for name in ("chart_type", "reasoning")}
     truth = _most(row.ground_truth for row in rows)
-    return dataclasses.replace(rows[0], ground_truth=truth, extra={**rows[0].extra, **told, "table": table})
+    return dataclasses.replace(rows[0], ground_truth=truth, extra={**rows[0].extra, **usual, "table": table})
 
 
 def _size(table: Any) -> tuple[int, ...]:

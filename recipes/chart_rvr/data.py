@@ -39,7 +39,7 @@ class ChartRows:
 
     class Settings(SettingsModel):
         template: Literal["direct", "steps", "type", "table"] = "table"
-        """What the policy is asked to write; rewards for type and table need ``table``, evaluations without thought ``direct``."""
+        """The answer that the prompt asks for; rewards for type and table need ``table``, answers without reasoning ``direct``."""
         system: str = ""
         """Another text in place of the template's, for a prompt of your own."""
         suffix: str = ""
@@ -65,6 +65,7 @@ class ChartRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task. Raises DataFailure."""
         names = self._settings
         label = field(row, names.label, where)
         label = label[0] if isinstance(label, list) else label
@@ -92,6 +93,7 @@ class ConversationRows(ChartRows):
     ``paragraph`` about the chart, stand before the question."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row with what came before its question. Raises DataFailure."""
         column = self._settings.query
         earlier = zip(_listed(row, "questions")[:-1], _listed(row, "answers")[:-1], strict=False)
         before = [f"{asked}\n{said}" for asked, said in earlier]

@@ -1,4 +1,4 @@
-"""What the chart benchmarks count: relaxed accuracy and exact match, and ChartQAPro's own rule."""
+"""The measures of the chart benchmarks: relaxed accuracy, exact match, and ChartQAPro's own rule."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class ChartAnswer:
     class Settings(SettingsModel):
         rule: Literal["relaxed", "chartqapro", "chartqapro_published"] = "relaxed"
         """relaxed: within 5 % of a number, else the same text (ChartQA and most others). chartqapro: its own rule.
-        chartqapro_published: what Chart-RVR's evaluation does in its place, within 100 %; to compare with its printed figures."""
+        chartqapro_published: Chart-RVR's evaluation instead, within 100 %; to compare with its printed figures."""
 
     def __init__(self, settings: ChartAnswer.Settings) -> None:
         self._rule = settings.rule
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """The answer by the benchmark's rule, 0..1."""
         said, true = evaluated_answer(context.texts[-1]), str(task.ground_truth)
         relaxed = relaxed_accuracy(said, true)
         accuracy = {

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.recipes.chart_rvr import charts as large
 from rayloop.recipes.chart_rvr import small
 from rayloop.recipes.chart_rvr.charts import Chart
+from rayloop.recipes.splits import write_rows
 
 ROWS = {"train": 600, "val": 60, "test": 120, "warm": 0}
 SMALL = {"train": 1000, "val": 64, "test": 192, "warm": 0}
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split, count in (SMALL if chosen.small else ROWS).items():
         if count := count if getattr(chosen, split) is None else getattr(chosen, split):
             made = list(charts(count, kinds, chosen.seed, split, seen, make))
-            print(f"{write(chosen.out, split, made, save)}: {count} rows")
+            write(chosen.out, split, made, save)
     return 0
 
 
@@ -65,20 +65,19 @@ def charts(
 
 
 def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, Path], None] = large.save) -> Path:
-    """``SPLIT.jsonl`` with one image for each row below ``images/SPLIT``."""
+    """Write ``SPLIT.jsonl``, and one image for each row below ``images/SPLIT``."""
     (out / "images" / split).mkdir(parents=True, exist_ok=True)
-    lines = []
-    for i, one in enumerate(made):
-        image = f"images/{split}/{i:06d}.png"
+    images = [f"images/{split}/{i:06d}.png" for i in range(len(made))]
+    for one, image in zip(made, images, strict=True):
         save(one, out / image)
-        row = {
+    rows = [
+        {
             "id": f"{split}-{i}", "image": image, "query": one.question, "label": one.answer, "table": one.table,
             "chart_type": one.kind, "reasoning": one.reasoning, "data_source": f"generated {one.kind}",
-        }  # fmt: skip
-        lines.append(json.dumps(row) + "\n")
-    path = out / f"{split}.jsonl"
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+        }
+        for i, (one, image) in enumerate(zip(made, images, strict=True))
+    ]  # fmt: skip
+    return write_rows(out, split, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
 EXTRACTED = "extracted_answer"
-"""Column in which a file may say what its own evaluation read as the answer."""
+"""Column of the answer that the file's own evaluation read."""
 SHOWN = 20
 
 
@@ -33,12 +33,13 @@ def settings(variant: str, reward: str | None) -> dict[str, Any]:
 
 
 def answer(saved: Saved, variant: str) -> str | None:
+    """The answer that the variant reads; None without one."""
     text = saved.texts[-1]
     return evaluated_answer(text) if variant in ("original", "fork") else parts(text).answer or None
 
 
 def notes(saved: Sequence[Saved], variant: str) -> list[str]:
-    """Beside what the file itself says: the answers that it extracted, and their published accuracy."""
+    """Compares with the file's own extracted answers, and reports their published accuracy."""
     own = [one for one in saved if isinstance(one.row.get(EXTRACTED), str)]
     if not own:
         return []

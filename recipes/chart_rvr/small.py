@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -19,7 +20,7 @@ KINDS = ("bar", "line")
 COLUMN, SIDE = 28, 84
 """Pixels of an item's place, and of the chart."""
 UNIT = 9
-"""Pixels of a value's unit."""
+"""Height of the value 1 in pixels."""
 MOST = 9
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (50, 70, 220), "yellow": (235, 200, 30), "black": (20, 20, 20)}
 PAGE, INK = (240, 240, 240), (120, 120, 120)
@@ -39,7 +40,7 @@ def small(kind: str, seed: int, split: str, index: int) -> Chart:
 
 
 def asked(question: str) -> str:
-    """What a question asks for: ``red``, ``highest`` or ``lowest``."""
+    """The subject of a question: ``red``, ``highest`` or ``lowest``."""
     return question.rstrip("?").rpartition(" ")[2]
 
 
@@ -51,17 +52,13 @@ def _value(draw: random.Random, items: Sequence[str], values: Sequence[int]) -> 
     return f"What is the value of {items[i]}?", str(values[i]), f"The value of {items[i]} is {values[i]}."
 
 
-def _highest(draw: random.Random, items: Sequence[str], values: Sequence[int]) -> Question:
-    return _extreme(items, values, "highest", max(values))
-
-
-def _lowest(draw: random.Random, items: Sequence[str], values: Sequence[int]) -> Question:
-    return _extreme(items, values, "lowest", min(values))
-
-
-def _extreme(items: Sequence[str], values: Sequence[int], word: str, value: int) -> Question:
+def _extreme(draw: random.Random, items: Sequence[str], values: Sequence[int], word: str, pick: Callable[..., int]) -> Question:
+    value = pick(values)
     item = items[values.index(value)]
     return f"Which colour is the {word}?", item, f"The {word} is {value}, that of {item}."
+
+
+_highest, _lowest = partial(_extreme, word="highest", pick=max), partial(_extreme, word="lowest", pick=min)
 
 
 def drawn(about: Chart) -> Image.Image:
@@ -72,6 +69,7 @@ def drawn(about: Chart) -> Image.Image:
 
 
 def save(about: Chart, path: Path) -> None:
+    """Write the chart as PNG."""
     drawn(about).save(path, compress_level=9)
 
 

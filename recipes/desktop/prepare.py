@@ -6,7 +6,6 @@ A row for each task of the shipped file, or of one's own (``--tasks``, as in the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,11 @@ from pathlib import Path
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.tasks import PROMPT, SHIPPED, rows
 from rayloop.envs.grammar.screens import UI_TARS
+from rayloop.recipes.splits import write_rows
 
 PROMPTS = {"bare": PROMPT, "ui-tars": UI_TARS}
 HELD_OUT = 4
-"""One task of so many is held out."""
+"""Every fourth task is held out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,18 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rayloop data prepare desktop", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--tasks", type=Path, default=SHIPPED, help="a file of desktop tasks (default: the shipped one)")
-    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="what the model is told (default: %(default)s)")
+    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="prompt of the rows (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     try:
         made = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tasks: {error}") from error
-    chosen.out.mkdir(parents=True, exist_ok=True)
     held = made[HELD_OUT - 1 :: HELD_OUT]
     for split, part in (("train", [row for row in made if row not in held]), ("val", held)):
-        file = chosen.out / f"{split}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-        print(f"{file}: {len(part)} rows")
+        write_rows(chosen.out, split, part)
     return 0
 
 

@@ -45,6 +45,7 @@ class DigitRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task with sorted digits. Raises DataFailure."""
         digits = field(row, "digits", where)
         if not (isinstance(digits, list) and all(type(d) is int and 0 <= d <= 9 for d in digits)):
             raise DataFailure(where, f"digits must be a list of integers from 0 to 9, not {digits!r}")
@@ -58,4 +59,5 @@ class SortedAnswers:
     tokens = ()
 
     def answer(self, task: Task, rng: random.Random) -> str:
+        """The sorted digits."""
         return " ".join(map(str, task.ground_truth))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.recipes.digits.data import rows
+from rayloop.recipes.splits import write_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,10 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train, evaluation = rows(chosen.train, chosen.eval, chosen.shortest, chosen.longest, chosen.seed)
     except ValueError as error:
         parser.error(str(error))
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    for name, made in (("train", train), ("eval", evaluation)):
-        (chosen.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-        print(f"{chosen.out / f'{name}.jsonl'}: {len(made)} rows")
+    for split, made in (("train", train), ("eval", evaluation)):
+        write_rows(chosen.out, split, made)
     return 0
 
 

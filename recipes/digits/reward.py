@@ -19,6 +19,7 @@ class SortReward:
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """The share of right positions, 0..1."""
         text = context.texts[-1].strip()
         if _ANSWER.fullmatch(text) is None:
             return Scored(0.0, {"exact": 0.0, "format": 0.0}, ("unparsable",))

@@ -23,6 +23,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 
 
 def answer(saved: Saved, variant: str) -> str | None:
+    """The completion without blanks around it; None when it is empty."""
     return saved.texts[-1].strip() or None
 
 

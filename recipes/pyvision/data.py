@@ -1,25 +1,15 @@
-"""Questions about images, to be answered with code: PyVision's rows and flat ones, and demonstrations of how it is done."""
+"""Questions about images, to be answered with code: PyVision's rows and flat ones."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.dataset import field, image_entry
-from rayloop.envs.interpreter.text import CLOSED, clue, opened
-from rayloop.recipes.pyvision.scenes import COUNTED, DOTS, KINDS, MOST, PLACES, box
-
-CLUES = (*clue(0), *clue(1))
-"""What the interpreter puts around the first images that the policy is shown."""
-RESULT = (opened("|").split("|")[0], CLOSED)
-"""What it puts around the result of code."""
 
 
 class QuestionRows:
@@ -32,14 +22,12 @@ class QuestionRows:
     class Settings(SettingsModel):
         prompt: str = "{question}"
         """The user's text behind the image; ``{question}`` is replaced by the row's."""
-        clues: bool = False
-        """Whether the image stands between the tags that the interpreter puts around it: on for demonstrations, which are trained
-        without the interpreter, and off otherwise."""
 
     def __init__(self, settings: QuestionRows.Settings) -> None:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task. Raises DataFailure."""
         flat = _flat(row, where) if "mm_hint" in row else row
         text = self._settings.prompt.replace("{question}", str(field(flat, "question", where)))
         return Task(
@@ -53,9 +41,7 @@ class QuestionRows:
     def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
         if flat.get("videos") and not flat.get("image"):
             return ()
-        image = image_entry(field(flat, "image", where), where, root)
-        before, after = CLUES[:2]
-        return (before, image, after) if self._settings.clues else (image,)
+        return (image_entry(field(flat, "image", where), where, root),)
 
 
 def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:
@@ -79,56 +65,5 @@ def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def answered(text: str) -> str:
-    """The last turn of an episode: the answer as PyVision's verifier reads it."""
+    """An episode's last turn with the answer ``text`` in the form that PyVision's verifier reads."""
     return f"<answer>\n\\boxed{{{text}}}\n</answer>"
-
-
-def code(kind: str, part: Sequence[int]) -> str:
-    """What looks at ``part`` (left, top, right, bottom) of the first image: counts its dots, or shows it."""
-    cut = f"image_clue_0.crop({tuple(part)})"
-    lines = {
-        "count": f'import numpy as np\nprint((np.array({cut}.convert("L")) < 40).sum() // {COUNTED**2})',
-        "dot": f"plt.imshow({cut})\nplt.show()",
-    }
-    return f"<code>\n```python\n{lines[kind]}\n```\n</code>"
-
-
-def _tokens() -> tuple[str, ...]:
-    """Each part of the demonstrations' texts that always stands together."""
-    boxes = [str(box(kind, place)) for kind in KINDS for place in range(len(PLACES))]
-    parts = [part for kind in KINDS for part in code(kind, (0, 0, 0, 0)).split("(0, 0, 0, 0)")]
-    before, after = answered("|").split("|")
-    return (*parts, *boxes, before, after, *DOTS, *CLUES, *RESULT)
-
-
-class Demonstrations:
-    """The supervised answers: what an expert did in the interpreter, or, as often as ``hesitant``, an answer at once."""
-
-    class Settings(SettingsModel):
-        hesitant: float = Field(0.6, ge=0, le=1)
-        """Share of answers without code. A warm policy that often guesses leaves something to be learned by reward."""
-        unsure: float = Field(0.0, ge=0, le=1)
-        """Share of the answers without code that are drawn at random instead of being right."""
-
-    tokens = _tokens()
-
-    def __init__(self, settings: Demonstrations.Settings) -> None:
-        self._settings = settings
-
-    def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]:
-        """Raises DataFailure for a row without the columns of a demonstration (``prepare.py --demos``)."""
-        if rng.random() < self._settings.hesitant:
-            return answered(self._guess(task, rng))
-        seen = field(task.extra, "seen", f"demonstration {task.id}")
-        root = Path(task.extra["root"])
-        parts = tuple(p if isinstance(p, str) else ImageSource(str(root / p["image"])) for p in seen["parts"])
-        return [
-            Message("assistant", (str(field(task.extra, "code", f"demonstration {task.id}")),)),
-            Message(seen["role"], parts),
-            Message("assistant", (answered(task.ground_truth),)),
-        ]
-
-    def _guess(self, task: Task, rng: random.Random) -> str:
-        if rng.random() >= self._settings.unsure:
-            return str(task.ground_truth)
-        return rng.choice(list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MOST + 1)])

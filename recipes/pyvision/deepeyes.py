@@ -14,6 +14,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.judge.answers import extract
 from rayloop.recipes.pyvision import original
+from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
 
 ATTEMPTS = 8
@@ -72,8 +73,7 @@ class DeepEyesReward:
         return original.deepeyes_math(response) if math else original.deepeyes(response)
 
     async def _mathematics(self, asked: Asked, read: original.DeepEyes, ill: tuple[str, ...]) -> Outcome:
-        """math-verify first, then the judge; of the original up to eight times, and a judge that keeps failing is a wrong
-        answer."""
+        """Compare with math-verify, then ask the judge. The original asks up to eight times; then the answer is wrong."""
         judged = self._verifiers.judged(asked)
         found = await judged if isinstance(judged, Awaitable) else judged
         if isinstance(found, Scored) and found.value < 1 and self._verifiers.has_judge:
@@ -122,8 +122,8 @@ def _looked(trajectory: Trajectory) -> bool:
 
 
 def _boxed(context: ScoreContext, answer: str) -> ScoreContext:
-    """What a judge reads: the answer in its form."""
-    return replace(context, texts=[f"<answer>\n\\boxed{{{answer}}}\n</answer>"])
+    """The context with the answer in the form that a judge reads."""
+    return replace(context, texts=[answered(answer)])
 
 
 def _flagged(found: Judged, ill: tuple[str, ...]) -> Judged:

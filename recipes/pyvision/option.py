@@ -27,6 +27,7 @@ class OptionReward:
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """1 or 0, with the flag ``undecided`` when no option is found."""
         said = context.texts[-1] if context.texts else ""
         asked = str(task.extra.get("question", ""))
         tagged = extract(said, "tagged_box")

@@ -1,5 +1,5 @@
-"""What PyVision-RL (agents-x-project/PyVision-RL at 62ca599) and DeepEyes (Visual-Agent/DeepEyes at 6c5e796) do with a text,
-mistakes included, for the ``original`` variants of ``PyVisionReward`` and ``DeepEyesReward``. Each search is linear in the text.
+"""The parsers of PyVision-RL (agents-x-project/PyVision-RL at 62ca599) and DeepEyes (Visual-Agent/DeepEyes at 6c5e796), with their
+mistakes, for the ``original`` variants of ``PyVisionReward`` and ``DeepEyesReward``. Each search is linear in the text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOXED = re.compile(r"\\boxed{([^}]+)}")
 
 
 def answer(response: str) -> str | None:
-    """What the first ``<answer>``, line break, ``\\boxed{...}``, line break, ``</answer>`` holds, in tool output too."""
+    """The text in the first ``<answer>``, line break, ``\\boxed{...}``, line break, ``</answer>``, also in tool output."""
     start = response.find(_BEGIN)
     end = response.find(_END, start + len(_BEGIN)) if start >= 0 else -1
     return response[start + len(_BEGIN) : end].strip() if end >= 0 else None
@@ -45,24 +45,25 @@ def verified(response: str, *, gate: bool) -> str | None:
 
 
 def unpaired_images(response: str) -> bool:
+    """Whether tags of images are not in pairs."""
     begun, ended = response.count("<|vision_start|><|image_pad|>"), response.count("<|image_pad|><|vision_end|>")
     return begun != ended
 
 
 def verdict(reply: str) -> bool:
-    """Of a judge that was asked for a digit: behind the last ``Judgement:`` any 1 is right, else the whole reply must be 1."""
+    """The verdict of a judge that writes a digit: any 1 after the last ``Judgement:`` is right, else the whole reply must be 1."""
     _, mark, said = reply.rpartition("Judgement:")
     return "1" in said if mark else reply.strip() == "1"
 
 
 def grade(reply: str) -> bool:
-    """Of the general verifier's grader: ``correct: yes``."""
+    """The verdict of the general verifier's grader: ``correct: yes`` is right."""
     found = _GRADE.search(reply)
     return found is not None and found[1].lower() == "yes"
 
 
 def first_number(value: Any) -> float | None:
-    """Of a text the first number anywhere; a comma ends it."""
+    """The first number in a text; a comma ends it."""
     if isinstance(value, int | float):
         return float(value)
     found = _NUMBER.search(value) if isinstance(value, str) else None
@@ -70,7 +71,7 @@ def first_number(value: Any) -> float | None:
 
 
 def step_reward(turn: str, ran: bool, per_call: float) -> float:
-    """What the environment pays a turn: for code that was run, also when it failed or took too long; nothing without code."""
+    """The environment's pay for a turn: ``per_call`` for code that ran, also when it failed or took too long, else 0."""
     return per_call if ran and interpreter.answer(turn) is None and interpreter.code(turn) is not None else 0.0
 
 

@@ -18,6 +18,7 @@ from rayloop.core.types import Task, Trajectory
 from rayloop.judge.answers import boxed, extract
 from rayloop.judge.rules.decision import mean_relative_accuracy
 from rayloop.recipes.pyvision import original
+from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
 
 LONGEST = original.LONGEST
@@ -78,7 +79,7 @@ class PyVisionReward:
         return at_once(judged, lambda found: self._paid(found, components))
 
     def _paid(self, found: Judged, components: Mapping[str, float], *, long: bool = False) -> Outcome:
-        """``long``: of the original, whose bonus an overlong answer keeps."""
+        """``long``: an overlong answer, which keeps its bonus in the original."""
         if not isinstance(found, Scored):
             return found
         right = found.value >= self._settings.right_from
@@ -102,7 +103,7 @@ class PyVisionReward:
         components["format"] = 1.0
         if published == "multi_task_verifier" and source not in original.EXAMPLES:
             return Scored(0.0, components, ("raised", "UnboundLocalError"))
-        alone = replace(context, texts=[f"<answer>\n\\boxed{{{answer}}}\n</answer>"])
+        alone = replace(context, texts=[answered(answer)])
         asked = Asked(answer, trajectory, task, alone)
         if published == "general_verifier":
             return self._never_failing(asked, components)
@@ -140,5 +141,5 @@ def original_calls(trajectory: Trajectory, context: ScoreContext) -> float:
     turns = trajectory.sampled_turns
     if len(turns) != len(context.texts):
         return float(trajectory.env_result or 0)
-    told = zip(turns, context.texts, strict=True)
-    return sum(original.step_reward(text, turn.executed is not None, 1.0) for turn, text in told)
+    pairs = zip(turns, context.texts, strict=True)
+    return sum(original.step_reward(text, turn.executed is not None, 1.0) for turn, text in pairs)

@@ -20,7 +20,7 @@ CARDS = {"red": (235, 110, 110), "green": (110, 205, 110), "blue": (130, 150, 24
 DOTS = {"black": (0, 0, 0), "white": (255, 255, 255), "cyan": (0, 255, 255), "magenta": (255, 0, 255)}
 KINDS = ("count", "dot")
 NEAR = {"count": 28, "dot": 10}
-"""Pixels from the middle of a card to the edge of the box that holds all that is on it."""
+"""Pixels from the middle of a card to the edge of the box that holds its dots."""
 MOST = 5
 """Dots on a card."""
 COUNTED, COLOURED = 4, 6
@@ -29,7 +29,7 @@ COUNTED, COLOURED = 4, 6
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """``box``: left, top, right and bottom of what is on the card that is meant, in pixels."""
+    """``box``: left, top, right and bottom of the dots on the card in question, in pixels."""
 
     kind: str
     question: str
@@ -60,7 +60,7 @@ def middle(place: int) -> tuple[int, int]:
 
 
 def box(kind: str, place: int) -> tuple[int, int, int, int]:
-    """Of all that can be on the card there."""
+    """Left, top, right and bottom of the area on a card where dots can be."""
     (x, y), near = middle(place), NEAR[kind]
     return x - near, y - near, x + near, y + near
 

@@ -13,7 +13,7 @@ from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of, truth
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
 CALLS = ("calls", "tool_turns_executed", "tool_cnt")
-"""Columns of how many turns ran code."""
+"""Columns of the number of turns that ran code."""
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
@@ -30,6 +30,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 
 
 def answer(saved: Saved, variant: str) -> str | None:
+    """The answer that the variant reads; None without one."""
     if variant.endswith("original"):
         whole = saved.row.get("transcript")
         text = whole if isinstance(whole, str) else "".join(saved.texts)

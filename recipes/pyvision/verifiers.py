@@ -31,7 +31,7 @@ WRONG, RIGHT = Scored(0.0), Scored(1.0)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer, and what a judge is given; its context's last text holds the answer in its form."""
+    """An answer with the judge's arguments; the context's last text holds the answer in its form."""
 
     answer: str
     trajectory: Trajectory
@@ -55,7 +55,7 @@ class Verifiers:
         return MathVerifier(self._math_timeout)
 
     def kind(self, source: str) -> Kind:
-        """Of the first pattern that fits, an exact name before all."""
+        """The rule of the first pattern that fits; an exact name goes first."""
         if source not in self._kinds:
             other: Kind = "rules" if self._judge is None else "judge"
             fitting = (kind for pattern, kind in self._sources.items() if fnmatchcase(source, pattern))
@@ -77,7 +77,7 @@ class Verifiers:
         return self.asked(asked)
 
     def asked(self, asked: Asked) -> Judged | Awaitable[Judged]:
-        """Of the judge, and of the rules where there is none."""
+        """The judge's verdict; without a judge the rules'."""
         if self._judge is None:
             return _ruled(asked)
         return self._judge.score(asked.trajectory, asked.task, asked.context)
@@ -88,7 +88,7 @@ class Verifiers:
 
 
 def at_once(found: Judged | Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome | Awaitable[Outcome]:
-    """``then`` of what was found, now if it is there."""
+    """``then(found)``, at once or when ``found`` is awaited."""
     return _later(found, then) if isinstance(found, Awaitable) else then(found)
 
 
@@ -105,7 +105,7 @@ def _ruled(asked: Asked) -> Judged:
 
 
 def decided(true: str, said: str, asked: str) -> Scored:
-    """What the judge's rules say of an answer to the question ``asked``: where none decides it is wrong, and ``undecided``."""
+    """The verdict of the judge's rules on an answer to the question ``asked``; wrong and ``undecided`` where no rule decides."""
     found = decide(true, said, question=asked)
     return Scored(0.0, flags=("undecided",)) if found.correct is None else RIGHT if found.correct else WRONG
 

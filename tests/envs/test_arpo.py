@@ -1,4 +1,4 @@
-"""The demonstrator and the random player of recipes/arpo, in live pages."""
+"""The demonstrator and the random player of ARPO's tiny model, in live pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.envs.programs import needs
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
+from benchmarks.makers.browser_clicks import TURNS, WARM_PAGES, demonstrated, record
+from benchmarks.makers.random_clicks import ARM, play
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
-from rayloop.recipes.arpo.demonstrations import TURNS, demonstrated, record
-from rayloop.recipes.arpo.pages import PAGES, WARM_PAGES, rows
-from rayloop.recipes.arpo.random_play import ARM, play
+from rayloop.recipes.arpo.pages import PAGES, rows
 from rayloop.run.folder import RunFolder
 from tests.support.runs import ledger_closes
 

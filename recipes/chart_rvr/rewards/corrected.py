@@ -1,6 +1,6 @@
-"""The seven rewards with the listed mistakes of the original mended (README.md has each, what it did and what is done here).
+"""The seven rewards without the original's mistakes (README.md lists each mistake, its effect, and the correction).
 
-What is no mistake stays as published, the sizes of the components too: a perfect table is worth 2.25 whatever its size.
+Everything else stays as published, with the sizes of the components: a perfect table of any size is worth 2.25.
 """
 
 from __future__ import annotations
@@ -11,16 +11,31 @@ from fractions import Fraction
 from rayloop.core.failures import DataFailure
 from rayloop.recipes.chart_rvr.rewards.original import num_token_reward
 from rayloop.recipes.chart_rvr.rewards.reading import Count, Parts, Table, as_table, parsed_table, parts, steps_of, well_formed
-from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, ChartSample, Paid, Pair, Process
 from rayloop.recipes.chart_rvr.rewards.tables import shares
 from rayloop.recipes.chart_rvr.rewards.values import readable, same_answer
 
 STEP, STEPS_MOST = 0.25, 1.5
 JSON, KEYS, HEADERS, CELLS = 0.5, 0.25, 0.5, 1.0
-"""Of the table: parseable, exactly the two keys, all headers, all cells."""
+"""Pay for a table: parseable, exactly the two keys, all headers, all cells."""
 
 
-class Corrected:
+class BySample:
+    """A definition that pays each sample by itself, from its parts."""
+
+    def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
+        """Raises DataFailure for a row without label, and for a true table that is none."""
+        return [self._paid(sample) for sample in samples]
+
+    def answer(self, text: str) -> str | None:
+        """The text inside ``<answer>``."""
+        return parts(text).answer or None
+
+    def _paid(self, sample: ChartSample) -> Paid:
+        raise NotImplementedError
+
+
+class Corrected(BySample):
     """``least``, ``most`` and ``cap`` are tokens of the reasoning after the table, counted by ``count``."""
 
     components: tuple[str, ...] = SEVEN
@@ -29,11 +44,7 @@ class Corrected:
         self._tolerance, self._years = Fraction(str(tolerance)), years
         self._least, self._most, self._cap, self._count = least, most, cap, count
 
-    def rules(self, samples: Sequence[Sample]) -> list[Paid]:
-        """Raises DataFailure for a row without label, and for a true table that is none."""
-        return [self._paid(sample) for sample in samples]
-
-    def process(self, sample: Sample) -> Process:
+    def process(self, sample: ChartSample) -> Process:
         """Flags ``no_reasoning`` (the policy's) and ``no_true_reasoning``: nothing to compare, paid 0."""
         if not isinstance(sample.reasoning, str) or not sample.reasoning.strip():
             return Process((), ("no_true_reasoning",))
@@ -41,12 +52,10 @@ class Corrected:
         return Process(((steps, sample.reasoning),)) if steps else Process((), ("no_reasoning",))
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
+        """The cosine of the reasoning."""
         return cosines[0]
 
-    def answer(self, text: str) -> str | None:
-        return parts(text).answer or None
-
-    def _paid(self, sample: Sample) -> Paid:
+    def _paid(self, sample: ChartSample) -> Paid:
         found, label = parts(sample.text), label_of(sample)
         table, flags = self._table(found.table, sample)
         right = bool(found.answer) and same_answer(found.answer or "", label, self._tolerance, self._years)
@@ -69,7 +78,7 @@ class Corrected:
             return 0.0
         return float(self._least <= tokens <= self._most) + min(STEP * len(steps_of(steps)), STEPS_MOST)
 
-    def _table(self, text: str | None, sample: Sample) -> tuple[float, tuple[str, ...]]:
+    def _table(self, text: str | None, sample: ChartSample) -> tuple[float, tuple[str, ...]]:
         data, true = parsed_table(text), true_table(sample)
         if data is None:
             return 0.0, ("unparsable_table",)
@@ -83,7 +92,7 @@ class Corrected:
         return form + HEADERS * headers + CELLS * cells, ()
 
 
-def label_of(sample: Sample) -> str:
+def label_of(sample: ChartSample) -> str:
     """The true answer as a text. Raises DataFailure when the row has none."""
     label = str(sample.label).strip() if sample.label is not None else ""
     if not label:
@@ -91,7 +100,7 @@ def label_of(sample: Sample) -> str:
     return label
 
 
-def true_table(sample: Sample) -> Table | None:
+def true_table(sample: ChartSample) -> Table | None:
     """The row's table, None when it has none. Raises DataFailure for something else than a table."""
     if sample.table is None:
         return None
@@ -111,6 +120,7 @@ def _type(text: str) -> str:
 
 
 def answer_flags(found: Parts) -> tuple[str, ...]:
+    """The flags of an answer that is missing or not closed."""
     if not found.answer:
         return ("no_answer",)
     return () if found.closed else ("unclosed_answer",)

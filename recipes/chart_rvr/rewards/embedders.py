@@ -1,4 +1,4 @@
-"""What makes vectors of reasonings: any server with the OpenAI interface, or counts of words where there is no model."""
+"""Embedders: any server with the OpenAI interface, or counts of words without a model."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class WordEmbedder:
         self._size = settings.size
 
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        """Counts of hashed words, one vector for each text."""
         return [self._counts(text) for text in texts]
 
     def _counts(self, text: str) -> list[float]:

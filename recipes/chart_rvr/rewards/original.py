@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, ChartSample, Paid, Pair, Process
 
 _TAGS = ("<type>", "</type>", "<think>", "</think>", "<answer>", "</answer>", "<table>", "</table>")
 _ONCE = (*_TAGS, "<think>\n<type>", "</type>\n<table>")
@@ -64,7 +64,7 @@ def trained_answer(text: str) -> str:
 
 def length_think_reward(text: str) -> float:
     """1 for more than 70 and at most 250 characters of thought, table and tags included; 0.25 for each ``<step-`` and one more, at
-    most 1.5. What the original does to thoughts of more than 500 characters comes after they are paid."""
+    most 1.5. The original's rule for thoughts of more than 500 characters follows the payment, so it has no effect."""
     thought = last(text, "think")
     return float(70 < len(thought) <= 250) + min(0.25 * (thought.count("<step-") + 1), 1.5)
 
@@ -80,11 +80,12 @@ def chart_type_reward(text: str, chart_type: Any) -> float:
 
 
 def process_text(text: str) -> str:
-    """What the process reward compares with the true reasoning."""
+    """The text that the process reward compares with the true reasoning."""
     return text.split("</table>")[-1].strip().split("</think>")[0].strip()
 
 
 def last(text: str, tag: str) -> str:
+    """The text inside the last ``tag``; the whole text without that tag."""
     return text.split(f"<{tag}>")[-1].strip().split(f"</{tag}>")[0].strip()
 
 
@@ -130,8 +131,8 @@ def _has_both_keys(parsed: Any) -> bool:
 
 
 def _compare(said: Any, table: Any, fork: bool) -> tuple[float, bool]:
-    """What equal headers and cells are paid, and whether something raised. Sorts the policy's table in place, as the original does;
-    the true one is left as it is, which no later text can tell."""
+    """The pay for equal headers and cells, and whether the comparison raised. Sorts the policy's table in place, as the original;
+    the true one stays as it is, which changes no later result."""
     true = dict(table) if isinstance(table, dict) else table
     _sort(said, true, fork)
     paid, failed = 0.0, False
@@ -202,6 +203,7 @@ def relaxed_accuracy(prediction: str, target: str, tolerance: float = 0.05, *, u
 
 
 def exact_match(prediction: str, target: str) -> float:
+    """1 for the same text in any case, else 0."""
     return float(prediction.lower() == target.lower())
 
 
@@ -223,7 +225,8 @@ class Original:
     def __init__(self, *, fork: bool = False) -> None:
         self._fork = fork
 
-    def rules(self, samples: Sequence[Sample]) -> list[Paid]:
+    def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
+        """All components but ``process``, for a batch."""
         tables = table_style_rewards([s.text for s in samples], [s.table for s in samples], fork=self._fork)
         paid = []
         for sample, (table, flags) in zip(samples, tables, strict=True):
@@ -242,14 +245,16 @@ class Original:
             paid.append(Paid(components, flags))
         return paid
 
-    def process(self, sample: Sample) -> Process:
+    def process(self, sample: ChartSample) -> Process:
         """Flag ``process_raised``: there is no reasoning to split, where the original ends with an error."""
         if not isinstance(sample.reasoning, str):
             return Process((), ("process_raised",))
         return Process(((process_text(sample.text), sample.reasoning),))
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
+        """The cosine of the reasoning."""
         return cosines[0]
 
     def answer(self, text: str) -> str | None:
+        """The answer that the evaluation compares."""
         return evaluated_answer(text)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayloop.recipes.chart_rvr.rewards.corrected import answer_flags, label_of, true_table
+from rayloop.recipes.chart_rvr.rewards.corrected import BySample, answer_flags, label_of, true_table
 from rayloop.recipes.chart_rvr.rewards.reading import Count, Table, as_table, parsed_table, parts, steps_of, well_formed
-from rayloop.recipes.chart_rvr.rewards.sample import Paid, Pair, Process, Sample
+from rayloop.recipes.chart_rvr.rewards.sample import ChartSample, Paid, Pair, Process
 
 JSON = 0.5
 SPECIAL = " \t\n.,;:!?%°*'\"`"
-"""What ``normal`` takes off a text's end; the paper does not list its "trailing special symbols"."""
+"""The characters that ``normal`` strips from a text's end; the paper does not list its "trailing special symbols"."""
 
 
-class Paper:
+class Paper(BySample):
     """``least`` and ``most`` are its eta 1 and 2, in tokens of the whole completion; ``steps`` is its m. It prints none of them."""
 
     components: tuple[str, ...] = ("format", "accuracy", "length", "type", "table", "process")
@@ -25,11 +25,7 @@ class Paper:
         self._tolerance, self._least, self._most = tolerance, least, most
         self._steps, self._count = steps, count
 
-    def rules(self, samples: Sequence[Sample]) -> list[Paid]:
-        """Raises DataFailure for a row without label, and for a true table that is none."""
-        return [self._paid(sample) for sample in samples]
-
-    def process(self, sample: Sample) -> Process:
+    def process(self, sample: ChartSample) -> Process:
         """Pairs of the first ``steps`` true steps, then of what is left of both."""
         if not isinstance(sample.reasoning, str) or not (true := steps_of(sample.reasoning)):
             return Process((), ("no_true_reasoning",))
@@ -46,10 +42,7 @@ class Paper:
         ]
         return sum(first) / len(first) + rest
 
-    def answer(self, text: str) -> str | None:
-        return parts(text).answer or None
-
-    def _paid(self, sample: Sample) -> Paid:
+    def _paid(self, sample: ChartSample) -> Paid:
         found, label = parts(sample.text), label_of(sample)
         tokens = self._count(sample.text) if sample.tokens is None else sample.tokens
         right = float(same(found.answer or "", label, self._tolerance))

@@ -77,8 +77,8 @@ def steps_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> int:
-    """About the tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits first. Rare
-    words are several tokens there, so this is a little less."""
+    """The approximate number of tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer
+    splits first. It splits rare words further, so this is a little less."""
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
@@ -102,6 +102,7 @@ class Table:
 
     @property
     def cells(self) -> int:
+        """The number of cells."""
         return sum(map(len, self.rows))
 
 

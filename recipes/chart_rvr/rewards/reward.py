@@ -19,7 +19,7 @@ from rayloop.recipes.chart_rvr.rewards.corrected import Corrected
 from rayloop.recipes.chart_rvr.rewards.original import Original
 from rayloop.recipes.chart_rvr.rewards.paper import Paper
 from rayloop.recipes.chart_rvr.rewards.reading import Count, pieces
-from rayloop.recipes.chart_rvr.rewards.sample import Paid, Sample, Variant
+from rayloop.recipes.chart_rvr.rewards.sample import ChartSample, Paid, Variant
 from rayloop.recipes.chart_rvr.rewards.similarity import Similarity
 
 EMBEDDER = Role("embedder", ("embed",))
@@ -30,26 +30,26 @@ NO_EMBEDDER = (
 )
 
 
-class Weights(SettingsModel):
-    """Of the components in the reward, which is their weighted sum; the originals add them unweighted."""
+class ChartWeights(SettingsModel):
+    """Weights of the components; the reward is their weighted sum. The originals add them unweighted."""
 
     format: float = 1.0
-    """Of the blocks in the form that the prompt asks for: 0 or 2 (paper: 1)."""
+    """Weight of the form that the prompt asks for: 0 or 2 (paper: 1)."""
     accuracy: float = 1.0
-    """Of the right answer, which is worth 0 or 1 in every variant."""
+    """Weight of the right answer: 0 or 1 in every variant."""
     length: float = 1.0
-    """Of reasoning that is neither short nor long, up to 2.5 (paper: 1)."""
+    """Weight of reasoning that is neither short nor long: up to 2.5 (paper: 1)."""
     tags: float = 1.0
-    """Of each tag occurring exactly once: 0 or 2; the paper does not have this component."""
+    """Weight of each tag occurring exactly once: 0 or 2; not in the paper."""
     type: float = 1.0
-    """Of the chart's type, 0 or 1; in the paper's formula this is lambda 1."""
+    """Weight of the chart's type: 0 or 1; lambda 1 in the paper's formula."""
     table: float = 1.0
-    """Of the chart's data, up to 2.25 (paper: 2.5); in the paper's formula this is lambda 1 too."""
+    """Weight of the chart's data: up to 2.25 (paper: 2.5); also lambda 1 in the paper's formula."""
     process: float = 1.0
-    """Of reasoning like the true one, up to 1 (paper: 2, lambda 2). 0 where there is no embedder."""
+    """Weight of reasoning like the true one: up to 1 (paper: 2, lambda 2). Set 0 without an embedder."""
 
 
-class Length(SettingsModel):
+class LengthSettings(SettingsModel):
     """When reasoning is neither short nor long, for ``corrected`` and ``paper``; the original's numbers are fixed."""
 
     least: int = Field(50, ge=0)
@@ -78,16 +78,16 @@ class ChartReward:
         variant: Literal["corrected", "original", "fork", "paper"] = "corrected"
         """original: the published functions' numbers, mistakes included, to repeat or ablate a run; fork: the same with the fork's
         table. corrected: the mistakes mended. paper: as the paper defines them, which the code never did."""
-        weights: Weights = Weights()
+        weights: ChartWeights = ChartWeights()
         tolerance: float = Field(0.05, ge=0, lt=1)
         """A number is right within this share of the true one; ``original`` always has 0.05."""
         years: tuple[int, int] = (1800, 2100)
         """Whole true numbers in this range must be met exactly: 5 % of a year is a century (``corrected`` only)."""
-        length: Length = Length()
+        length: LengthSettings = LengthSettings()
         steps: int = Field(2, ge=1)
         """Steps that ``paper`` compares one by one, its m; all later ones are compared as one text."""
         embedder: Annotated[Component | None, EMBEDDER] = None
-        """What makes vectors of texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none by default."""
+        """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none by default."""
         batch: int = Field(256, ge=1)
         """Most texts in one call of the embedder; lower it when the server runs out of memory."""
         wait: float = Field(0.01, ge=0)
@@ -128,11 +128,11 @@ class ChartReward:
             return [self._outcome(one) for one in paid]
         return self._with_processes(samples, paid)
 
-    async def _with_processes(self, samples: Sequence[Sample], paid: Sequence[Paid]) -> Sequence[Outcome]:
+    async def _with_processes(self, samples: Sequence[ChartSample], paid: Sequence[Paid]) -> Sequence[Outcome]:
         """A coroutine, since ``score_group`` is called where no event loop runs."""
         return await asyncio.gather(*(self._with_process(s, p) for s, p in zip(samples, paid, strict=True)))
 
-    async def _with_process(self, sample: Sample, paid: Paid) -> Outcome:
+    async def _with_process(self, sample: ChartSample, paid: Paid) -> Outcome:
         assert self._similarity is not None
         asked = self.variant.process(sample)
         value = 0.0
@@ -161,14 +161,14 @@ def made(settings: ChartReward.Settings) -> Variant:
 
 
 def counter(model: str) -> Count:
-    """What counts tokens: the model's tokenizer, or ``pieces`` without one. Raises ConfigError."""
+    """The counter of tokens: the model's tokenizer, or ``pieces`` without a model. Raises ConfigError."""
     if not model:
         return pieces
     tokenizer = load_tokenizer(resolve(model).folder)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def sampled(trajectory: Trajectory, task: Task, context: ScoreContext) -> Sample:
+def sampled(trajectory: Trajectory, task: Task, context: ScoreContext) -> ChartSample:
     """The last turn, with the number of its tokens where they are known."""
     turns = trajectory.sampled_turns
-    return Sample.of(context.texts[-1] if context.texts else "", task, len(turns[-1].token_ids) if turns else None)
+    return ChartSample.of(context.texts[-1] if context.texts else "", task, len(turns[-1].token_ids) if turns else None)

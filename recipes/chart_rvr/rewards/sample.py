@@ -1,4 +1,4 @@
-"""What the rewards are given: one completion with the row's truth; and what each variant of them is."""
+"""The input of the rewards: a completion with the row's truth; and the interface of a variant."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PUBLISHED = {
 """The original's name of each."""
 
 Pair = tuple[str, str]
-"""A text of the policy's, and the true one that it should resemble."""
+"""A text of the policy, and the true text to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """``text`` is the raw completion; ``tokens`` how many were sampled for it, None when nobody counted.
+class ChartSample:
+    """``text`` is the raw completion; ``tokens`` the number of sampled tokens, None when unknown.
 
     ``table`` and ``reasoning`` may be None: the row's rationale could not be parsed when the data was made. ``where``: the row.
     """
@@ -41,7 +41,7 @@ class Sample:
     where: str = ""
 
     @classmethod
-    def of(cls, text: str, task: Task, tokens: int | None = None) -> Sample:
+    def of(cls, text: str, task: Task, tokens: int | None = None) -> ChartSample:
         """The last turn's text with the truth of a row that has the data set's columns."""
         extra = task.extra
         return cls(
@@ -60,7 +60,7 @@ class Paid:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What the process reward asks the embedder: ``pairs`` of texts, none when there is nothing to ask; ``flags`` say why."""
+    """The texts that the process reward embeds: ``pairs``, none when there is nothing to compare; ``flags`` give the reason."""
 
     pairs: Sequence[Pair] = ()
     flags: tuple[str, ...] = ()
@@ -70,13 +70,15 @@ class Variant(Protocol):
     """One definition of the rewards."""
 
     components: tuple[str, ...]
-    """Of ``SEVEN`` those that it defines."""
+    """The components of ``SEVEN`` that it defines."""
 
-    def rules(self, samples: Sequence[Sample]) -> list[Paid]:
+    def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
         """The components that need no embedder, and the measures ``relaxed`` and ``exact``. Raises DataFailure."""
         ...
 
-    def process(self, sample: Sample) -> Process: ...
+    def process(self, sample: ChartSample) -> Process:
+        """The pairs of texts that the process reward compares."""
+        ...
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
         """The process reward from ``process``'s pairs, of which there is at least one, and their cosines."""

@@ -1,4 +1,4 @@
-"""How alike two texts are: the cosine of their embeddings, asked for in batches of whatever is scored at the same time."""
+"""Cosines of embedded texts; texts that are scored at the same time are embedded in one batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Embedder(Protocol):
     """Makes vectors of texts: ``embed`` returns one per text, in their order, all of one length. It is called in a thread and may
     block. Whatever it raises leaves the trajectories unscored, never paid 0."""
 
-    def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]: ...
+    def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        """One vector for each text, all of one length."""
+        ...
 
 
 class Unavailable(InfrastructureFailure):
@@ -39,7 +41,10 @@ class Similarity:
         self._running: set[asyncio.Task[None]] = set()
 
     async def cosines(self, pairs: Sequence[Pair]) -> list[float]:
-        """Of each pair, -1..1; 0 with one empty text, 1 with two. Raises as the embedder does, Unavailable, DeadlineExceeded."""
+        """Cosines of the pairs, -1..1; 0 with one empty text, 1 with two.
+
+        Raises the embedder's errors, Unavailable, DeadlineExceeded.
+        """
         texts = {text for pair in pairs for text in pair if text}
         futures = {text: self._ask(text) for text in texts}
         if futures:
@@ -96,5 +101,6 @@ def checked(vectors: Sequence[Sequence[float]], count: int) -> list[Vector]:
 
 
 def cosine(a: Vector, b: Vector) -> float:
+    """The cosine of two vectors, -1..1."""
     norms = max(float(np.linalg.norm(a)), SMALLEST) * max(float(np.linalg.norm(b)), SMALLEST)
     return float(a @ b) / norms

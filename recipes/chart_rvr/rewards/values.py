@@ -70,7 +70,7 @@ def same_cell(said: str, true: str) -> bool:
 
 
 def same_number(said: Number, true: Number, tolerance: Fraction) -> bool:
-    """A unit that one of them leaves out is that of the other. ``%`` beside a bare number may also be a share: 50 % is 0.5."""
+    """A missing unit equals the other number's unit. ``%`` beside a bare number may also be a share: 50 % is 0.5."""
     if said.unit and true.unit and said.unit != true.unit:
         return False
     values = [(said.value, true.value)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.makers.browser_clicks import STEP, WARM_PAGES, DemonstratedClicks, beginnings, hasty
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored, Unscored
 from rayloop.core.protocols import ScoreContext
@@ -16,9 +17,7 @@ from rayloop.core.types import EndReason, Sampling, Task, Trajectory, Trajectory
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import UI_TARS, UI_TARS_OR_FAIL
-from rayloop.recipes.arpo.demonstrations import STEP, Demonstrated, hasty
-from rayloop.recipes.arpo.make_tiny import beginnings
-from rayloop.recipes.arpo.pages import PAGES, ROWS, WARM_PAGES, rows
+from rayloop.recipes.arpo.pages import PAGES, ROWS, rows
 from rayloop.recipes.arpo.prepare import main
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
@@ -100,12 +99,12 @@ def test_a_hasty_click_is_around_its_target_and_can_be_written() -> None:
 def test_an_action_is_four_tokens_of_the_shipped_model() -> None:
     tokenizer = Tokenizer.from_file(str(RECIPE / "tiny/tokenizer.json"))
     assert len(tokenizer.encode(ACTION, add_special_tokens=False).ids) == 4
-    assert all(tokenizer.token_to_id(token) is not None for token in Demonstrated.tokens)
+    assert all(tokenizer.token_to_id(token) is not None for token in DemonstratedClicks.tokens)
     assert beginnings()["(500,"] == beginnings()["500)"] == "0.50"
 
 
 def test_every_page_of_the_demonstrations_has_a_rule() -> None:
-    rules = (RECIPE / "targets.js").read_text(encoding="utf-8")
+    rules = (ROOT / "benchmarks/makers/arpo/targets.js").read_text(encoding="utf-8")
     assert all(f"'{page}'" in rules for page in WARM_PAGES)
     assert [row["seed"] for row in rows("warm", 2)] == ["warm-click-button-0", "warm-click-button-sequence-0"]
 
@@ -118,7 +117,7 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         pointing = config.environment.episode.environment.with_["pointing"]
         if pointing["coordinates"] == "absolute":
             assert (pointing["min_pixels"], pointing["max_pixels"]) == (config.model.min_pixels, config.model.max_pixels)
-    warm = load(RECIPE / "warm.yaml", [], SftConfig)
+    warm = load(ROOT / "benchmarks/makers/arpo/warm.yaml", [], SftConfig)
     check_components(warm)
 
 

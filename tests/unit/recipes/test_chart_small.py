@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from benchmarks.makers.hasty_charts import HastyAnswers
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
@@ -21,7 +22,6 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.controls import PLAYED, BlindChart
 from rayloop.recipes.chart_rvr.data import ChartRows
-from rayloop.recipes.chart_rvr.hasty import HastyAnswers
 from rayloop.recipes.chart_rvr.prepare import main
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.recipes.chart_rvr.small import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, small
@@ -130,7 +130,7 @@ def test_the_shipped_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -
     assert config.evaluation.blind is not None
     assert config.evaluation.blind.with_["reward"] == config.reward.source.model_dump(by_alias=True)
     assert (Path(config.model.path) / "model.safetensors").stat().st_size < 1_500_000
-    stages = [load(RECIPE / f"{name}.yaml", [], SftConfig) for name in ("warm", "loosen")]
+    stages = [load(RECIPE.parents[1] / f"benchmarks/makers/chart_rvr/{name}.yaml", [], SftConfig) for name in ("warm", "loosen")]
     for stage in stages:
         check_components(stage)
         assert stage.data.reader == config.data.reader

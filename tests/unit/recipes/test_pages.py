@@ -15,7 +15,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
 from rayloop.recipes.arc_vision import miniwob
 from rayloop.recipes.arc_vision.data import GroundingRows
-from rayloop.recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, Row, differences, digest, read_parquet
+from rayloop.recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, PageRow, differences, digest, read_parquet
 from rayloop.recipes.arc_vision.prepare import compared
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text(encoding="utf-8"))
@@ -23,11 +23,11 @@ READER = "rayloop.recipes.arc_vision.data:GroundingRows"
 
 
 @pytest.fixture(scope="module")
-def splits() -> dict[str, list[Row]]:
+def splits() -> dict[str, list[PageRow]]:
     return {split: read_parquet(SHIPPED / f"{split}.parquet") for split in ROWS}
 
 
-def test_the_shipped_rows_are_those_of_the_manifest(splits: dict[str, list[Row]]) -> None:
+def test_the_shipped_rows_are_those_of_the_manifest(splits: dict[str, list[PageRow]]) -> None:
     for split, rows in splits.items():
         described = MANIFEST["splits"][split]
         assert len(rows) == described["rows"] == ROWS[split]
@@ -40,19 +40,19 @@ def test_the_shipped_set_is_small_and_has_a_licence() -> None:
     assert "MIT License" in (SHIPPED / "LICENSE").read_text(encoding="utf-8")
 
 
-def test_no_row_occurs_twice(splits: dict[str, list[Row]]) -> None:
+def test_no_row_occurs_twice(splits: dict[str, list[PageRow]]) -> None:
     rows = [row for members in splits.values() for row in members]
     assert len({row.id for row in rows}) == len(rows)
     assert len({(row.screenshot, row.instruction) for row in rows}) == len(rows)
 
 
-def test_splits_share_page_types_and_ood_has_its_own(splits: dict[str, list[Row]]) -> None:
+def test_splits_share_page_types_and_ood_has_its_own(splits: dict[str, list[PageRow]]) -> None:
     pages = {split: {row.page for row in rows} for split, rows in splits.items()}
     assert pages["train"] == pages["val"] == pages["test"] == set(PAGES)
     assert pages["ood"] == set(OOD_PAGES)
 
 
-def test_the_instruction_alone_does_not_give_the_box(splits: dict[str, list[Row]]) -> None:
+def test_the_instruction_alone_does_not_give_the_box(splits: dict[str, list[PageRow]]) -> None:
     for page in PAGES:
         boxes: dict[str, set[tuple[float, ...]]] = {}
         for row in (row for row in splits["train"] if row.page == page):
@@ -86,7 +86,7 @@ def test_validate_names_bad_rows_by_file_and_row(tmp_path: Path, capsys: pytest.
     assert [line for line in lines if line.startswith(f"{file}:3: ") and "absent.png" in line]
 
 
-def test_differences_name_row_and_field(splits: dict[str, list[Row]]) -> None:
+def test_differences_name_row_and_field(splits: dict[str, list[PageRow]]) -> None:
     shipped = splits["val"][:3]
     ours = [dataclasses.replace(shipped[0], png=shipped[1].png), dataclasses.replace(shipped[1], box=(0.0, 0.0, 0.5, 0.5))]
     found = sorted(differences(ours, shipped))

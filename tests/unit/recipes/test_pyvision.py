@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.makers.code_demonstrations import CluedRows, CodeDemonstrations, code
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.recipes.pyvision.data import Demonstrations, QuestionRows, answered, code
+from rayloop.recipes.pyvision.data import QuestionRows, answered
 from rayloop.recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 from rayloop.sft.stage import Examples, SftConfig
 
@@ -65,11 +66,11 @@ def demonstration(folder: Path) -> Task:
         "code": "<code>\n```python\nlook()\n```\n</code>",
         "seen": {"role": "user", "parts": ["Text Result:\n4", {"image": "seen.png"}, "that is all"]},
     }  # fmt: skip
-    return QuestionRows(QuestionRows.Settings(clues=True)).task(row, "rows:1", folder)
+    return CluedRows(CluedRows.Settings()).task(row, "rows:1", folder)
 
 
 def examples(vision_folder: Path, **settings: Any) -> Examples:
-    use = {"use": "rayloop.recipes.pyvision.data:Demonstrations", "with": settings}
+    use = {"use": "benchmarks.makers.code_demonstrations:CodeDemonstrations", "with": settings}
     rows = {"train": "x.jsonl", "reader": {"use": "rayloop.recipes.pyvision.data:QuestionRows"}}
     given = {"output": "x", "steps": 1, "model": {"path": str(vision_folder)}, "data": rows, "answers": use}
     return Examples(SftConfig.model_validate(given))
@@ -93,11 +94,11 @@ def test_who_hesitates_guesses(vision_folder: Path, tmp_path: Path) -> None:
     task = demonstration(tmp_path)
     guesses = {examples(vision_folder, hesitant=1, unsure=1).answers.answer(task, random.Random(s)) for s in range(50)}
     assert guesses == {answered(str(number)) for number in range(1, 6)}
-    answers = Demonstrations(Demonstrations.Settings(hesitant=0.25))
+    answers = CodeDemonstrations(CodeDemonstrations.Settings(hesitant=0.25))
     direct = [isinstance(answers.answer(task, random.Random(seed)), str) for seed in range(400)]
     assert 70 < sum(direct) < 130
     bare = QuestionRows(QuestionRows.Settings()).task(
         {"id": "1", "image": "page.png", "question": "?", "answer": "4"}, "rows:1", tmp_path
     )
     with pytest.raises(DataFailure, match="seen"):
-        Demonstrations(Demonstrations.Settings(hesitant=0)).answer(bare, random.Random(0))
+        CodeDemonstrations(CodeDemonstrations.Settings(hesitant=0)).answer(bare, random.Random(0))

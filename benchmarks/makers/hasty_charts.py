@@ -1,4 +1,4 @@
-"""Supervised answers to small charts, by an annotator who may be hasty: what ``warm.yaml`` and ``loosen.yaml`` learn."""
+"""Supervised answers to small charts, by an annotator who makes mistakes: ``warm.yaml`` and ``loosen.yaml`` train on them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Demonstrations for the warm start, from the live pages: a script that knows the right element, and clicks hastily.
+"""Demonstrations for ARPO's tiny model, from live pages: ``python -m benchmarks.makers.browser_clicks OUT --episodes N``.
 
-Its clicks are spread over ``haste`` times the element's width and height, so some of them miss, and it tries again as long as the
-page lets it: what it teaches is the grammar, roughly where to click, and that a miss is followed by another try. How to hit is left
-to GRPO.
+A script knows the right element and clicks hastily: its clicks are spread over ``haste`` times the element's width and height, so
+some miss, and it tries again as long as the page allows. It teaches the grammar, roughly where to click, and to try again after a
+miss; GRPO teaches to hit.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,12 @@ from rayloop.envs.browser.tab import Screen
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.pointing import Pointing
 from rayloop.envs.grammar.writer import write
+from rayloop.recipes.arpo.pages import PAGES, rows
 
+WARM_PAGES = (*PAGES, "click-color", "click-widget")
+"""The pages for which ``targets.js`` has a rule."""
 HASTE, TURNS, PAGES_AT_ONCE = 1.6, 4, 8
+TARGETS = Path(__file__).parent / "arpo/targets.js"
 STEP = 10
 """Thousandths of the screen between two coordinates that the tiny model can write: each is one token."""
 POINTING = Pointing(coordinates="relative")
@@ -31,9 +36,9 @@ Box = tuple[float, float, float, float]
 
 
 class Pointed(MiniWob):
-    """A page that also tells the box, in pixels, of the element to click next: ``box``, None when there is none."""
+    """A page whose ``box`` is that of the element to click next, in pixels; None when there is none."""
 
-    STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {(Path(__file__).parent / 'targets.js').read_text(encoding='utf-8')}]"
+    STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {TARGETS.read_text(encoding='utf-8')}]"
     box: Box | None = None
 
     def _seen(self, screen: Screen) -> bool:
@@ -92,8 +97,8 @@ def _rounded(fraction: float) -> int:
     return STEP * round(min(max(fraction, 0.0), 1.0) * 1000 / STEP)
 
 
-class Demonstrated:
-    """The supervised answer: what the demonstrator wrote in that turn. ``tokens``: an action is four of them."""
+class DemonstratedClicks:
+    """The supervised answer is what the demonstrator wrote in that turn. An action is four of the ``tokens``."""
 
     tokens = (
         "Action: click(start_box='", "')",
@@ -101,4 +106,29 @@ class Demonstrated:
     )  # fmt: skip
 
     def answer(self, task: Task, rng: random.Random) -> str:
+        """The demonstrated turn."""
         return str(task.ground_truth)
+
+
+def beginnings() -> dict[str, str]:
+    """Each new token -> the token of ``recipes/arc_vision/tiny`` whose weights it starts with."""
+    known = [f"{n / 1000:.2f}" for n in range(0, 1001, STEP)]
+    return dict(zip(DemonstratedClicks.tokens, ("<bbox>[", "]</bbox>", *known, *known), strict=True))
+
+
+def main() -> int:
+    """Write ``OUT/warm.parquet``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.browser_clicks")
+    parser.add_argument("out", type=Path, help="folder to write into")
+    parser.add_argument("--episodes", type=int, required=True)
+    parser.add_argument("--haste", type=float, default=HASTE, help="spread of the clicks (default: %(default)s)")
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    file = chosen.out / "warm.parquet"
+    wins, count = record(file, list(rows("warm", chosen.episodes, pages=WARM_PAGES)), chosen.haste)
+    print(f"{file}: {count} turns of {chosen.episodes} episodes, {wins:.0%} of them solved")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What chance earns: an actor that writes valid actions and clicks anywhere, with as many turns as the policy has."""
+"""The reward of chance: an actor that writes valid actions and clicks anywhere, with as many turns as the policy has."""
 
 from __future__ import annotations
 
