@@ -16,7 +16,6 @@ from rayloop.core.files import Checksum, appears
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
-from rayloop.engines.computing import Computing
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.heap import grow_segments
 from rayloop.grpo.settings import LossSettings
@@ -119,11 +118,6 @@ class PolicyRank(Actor):
     def _before_torch(self) -> None:
         if not isinstance(self.settings.transport, CudaIpcTransport):  # whose receivers cannot always open such memory
             grow_segments()
-
-    def measure(self, hosts: Sequence[str]) -> Computing:
-        """What this rank computes with, found out now where that is asked for (``FsdpEngine.measure``). ``hosts``: of all actors
-        that compute at the same moment, this one included."""
-        return self.engine.measure(hosts.count(self.host()))
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Get hold of this rank's share of the next step; waits for no other rank.

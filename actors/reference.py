@@ -30,10 +30,6 @@ class ReferenceActor(Actor):
         """That it answers is all that is asked."""
         return None
 
-    async def measure(self, hosts: Sequence[str]) -> None:
-        """Find out what computes fastest here. ``hosts``: of all actors that compute at the same moment, this one included."""
-        await asyncio.get_running_loop().run_in_executor(self._worker, self.scorer.measure, hosts.count(self.host()))
-
     async def annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:
         """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only.
 

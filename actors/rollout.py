@@ -16,8 +16,7 @@ from rayloop.actors.images import ImageCache, MissingImages
 from rayloop.actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.computing import Computing
-from rayloop.engines.generation.build import Place, build_engine
+from rayloop.engines.generation.build import EnginePlace, build_engine
 from rayloop.engines.settings import Dtype, EngineChoice, ModelSettings
 from rayloop.transports.choose import transport as choose
 from rayloop.transports.object_store import Arrays, ArraySender
@@ -44,7 +43,7 @@ class RolloutActor(Actor):
 
     def __init__(self, model: ModelSettings, settings: EngineChoice, transport: TransportSettings, folder: str) -> None:
         name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-        self.engine: GenerationEngine = build_engine(model, settings, Place(folder, scratch, name))
+        self.engine: GenerationEngine = build_engine(model, settings, EnginePlace(folder, scratch, name))
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
 
@@ -70,12 +69,6 @@ class RolloutActor(Actor):
             asked = (self.engine.generate(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
             answers = await asyncio.gather(*asked, return_exceptions=True)
             return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
-
-    async def measure(self, hosts: Sequence[str]) -> Computing | None:
-        """What the engine computes with, found out now where that is asked for; None of an engine that computes elsewhere.
-        ``hosts``: of all actors that compute at the same moment, this one included."""
-        measure = getattr(self.engine, "measure", None)
-        return None if measure is None else await measure(hosts.count(self.host()))
 
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""

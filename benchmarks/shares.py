@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.measure import machine
 from benchmarks.scale import LATENCIES
-from rayloop.grpo.balance import Groups, Length, fullest, packed, shares
+from rayloop.grpo.balance import Groups, MemberLength, fullest, packed, shares
 from rayloop.run.jsonl import JsonLines
 
 
@@ -49,7 +49,7 @@ def measure(groups: Groups, ranks: int) -> dict[str, float]:
     """The fullest rank's packed tokens over the bound, with our shares and with trajectories dealt one by one (``each``)."""
     whole = [packed(groups, [(number, i) for i in range(len(group))]) for number, group in enumerate(groups)]
     bound = max(sum(whole) / ranks, *whole)
-    each = shares([[Length(0, sum(length))] for group in groups for length in group], ranks)
+    each = shares([[MemberLength(0, sum(length))] for group in groups for length in group], ranks)
     places = [(number, i) for number, group in enumerate(groups) for i in range(len(group))]
     torn = tuple(tuple(places[index] for index, _ in share) for share in each)
     return {
@@ -59,18 +59,18 @@ def measure(groups: Groups, ranks: int) -> dict[str, float]:
     }
 
 
-def _long_tailed(arguments: argparse.Namespace) -> Iterator[list[Length]]:
+def _long_tailed(arguments: argparse.Namespace) -> Iterator[list[MemberLength]]:
     generator, lengths = random.Random(0), json.loads(LATENCIES.read_text(encoding="utf-8"))
     for _ in count():
         prompt = round(arguments.prompt * generator.uniform(0.5, 1.5))
         answers = generator.choices(lengths, k=arguments.group)
-        yield [Length(prompt, max(1, round(arguments.answer * answer))) for answer in answers]
+        yield [MemberLength(prompt, max(1, round(arguments.answer * answer))) for answer in answers]
 
 
-def _of_run(folder: Path) -> Iterator[list[Length]]:
-    groups: dict[Any, list[Length]] = {}
+def _of_run(folder: Path) -> Iterator[list[MemberLength]]:
+    groups: dict[Any, list[MemberLength]] = {}
     for file in sorted((folder / "rollouts").glob("*.jsonl")):
         for record in JsonLines(file):
             rest = record["sampled_tokens"]
-            groups.setdefault((file.name, record["group"]), []).append(Length(record["length"] - rest, rest))
+            groups.setdefault((file.name, record["group"]), []).append(MemberLength(record["length"] - rest, rest))
     yield from groups.values()

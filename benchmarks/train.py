@@ -41,9 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=192, help="sampled tokens")
     parser.add_argument("--rounds", type=int, default=5, help="updates; another one before them warms up")
-    parser.add_argument("--threads", type=int, help="as policy.engine.threads; not given: measured")
+    parser.add_argument("--threads", type=int, help="as policy.engine.threads; not given: all cores")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="that is computed in")
-    parser.add_argument("--kernels", choices=("auto", "torch", "onednn"), default="auto", help="as model.kernels")
     parser.add_argument("--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="as policy.engine.gradient_checkpointing")
     parser.add_argument("--profile", type=int, metavar="ROWS", help="print the costliest operations of one more update")
@@ -57,7 +56,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     wanted = arguments.micro_batch_tokens
     settings = FsdpSettings(
-        dtype=arguments.dtype, threads=arguments.threads or "auto", gradient_checkpointing=arguments.gradient_checkpointing,
+        dtype=arguments.dtype, threads=arguments.threads, gradient_checkpointing=arguments.gradient_checkpointing,
         **({} if wanted is None else {"micro_batch_tokens": wanted}),
     )  # fmt: skip
     model, batch = _of_config(arguments) if arguments.config else _random(arguments)
@@ -65,7 +64,6 @@ def _train(arguments: argparse.Namespace) -> int:
     trainer = FsdpEngine(
         model, settings, OptimizerSettings(lr=1e-5), LossSettings(), rank=0, world_size=1, init_method=address, seed=0
     )
-    computing = trainer.measure()
     seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
         ceilings.append(ceiling(arguments.dtype))
@@ -89,7 +87,7 @@ def _train(arguments: argparse.Namespace) -> int:
         "update_cpu_s": round(median(processor[1:]), 4),
         "tokens_per_s": round(tokens / update, 1),
         **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
-        "chosen": computing.kernels,
+        "torch_threads": torch.get_num_threads(),
         "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,
@@ -125,7 +123,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[Train
     from rayloop.data.dataset import Dataset
     from rayloop.run.config import read
 
-    config = read(arguments.config, [f"model.kernels={arguments.kernels}"])
+    config = read(arguments.config, [])
     renderer, data = Renderer(config.model), config.data
     rows = Dataset(data.train, data.reader.build(), data.strict, lambda _: None)
     sampling, made = renderer.sampling(config.rollout.sampling.sampling()), []
@@ -150,7 +148,7 @@ def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainIte
     for number in range(arguments.sequences // arguments.group):
         prompt = tuple(rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist())
         made += [train_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)]
-    return ModelSettings(path=str(arguments.model), kernels=arguments.kernels), made
+    return ModelSettings(path=str(arguments.model)), made
 
 
 def train_item(

@@ -44,10 +44,9 @@ def _saving(arguments: argparse.Namespace) -> int:
         folder = Path(temporary)
         model = write_tiny_vlm(folder / "model", [f"word {n}" for n in range(500)], vision=False, **SIZES[arguments.size])
         trainer = FsdpEngine(
-            ModelSettings(path=str(model)), FsdpSettings(threads="auto"), OptimizerSettings(), LossSettings(),
+            ModelSettings(path=str(model)), FsdpSettings(), OptimizerSettings(), LossSettings(),
             rank=0, world_size=1, init_method=f"file://{folder}/group", seed=0,
         )  # fmt: skip
-        trainer.measure()
         batch = [train_item((n, 0), (70,) * 32, 32, Sampling()) for n in range(arguments.sequences)]
         found: dict[str, list[float]] = {}
 

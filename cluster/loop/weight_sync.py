@@ -27,7 +27,7 @@ from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.choose import transport
-from rayloop.transports.seam import Transport, WeightUpdate
+from rayloop.transports.seam import WeightTransport, WeightUpdate
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
@@ -57,7 +57,7 @@ class WeightSync:
         self._unplayable: set[str] = set()
 
     @cached_property
-    def _transport(self) -> Transport[Any]:
+    def _transport(self) -> WeightTransport[Any]:
         return transport(self.config.weight_sync.transport, self.services.weights)
 
     async def send(self, version: Version) -> None:

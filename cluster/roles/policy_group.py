@@ -19,8 +19,7 @@ from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Checksums
 from rayloop.core.references import Ref
 from rayloop.core.types import Trajectory, TrajectoryId, Version
-from rayloop.engines.computing import Computing
-from rayloop.grpo.balance import Length, shares
+from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
 from rayloop.launch.budget import Budget
@@ -56,10 +55,6 @@ class PolicyGroup:
             nodes.add(self._evict)
         self.ranks: list[Handle[PolicyRank]] = []
         self._why = "there are no ranks"
-        self.computing: Computing | None = None
-        """What the ranks compute with, once measured; on a CPU those that are rebuilt take this number of threads."""
-        self.beside: Sequence[str] = ()
-        """The machines of other actors that compute at the same moment as the ranks."""
 
     async def start(self) -> None:
         """Create the ranks and let them meet. If one is lost meanwhile, there are none, and the first call of them says so: who
@@ -87,12 +82,6 @@ class PolicyGroup:
         """The machine of each rank."""
         return await self._all(PolicyRank.host)
 
-    async def measure(self) -> Computing:
-        """Let the ranks find out, all at once, what they compute with fastest (``FsdpEngine.measure``); nothing else should
-        compute."""
-        self.computing, *_ = await self._all(PolicyRank.measure, [*await self.hosts(), *self.beside])
-        return self.computing
-
     async def afford(self, lost: PolicyLost) -> None:
         """Wait until ``recovery.policy_restarts`` allows to replace the ranks once more. Raises ``lost`` when that is further away
         than ``recovery.start_timeout``."""
@@ -113,8 +102,6 @@ class PolicyGroup:
         self._places = []
         self._blamed.clear()
         await self._meet()
-        if self.computing is None:  # the former ones were lost before they were measured
-            await self.measure()
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -201,7 +188,7 @@ class PolicyGroup:
         sizes = [len(group.kept) for group in groups]
         for update in mini_batches(sizes, self.settings.update, seed, version.step, nominal):
             kept = [groups[index].kept for index in update]
-            lengths = [[Length.of(member.summary) for member in members] for members in kept]
+            lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
             for rank, share in enumerate(shares(lengths, len(self.ranks))):
                 plan[rank].append([assignment(kept[group][member]) for group, member in share])
         refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]

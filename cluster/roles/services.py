@@ -6,9 +6,8 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +21,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayloop.actors.base import Actor
 from rayloop.actors.environment import EnvironmentActor
-from rayloop.actors.handles import Handle, create, submit
+from rayloop.actors.handles import Handle, create
 from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
@@ -37,8 +35,6 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
-from rayloop.engines.computing import Computing, measured
-from rayloop.engines.settings import FsdpSettings
 from rayloop.run.config import Placement, RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
@@ -102,8 +98,6 @@ class Services:
     def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
         self.config, self.folder = config, folder
         self._emit = emit
-        self._engine = config.engine
-        """What an engine is made with: one that comes later, with what was measured."""
         self._group: PlacementGroup | None = None
         self.nodes = Nodes(emit)
         self._watching: asyncio.Task[None] | None = None
@@ -122,7 +116,7 @@ class Services:
         self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.loaded_model, self._engine, c.weight_sync.transport, self.weights),
+            lambda options: create(RolloutActor, options, c.model, c.engine, c.weight_sync.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -138,26 +132,10 @@ class Services:
         )  # fmt: skip
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
-        found = await self._measure()
-        kernels = "; ".join(f"{role}: {one.kernels}" for role, one in found.items() if one and one.kernels)
+        numbers = {"trainer": c.trainer.threads if self.trains else None, "engine": getattr(c.engine, "threads", None)}
+        threads = "; ".join(f"{role}: {number} thread{'s' if number > 1 else ''}" for role, number in numbers.items() if number)
         sandbox = await asyncio.to_thread(held_in, c)
-        self._emit(events.Started(seconds=round(time.monotonic() - began, 1), kernels=kernels, sandbox=sandbox))
-
-    async def _measure(self) -> dict[str, Computing | None]:
-        """Let those that compute find out what with, while none of them computes: one role after the other. By role."""
-        return {"engine": await self._measure_engines(await self._hosts(self.rollout))}
-
-    async def _measure_engines(self, hosts: Sequence[str]) -> Computing | None:
-        """``hosts``: of all that compute while engines do, these included. None where engines compute elsewhere."""
-        calls = self.rollout.within(self.config.recovery.start_timeout)
-        found = [one for one in await calls.everywhere(RolloutActor.measure, hosts) if one is not None]
-        self._engine = measured(self._engine, min((one.threads for one in found), default=None))
-        return found[0] if found else None
-
-    async def _hosts(self, pool: Pool[Any]) -> list[str]:
-        """The machine of each worker."""
-        asked = [(worker, submit(worker.handle, Actor.host)) for worker in pool.workers.values()]
-        return await pool.answers("host", asked, self.config.recovery.start_timeout)
+        self._emit(events.Started(seconds=round(time.monotonic() - began, 1), threads=threads, sandbox=sandbox))
 
     def _starts(self) -> list[Awaitable[None]]:
         return [self._up(pool.start(), pool.size) for pool in self.pools]
@@ -225,43 +203,23 @@ class TrainingServices(Services):
         super().__init__(config, folder, emit)
         c = config
         settings = RankSettings(
-            c.loaded_model, c.trainer, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
+            c.model, c.trainer, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
             adapter_reference=c.reference.kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
 
         def spawn(rank: int) -> Handle[PolicyRank]:
-            own = replace(settings, engine=self._trainer)
-            return create(PolicyRank, self._options("policy", rank, placement), own, rank, ranks)
+            return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
 
         self.policy = PolicyGroup(c.policy, spawn, c.recovery, self.nodes)
         self.reference: Pool[ReferenceActor] | None = None
-
-    @property
-    def _trainer(self) -> FsdpSettings:
-        """What a rank is made with: one that comes later, with what was measured."""
-        found = self.policy.computing
-        return measured(self.config.trainer, found.threads if found else None)
-
-    async def _measure(self) -> dict[str, Computing | None]:
-        engines, ranks, trainer = await self._hosts(self.rollout), [], None
-        asynchronous = self.config.algorithm.staleness.max_staleness > 0
-        self.policy.beside = engines if asynchronous else ()
-        with suppress(PolicyLost):  # who calls the ranks next is told, and rebuilds them
-            ranks, trainer = await self.policy.hosts(), await self.policy.measure()
-        found = {"trainer": trainer, "engine": await self._measure_engines([*ranks, *engines] if asynchronous else engines)}
-        if self.reference is not None:
-            hosts = [*await self._hosts(self.reference), *engines]
-            calls = self.reference.within(self.config.recovery.start_timeout)
-            await calls.everywhere(ReferenceActor.measure, hosts)
-        return found
 
     def _starts(self) -> list[Awaitable[None]]:
         c = self.config
         if c.reference.kind == "actor":
             self.reference = self._pool(
                 "reference", c.reference.actors, c.reference.placement,
-                lambda options: create(ReferenceActor, options, c.loaded_model, self._trainer),
+                lambda options: create(ReferenceActor, options, c.model, c.scorer),
             )  # fmt: skip
             self.pools.append(self.reference)
         return [*super()._starts(), self._up(self._start_policy(), c.policy.ranks)]

@@ -28,6 +28,8 @@ from rayloop.core.seeds import derive
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
+from rayloop.engines.cores import per_process
+from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.heap import grow_segments
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
@@ -143,14 +145,16 @@ class Rank:
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
         self.engine = FsdpEngine(
-            config.model, config.engine, config.optimizer, LossSettings(correction="none"),
+            config.model, self._settings(context.get_local_world_size()), config.optimizer, LossSettings(correction="none"),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
-        computing = self.engine.measure(context.get_local_world_size())
-        if computing.kernels:
-            self._say(f"computing with {computing.kernels}")
         self.step, seconds = self._restored()
         self.progress = SftProgress(seconds)
+
+    def _settings(self, ranks: int) -> FsdpSettings:
+        """Returns ``engine``; on a CPU with a number of threads: the cores divided by the ``ranks`` on this machine."""
+        engine, on_gpu = self.config.engine, self.config.placement.num_gpus > 0
+        return engine if engine.threads or on_gpu else engine.model_copy(update={"threads": per_process(ranks)})
 
     def run(self) -> None:
         """Train to the end and write the model. Raises RayloopError."""

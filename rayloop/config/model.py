@@ -20,9 +20,6 @@ class ModelSettings(SettingsModel):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU. Name one
     when log-probs of engine and trainer differ and you look for the reason."""
-    kernels: Literal["auto", "torch", "onednn"] = "auto"
-    """Which library multiplies matrices on CPUs in float32, and up to what length a trainer attends by plain products. auto: what
-    timings at each process's start find faster; with ``rollout.deterministic`` torch. Name one to compute alike everywhere."""
     min_pixels: int = Field(784, gt=0)
     """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer. Raise it when small
     images are not read well."""

@@ -57,9 +57,8 @@ class Started(Event, by="cluster/roles/services.py"):
     """All actors are ready."""
 
     seconds: float
-    kernels: str = ""
-    """With how many threads, and with what, the first rank and the first engine compute on a CPU (`model.kernels`, `threads`);
-    empty on GPUs."""
+    threads: str = ""
+    """Torch threads of a rank and of an engine (`policy.engine.threads`, `rollout.engine.threads`); empty on GPUs."""
     sandbox: str = ""
     """What holds in code that the policy writes, on the driver's machine, and why not more; empty when none is run."""
 

@@ -1,4 +1,4 @@
-"""Gives a model more tokens, each beginning with what the model knows of another one."""
+"""Adds tokens to a model, each with the embedding of an existing token."""
 
 from __future__ import annotations
 

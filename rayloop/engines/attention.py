@@ -16,8 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rayloop.engines.plain_attention import plain_attention, plain_is_faster
-
 PACKED_SDPA = "packed_sdpa"
 
 GROUPED_SDPA = "grouped_sdpa"
@@ -27,9 +25,9 @@ PACKED_VISION = "packed_sdpa_like_flash"
 
 
 def use_packed_sdpa(model: PreTrainedModel) -> None:
-    """Let a language model that runs SDPA run it sample by sample; other attention implementations are left as they are.
+    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are.
 
-    transformers makes no mask for an implementation that it does not know, which is what is wanted here.
+    transformers makes no mask for an implementation that it does not know; packed attention needs none.
     """
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
@@ -60,8 +58,11 @@ def use_packed_vision(model: PreTrainedModel) -> None:
         model.set_attn_implementation({"vision_config": PACKED_VISION})
 
 
+PLAIN_UP_TO = 128
+"""Tokens of a sequence up to which bfloat16 attention on a CPU is plain matrix products: there SDPA takes 1.3 to 9 times as long
+(docs/performance.md). In float32, and for longer sequences, SDPA is faster."""
 SMALL = 6
-"""Binary logarithm of the length up to which samples that share a prompt are one part: padding these costs less than a call."""
+"""Binary logarithm of the length up to which samples with a common prompt are one part: padding costs less than a call."""
 
 
 class _Sequences(NamedTuple):
@@ -193,10 +194,24 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
     for own, seen, mask in layout.parts:
-        forward = plain_attention if plain_is_faster(query, seen.shape[1]) else sdpa_attention_forward
+        plain = query.device.type == "cpu" and query.dtype == torch.bfloat16 and seen.shape[1] <= PLAIN_UP_TO
+        forward = plain_attention if plain else sdpa_attention_forward
         output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
         outputs.append(output.flatten(0, 1).flatten(1))
     return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
+
+
+def plain_attention(
+    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+) -> tuple[Tensor, None]:
+    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where ``module`` or options say so."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    scores = (query * scaling) @ key.transpose(2, 3)
+    if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
+        mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

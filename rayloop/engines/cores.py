@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""The cores that this process may use, and its share of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def quota(group: Path = CGROUP) -> float | None:
-    """The cores that the control group is limited to (``docker --cpus``); None without a limit, and without version 2 of them."""
+    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and with version 1 of cgroups."""
     try:
         share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -18,6 +18,11 @@ def quota(group: Path = CGROUP) -> float | None:
 
 
 def usable(group: Path = CGROUP) -> int:
-    """Whole cores, at least one: those the process may run on, and no more than the control group's limit."""
+    """Returns whole cores, at least one: the process's affinity, cut to the control group's limit."""
     allowed = len(os.sched_getaffinity(0))
     return max(1, min(allowed, int(quota(group) or allowed)))
+
+
+def per_process(processes: int) -> int:
+    """Returns the torch threads of each of ``processes`` that compute on this machine at the same time: an equal share."""
+    return max(1, usable() // max(1, processes))

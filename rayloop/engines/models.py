@@ -1,4 +1,4 @@
-"""Loading a policy model in Hugging Face layout, and what an engine and a trainer must agree on: pixels and positions.
+"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree.
 
 Images are supported for the Qwen-VL family, where an image is a (t, h, w) grid of patches.
 """
@@ -35,15 +35,15 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
-from rayloop.engines.linear import use_fastest
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
 
 POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Vision models whose image features enter with the embeddings alone, and can therefore be kept between turns."""
+"""Vision models whose image features enter only with the embeddings, so that they can be cached between turns."""
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
+    """Whether the model reads images."""
     return "vision_config" in config.sub_configs
 
 
@@ -75,7 +75,6 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     if vision:
         _patches_by_matmul(model)
         use_packed_vision(model)
-    use_fastest(model, settings.kernels)
     return model.eval()
 
 
@@ -223,9 +222,9 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Verify a weight update, then copy it into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
+    """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
 
-    Raises WeightSyncError, also when it is of another model; nothing is copied then.
+    Raises WeightSyncError, also for weights of another model; nothing is copied then.
     """
     verify(manifest, tensors)
     missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
@@ -240,7 +239,7 @@ def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: 
 
 
 def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Checkpoint names by part of the model, for the weight update self-test; parts that do not occur are left out."""
+    """Checkpoint names by part of the model, for the self-test of the weight sync; parts that do not occur are left out."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_part(name), []).append(name)

@@ -13,11 +13,11 @@ from rayloop.config.removed import Removed
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 Dtype = Literal["float32", "bfloat16"]
-Threads = Annotated[int, Field(ge=1)] | Literal["auto"] | None
+Threads = Annotated[int, Field(ge=1)] | None
 
 
 class EngineChoice(SettingsModel):
-    """Base of the settings of every generation engine: what others ask of an engine that they do not know."""
+    """Base of the settings of every generation engine, with the properties that other parts of the system ask for."""
 
     implementation: ClassVar[str]
     """``module:Class``, imported where it is needed (``rayloop.engines.generation.build``)."""
@@ -33,12 +33,12 @@ class EngineChoice(SettingsModel):
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
+        """Its name in messages."""
         return kind_of(type(self)) or type(self).__name__
 
     @property
     def own_weights(self) -> str:
-        """Whose weights answer when they never change; empty when it loads those that are published."""
+        """Which weights answer, for an engine whose weights never change; empty for one that loads new weights."""
         return ""
 
     def untrainable(self) -> str:
@@ -46,7 +46,7 @@ class EngineChoice(SettingsModel):
         return ""
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """What is wrong for an actor with so many ``gpus``, and episodes of up to ``room`` tokens."""
+        """Yields what is wrong, for an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
 
     def with_room(self, tokens: int) -> EngineChoice:
@@ -69,9 +69,10 @@ class TransformersEngineSettings(EngineChoice):
     """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
     max_batch: int = Field(64, ge=1)
     """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
-    threads: Threads = "auto"
-    """Torch threads on CPU. auto: as many of the process's cores as a timing at the start finds faster; null, and auto with
-    ``rollout.deterministic``: the actor's num_cpus. Set it when trainer and engine compute at once on one machine."""
+    threads: Threads = None
+    """Torch threads on CPU. None: the machine's cores divided by ``rollout.actors``, and with ``max_staleness`` > 0 by the policy's
+    ranks as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines, or when other programs
+    compute there: decoding is then faster with 1."""
 
 
 class VllmEngineSettings(EngineChoice):
@@ -139,7 +140,8 @@ _VLLM_ARGUMENTS = frozenset({
 
 
 class SglangEngineSettings(EngineChoice):
-    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Written, and not yet run."""
+    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Never exercised
+    (docs/engines.md)."""
 
     implementation = "rayloop.engines.generation.sglang:SglangEngine"
     starts_slowly = True
@@ -187,7 +189,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
     base_url: str = Field(pattern=r"^https?://")
     """With the version, for example http://host:8000/v1. It must be reachable from the nodes of the rollout actors."""
     model: str
-    """The model's name at the server, as its /v1/models tells it."""
+    """The model's name at the server, as in its /v1/models."""
     api_key_env: str | None = None
     """Environment variable that holds the key, on the nodes of the rollout actors. None: the server wants no key."""
     dtype: Dtype = "bfloat16"
@@ -328,9 +330,9 @@ class FsdpSettings(SettingsModel):
     freeze_vision: bool = False
     """Leave the vision tower as it is: less memory, and it cannot forget. Off when the task needs it to see something new."""
     lora: LoraSettings | None = None
-    threads: Threads = "auto"
-    """Torch threads per rank on CPU. auto: as many as a timing at the start finds faster, of the cores that the ranks of a node
-    share; null, and auto with ``rollout.deterministic``: the actor's num_cpus. Set it when trainer and engine compute at once."""
+    threads: Threads = None
+    """Torch threads per rank on CPU. None: the machine's cores divided by the ranks, and with ``max_staleness`` > 0 by
+    ``rollout.actors`` as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines."""
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
     at loading)."""

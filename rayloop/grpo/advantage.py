@@ -1,4 +1,4 @@
-"""The group-relative advantage (docs/algorithm.md, section 3), over the members of a group that have a reward."""
+"""The group-relative advantage of GRPO (arXiv:2402.03300), over the scored members of a group (docs/algorithm.md, section 3)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rayloop.grpo.settings import AdvantageSettings
 @dataclass(frozen=True, slots=True)
 class Advantages:
     """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased, whatever the divisor was) are those of the
-    rewards, or of ``score != 0`` with the binarised baseline; ranking goes by this std. A lone sample under ``singleton: raw``
-    has mean 0 and std 1 (verl's convention)."""
+    rewards, or of ``score != 0`` with the binarised baseline; groups are ranked by this std. A lone sample under
+    ``singleton: raw`` has mean 0 and std 1, as in verl."""
 
     values: tuple[float, ...]
     mean: float
@@ -26,11 +26,11 @@ class Advantages:
 
 
 def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advantages:
-    """``(r - mean) / (max(std_floor, std) + eps)``, or ``r - mean`` without normalisation.
+    """``(r - mean) / (max(std_floor, std) + eps)`` (GRPO, arXiv:2402.03300), or ``r - mean`` (Dr. GRPO, arXiv:2503.20783).
 
-    GRPO: Shao et al. 2024 (DeepSeekMath); without the division: Liu et al. 2025 (Dr.GRPO). Sums are exact, so neither
-    the order of the rewards nor their magnitude matters. Equal rewards (max - min <= tolerance) give exact zeros; the
-    binarised baseline is exempt, it rewards equal successes on purpose, and does not divide by a spread of 0.
+    ``r - mean`` over n members is (n - 1) / n times the leave-one-out advantage of RLOO (arXiv:2402.14740). Sums are exact, so
+    neither the order of the rewards nor their magnitude matters. Equal rewards (max - min <= tolerance) give exact zeros; not with
+    the binarised baseline, which rewards equal successes on purpose, and does not divide by a spread of 0.
     Raises ValueError for no rewards, for a reward that is not finite and for an advantage too large for a float;
     ConfigError for a lone sample under ``singleton: error``.
     """
@@ -68,7 +68,7 @@ def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageS
 
 
 def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
-    """The group with advantage, mean and std set over its scored members, before any filter.
+    """Returns the group with advantage, mean and std over its scored members, before any filter.
 
     Unscored members become ``excluded[kind]``; when fewer than ``min_group`` scored members remain, these become
     ``excluded[min_group]`` and mean and std stay None. Members that already have a status are left alone.

@@ -1,8 +1,8 @@
-"""Alarms about what slowly goes wrong: trajectories without a reward, excluded, flagged, log-probs that drift apart, a collapse.
+"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob mismatch, a collapsed policy.
 
-Leaving out what a grader failed on is harmless only while the failures are few and do not depend on what is scored. A flag is
-a statement about the policy only while it is rare. Log-probs of fresh samples agree between engine and trainer (the same
-weights) unless a weight update was lost or one of the two went wrong (docs/algorithm.md, section 10).
+Excluding trajectories on which a grader failed is harmless only while failures are few and independent of the content. Log-probs of
+fresh samples agree between engine and trainer, which have the same weights, unless a weight sync was lost or one of the two
+computes wrong values (docs/algorithm.md, section 10).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rayloop.grpo.collapse import LENGTH, Collapse, CollapseSettings
 from rayloop.grpo.limits import Alarm, Limit
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
-"""Mean |trainer's log-prob - engine's| of samples whose weights the trainer still has: asynchrony does not move it."""
+"""Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not change it."""
 
 WINDOW = 512
-"""Trajectories that shares are of: the last eight steps of 8 x 8, half a step of 128 x 8, so rare kinds show and old ones fade."""
+"""Trajectories of a share: the last eight steps of 8 x 8, or half a step of 128 x 8."""
 LEAST = 8
-"""Trajectories that a share must concern before it is an alarm: fewer are chance."""
+"""Affected trajectories from which a share can be an alarm: fewer may be chance."""
 CORRELATION = 0.3
-"""Having no reward may be correlated this much with length or data source: of 512 trajectories, 0.3 is 7 standard errors from 0."""
+"""Limit of the correlation of a missing reward with length or source: over 512 trajectories 0.3 is 7 standard errors from 0."""
 DRIFT_STEPS = 3
-"""Steps over which the log-prob difference is averaged: one batch of odd samples is no drift."""
+"""Steps over which the log-prob mismatch is averaged."""
 UNSEEN = 10
-"""Steps in a row without such samples (the trainer is the slower side) after which others are played for it."""
+"""Steps in a row without samples of the present weights (the trainer is slower), after which probes are played."""
 
 
 _GRADERS = ("grader_error", "grader_timeout", "judge_invalid", "judge_changed", "invalid_component")
@@ -45,8 +45,8 @@ FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
 
 
 class AlarmSettings(CollapseSettings):
-    """When a run tells that something goes wrong slowly, and when it ends because of it. Shares are of the last 512
-    trajectories, each as 0 to 1, and count from the eighth that is concerned; of groups, they are the mean of five steps."""
+    """Limits at which a run warns, and ends. Shares (0 to 1) are of the last 512 trajectories, and count from eight affected ones;
+    shares of groups are means of five steps."""
 
     removed: ClassVar[Mapping[str, Removed]] = {
         "window": Removed(512, "shares are of the last 512 trajectories"),
@@ -64,7 +64,7 @@ class AlarmSettings(CollapseSettings):
     flags: dict[str, Limit] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named. What is not given here keeps its
     default: 0.05 for ``grader_error``, ``grader_timeout``, ``judge_invalid``, ``judge_changed``, ``invalid_component``; 0.9 for
-    the others, which tell about the policy."""
+    the others, which describe the policy."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
     three steps. After ten steps without such samples ``weight_sync.probes`` tasks are played for it. Without ``warn``: 1e-3 in
@@ -78,6 +78,8 @@ class AlarmSettings(CollapseSettings):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
+    """A finished trajectory, as far as alarms need it."""
+
     id: TrajectoryId
     source: str
     length: int
@@ -87,16 +89,16 @@ class _Seen:
 
 
 class Alarms:
-    """``groups`` is told of every finished group's members, ``lost`` of what is lost later, ``step`` of what the trainer
-    reports of a step, ``recorded`` of all its metrics.
+    """Call ``groups`` with the members of finished groups, ``lost`` with trajectories that are lost later, ``step`` with the
+    trainer's metrics of a step, ``recorded`` with all metrics of a step.
 
-    ``tell`` gets an ``Alarm`` when a limit is passed (again only after it was well), a ``GraderError`` with the
-    first traceback, and an ``Unscored`` for the first trajectory of each kind. All but ``lost`` raise AlarmStopped,
-    ``groups`` also GraderBroken when the reward raised on every trajectory of the first group that reached it (of two or more).
+    Emits an ``Alarm`` when a limit is passed (again only after the value was back), a ``GraderError`` with the first traceback, and
+    an ``Unscored`` for the first trajectory of each kind. All methods but ``lost`` raise AlarmStopped; ``groups`` also raises
+    GraderBroken when the reward raised on every trajectory of the first group (of two or more) that reached it.
     """
 
     def __init__(self, settings: AlarmSettings, drift: float, reward: str, emit: Emit) -> None:
-        """``drift``: where the log-prob alarm warns. ``reward``: the dotted name of the reward, for messages."""
+        """``drift``: log-prob mismatch in nats that warns. ``reward``: the dotted name of the reward, for messages."""
         self.settings, self._reward, self._emit = settings, reward, emit
         given = settings.logprobs
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
@@ -109,11 +111,12 @@ class Alarms:
         self._kinds: set[UnscoredKind] = set()
         self._trace = self._returned = ""
         self.graded = False
-        """The first group has reached the grader. It is in the checkpoint: the first one after a resume proves nothing."""
+        """Whether a group has reached the grader. A checkpoint keeps it: only the run's first group is checked."""
         self._raised: list[bool] = []
         self._raised_held_out: list[bool] = []
 
     def groups(self, members: Iterable[Member]) -> None:
+        """Count the members of finished groups. Raises AlarmStopped, GraderBroken."""
         fresh = [member for member in members if not member.replayed]
         for member in fresh:
             self._first_of_its_kind(member)
@@ -126,46 +129,46 @@ class Alarms:
         self._raise_or_emit("shares", {**self._shares(), **self._correlations()})
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: plain values. What is averaged and told begins anew with a run."""
+        """Returns plain values for the checkpoint. Averages and active alarms are not in it."""
         return {"graded": self.graded, "first": {name: list(values) for name, values in self.collapse.first.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; what this process has seen already it does not forget."""
+        """Add what ``state`` knows to what this process has seen."""
         self.graded |= state["graded"]
         earlier = {LENGTH: state.get("first_lengths", ())}  # of older checkpoints
         self.collapse.first |= {name: list(values) for name, values in state.get("first", earlier).items()}
 
     def held_out(self, member: Member) -> None:
-        """A held-out answer: only the first of a kind is told, for shares are of what is trained on."""
+        """Emit the first unscored held-out answer of a kind. Held-out answers count in no share."""
         self._first_of_its_kind(member)
         if member.summary.length:
             self._raised_held_out.append(_grader_raised(member))
 
     def evaluated(self, first: bool) -> None:
-        """An evaluation has ended. Raises GraderBroken when it is the run's ``first`` and the reward raised on all its answers."""
+        """Call it after an evaluation. Raises GraderBroken when the reward raised on all answers of the ``first`` one."""
         raised, self._raised_held_out = self._raised_held_out, []
         if first:
             self._stop_if_all(raised, "answers to held-out rows")
 
     def lost(self, ids: Collection[TrajectoryId]) -> None:
-        """These were scored and then lost: they count as excluded from the next finished group on. Raises nothing, for it may be a
-        checkpoint that found out, and that must be saved."""
+        """Count scored trajectories that were lost as excluded, from the next finished group on. Raises nothing: a
+        checkpoint may have found the loss."""
         seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
         self._seen = deque(seen, maxlen=WINDOW)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Steps without samples of lag 0 say nothing about drift; after ``UNSEEN`` of them it is ``unseen``."""
+        """Take the log-prob mismatch of a step's samples of lag 0."""
         self._without += 1
         if DRIFT in metrics:
             self.compared(metrics[DRIFT])
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """All metrics of a step, once they are on record: has the policy collapsed?"""
+        """Check the recorded metrics of a step for a collapse. Raises AlarmStopped."""
         self._raise_or_emit("collapse", self.collapse.step(metrics))
 
     def collapsed(self, learning_rate: float) -> str:
-        """For a run that ends for lack of groups with a gradient: the sentence on entropy and learning rate, also an alarm;
-        empty unless the policy has collapsed."""
+        """For a run that ends because no group has a gradient: emits an alarm and returns a sentence on entropy and learning
+        rate, empty unless the policy has collapsed."""
         why = self.collapse.cause(learning_rate)
         if why and "collapse entropy" not in self._active:
             self._emit(incidents.Alarm("entropy", why=why))
@@ -173,11 +176,11 @@ class Alarms:
 
     @property
     def unseen(self) -> bool:
-        """Nobody has looked at drift for so long that fresh episodes must be ``compared``."""
+        """Whether fresh episodes must be ``compared``: the last ``UNSEEN`` steps had no samples of the present weights."""
         return self._without >= UNSEEN
 
     def compared(self, difference: float | None) -> None:
-        """Mean |trainer's log-prob - engine's| [nats] of samples of the present weights; None: there was nothing to compare."""
+        """Take the mean |trainer's log-prob - engine's| in nats of samples of the present weights; None: no samples."""
         self._without = 0
         if difference is None:
             return
@@ -187,7 +190,7 @@ class Alarms:
         value = mean(self._drift)
         text = (
             f"trainer and engine differ by {value:.2e} nats per token of the same weights, mean of {len(self._drift)} steps: a "
-            "weight update did not arrive, or dtype, attention or sampling of the two differ"
+            "weight sync did not arrive, or dtype, attention or sampling of the two differ"
         )
         self._raise_or_emit("logprobs", {"logprobs": (value, self._drift_limit, text)})
 
@@ -244,7 +247,7 @@ class Alarms:
         return count / total if count >= LEAST else 0.0
 
     def _correlations(self) -> dict[str, Alarm]:
-        """Among the trajectories that were played: those without a length have nothing that could explain them."""
+        """Over the trajectories that were played; those that failed before have no length."""
         played = [seen for seen in self._seen if seen.length]
         unscored = [float(seen.unscored is not None) for seen in played]
         if sum(unscored) < LEAST:
@@ -270,7 +273,7 @@ class Alarms:
 
 
 def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
-    """The most frequent kinds, each with one of its reasons: ``invalid_reward 8: the reward source returned None, ...``."""
+    """Returns the most frequent kinds, each with one reason: ``invalid_reward 8: the reward source returned None, ...``."""
     outcomes = list(lost)
     example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
     kinds = Counter(outcome.kind for outcome in outcomes)
@@ -278,15 +281,14 @@ def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
 
 
 def _grader_raised(member: Member) -> bool:
-    """Or returned no number, which has a ``trace`` too. Not with ``reward.on_error: fail``: then it is the policy's doing by order,
-    and an alarm about the flag tells."""
+    """Whether the reward raised or returned no number. False with ``reward.on_error: fail``, where the flag has an alarm."""
     outcome = member.outcome
     own = isinstance(outcome, Unscored) and outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.INVALID_REWARD)
     return own and bool(outcome.trace)
 
 
 def grader_error(member: Member) -> incidents.GraderError:
-    """What is told of a trajectory on which the reward raised."""
+    """Returns the event for a trajectory on which the reward raised."""
     trace = member.outcome.trace
     return incidents.GraderError(str(member.summary.id), member.summary.task_id, _last_line(trace), trace)
 
@@ -296,7 +298,7 @@ def _last_line(trace: str) -> str:
 
 
 def correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Pearson's coefficient, 0 when one of the two does not vary."""
+    """Returns Pearson's coefficient, 0 when one of the two does not vary."""
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
     product = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
     spread = sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b)

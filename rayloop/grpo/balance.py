@@ -1,7 +1,7 @@
-"""How the trajectories of one optimizer update are spread over the ranks. Pure and deterministic; no torch.
+"""Spreads the trajectories of one optimizer update over the ranks. Pure and deterministic; no torch.
 
-A rank computes a prompt that several of its trajectories begin with once (rayloop/grpo/packing.py). So groups stay whole, and what
-is balanced are packed lengths: the prompt once, then what follows it in each trajectory.
+A rank computes the common prompt of its trajectories once (rayloop/grpo/packing.py). Therefore groups stay whole, and packed
+lengths are balanced: the prompt once, then the rest of each trajectory.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from typing import NamedTuple
 from rayloop.core.types import Summary
 
 Place = tuple[int, int]
-"""A trajectory: which group, and which member of it."""
+"""A trajectory: index of the group, and of the member in the group."""
 Shares = tuple[tuple[Place, ...], ...]
-"""For each rank its trajectories, ascending; nothing, where there are too few."""
+"""The trajectories of each rank, ascending; empty where there are too few."""
 
 WORTH = 0.98
-"""Groups are cut where the fullest rank then has at most so much of its tokens: a cut computes a prompt twice."""
+"""Groups are cut when that lowers the fullest rank's tokens to at most this share: a cut computes a prompt twice."""
 
 
-class Length(NamedTuple):
-    """Tokens of a trajectory: of the prompt that it has in common with its group, and after it."""
+class MemberLength(NamedTuple):
+    """Tokens of a trajectory: ``prompt``, common to the group, and ``rest`` after it."""
 
     prompt: int
     rest: int
 
     @classmethod
-    def of(cls, summary: Summary) -> Length:
+    def of(cls, summary: Summary) -> MemberLength:
+        """Returns the lengths of a trajectory."""
         return cls(summary.prompt_tokens, summary.length - summary.prompt_tokens)
 
 
-Groups = Sequence[Sequence[Length]]
+Groups = Sequence[Sequence[MemberLength]]
 
 
 def shares(groups: Groups, world_size: int) -> Shares:
-    """Whole groups, or, where they are too few or too unequal to fill the ranks evenly, cut ones."""
+    """Returns whole groups per rank; cut groups where whole ones are too few or too unequal to fill the ranks evenly."""
     whole, cut = whole_groups(groups, world_size), cut_groups(groups, world_size)
     return cut if fullest(groups, cut) <= WORTH * fullest(groups, whole) else whole
 
 
 def packed(groups: Groups, share: Iterable[Place]) -> int:
-    """Tokens that a rank computes for its share: one prompt (its first) for each group that it has a part of."""
+    """Returns the tokens that a rank computes for ``share``: one prompt per group, and the rest of each trajectory."""
     share = tuple(share)
     prompts: dict[int, int] = {}
     for group, member in share:
@@ -51,7 +52,7 @@ def packed(groups: Groups, share: Iterable[Place]) -> int:
 
 
 def fullest(groups: Groups, found: Shares) -> int:
-    """Packed tokens of the rank that has most: all others wait for it."""
+    """Returns the packed tokens of the fullest rank, which all others wait for."""
     return max(packed(groups, share) for share in found)
 
 
@@ -69,7 +70,7 @@ def whole_groups(groups: Groups, world_size: int) -> Shares:
 
 
 def cut_groups(groups: Groups, world_size: int) -> Shares:
-    """All trajectories in a row, cut into one piece for each rank, so that the longest is as short as can be."""
+    """Cuts the row of all trajectories into one piece per rank, so that the longest piece is as short as possible."""
     row = [(group, member) for group, members in enumerate(groups) for member in range(len(members))]
     low, high = 0, sum(sum(length) for members in groups for length in members)
     while low < high:

@@ -1,4 +1,4 @@
-"""What the trainer computes on: a ``Sample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch.
+"""The trainer's input: a ``TrainSample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch.
 
 A sampled token at position t is predicted by the hidden state at t - 1 of the same trajectory; nothing is predicted
 across the border of two packed trajectories, and the first token of a sequence cannot be a sampled one.
@@ -24,7 +24,7 @@ from rayloop.core.types import FlatTrajectory, Sampling, TokenIds, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainSample:
     """One trajectory as tensors. T tokens, N sampled tokens, R position rows (1 for text models, 4 with M-RoPE)."""
 
     token_ids: Tensor  # [T] int64
@@ -54,6 +54,7 @@ class Sample:
 
     @property
     def length(self) -> int:
+        """All tokens."""
         return int(self.token_ids.numel())
 
 
@@ -92,7 +93,7 @@ class Batch:
         return Batch(**moved)
 
 
-def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> Sample:
+def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> TrainSample:
     """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
 
     Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
@@ -107,7 +108,7 @@ def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pix
     if len(pixels) != len(trajectory.images):
         raise ValueError(f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images")
     prompt = itertools.takewhile(lambda turn: not (turn.sampled and turn.token_ids), trajectory.turns)
-    return Sample(
+    return TrainSample(
         token_ids=torch.from_numpy(flat.token_ids),
         position_ids=position_ids,
         predict=at - 1,

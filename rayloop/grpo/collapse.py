@@ -1,13 +1,13 @@
-"""Alarms about a policy that collapses: it becomes certain of everything, says less and less, or its groups teach nothing.
+"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its groups become equal.
 
-They look at the metrics of steps that are on record (rayloop/run/metrics.py). Arc Vision's own run collapsed so: each answer
-asked for a tool, each reward was 0.100, answers fell from 38 to 20 tokens, and nothing said a word.
+They watch the recorded metrics of steps (rayloop/run/metrics.py). The original run of Arc Vision collapsed without a message: every
+answer asked for a tool, every reward was 0.100, and answers fell from 38 to 20 tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean
 
 from rayloop.config.settings import SettingsModel
@@ -15,16 +15,20 @@ from rayloop.grpo.limits import Alarm, Floor, Limit
 
 ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
+SETTINGS = {
+    ENTROPY: "entropy", LENGTH: "response_length", DONE: "completed", EQUAL: "equal_groups", RIGHT: "all_right", WRONG: "all_wrong",
+}  # fmt: skip
+"""Watched metric -> the setting with its limits."""
 
 OPEN = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
 HALF = 0.5
-"""Share of its first entropy below which a policy that no longer finds groups to train on has collapsed."""
+"""Share of the first steps' entropy below which a policy without groups to train on counts as collapsed."""
 STEPS = 5
-"""Steps that a value is averaged over, and the first steps that lengths are compared with: one odd batch is no collapse."""
+"""Steps of a mean, and number of first steps that lengths and entropies are compared with: one odd batch is no collapse."""
 
 
 class CollapseSettings(SettingsModel):
-    """Each is the mean of the last five steps. Where the limits come from: docs/choosing_settings.md."""
+    """Limits of means over the last five steps. docs/choosing_settings.md explains the defaults."""
 
     entropy: Floor = Floor(warn=0.05)
     """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples of a group are the same. Lower
@@ -46,18 +50,18 @@ class CollapseSettings(SettingsModel):
 
 
 class Collapse:
-    """``step`` is told of each step's metrics, and returns what is watched, by the name of its setting."""
+    """Watches the metrics of steps: ``step`` takes them and returns name of the setting -> alarm."""
 
     def __init__(self, settings: CollapseSettings) -> None:
         self._settings = settings
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=STEPS) for name in (ENTROPY, LENGTH, DONE, EQUAL, RIGHT, WRONG)}
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=STEPS) for name in SETTINGS}
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
-        """Of the run's first steps, in tokens and nats. They are in the checkpoint: a collapse may come after a resume."""
+        """Values of the run's first steps, in tokens and nats. A checkpoint keeps them, for a collapse after a resume."""
         self._unknown = 0
-        """Steps in a row that computed nothing, and so have no entropy."""
+        """Steps in a row without a forward pass, which therefore have no entropy."""
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
-        """What a step does not have says nothing; the same of a value that fewer than ``STEPS`` steps have had."""
+        """Returns the watched values. Skips metrics that the step lacks, and values that fewer than ``STEPS`` steps had."""
         for name, values in self._last.items():
             if name in metrics:
                 values.append(metrics[name])
@@ -73,11 +77,15 @@ class Collapse:
         return self._alarms(found)
 
     def _alarms(self, found: Mapping[str, float]) -> dict[str, Alarm]:
-        return {setting: alarm for name, value in found.items() for setting, alarm in self._alarm(name, value)}
+        alarms: dict[str, Alarm] = {}
+        for name, value in found.items():
+            watched = self._share(name, value) if name in self.first else value
+            alarms[SETTINGS[name]] = (watched, getattr(self._settings, SETTINGS[name]), self._text(name, value))
+        return alarms
 
     def cause(self, learning_rate: float) -> str:
-        """A sentence on entropy and learning rate for a run that ends for lack of groups with a gradient; empty unless its entropy
-        has halved."""
+        """Returns a sentence on entropy and learning rate, for a run that ends because no group has a gradient; empty unless the
+        entropy has halved."""
         last = self._last[ENTROPY]
         if not last or self._share(ENTROPY, mean(last)) >= HALF:
             return ""
@@ -88,28 +96,25 @@ class Collapse:
         return f"the policy's entropy is {entropy:.2g} nats per token, mean of {STEPS} steps, and was {before:.2g} at first"
 
     def _share(self, name: str, value: float) -> float:
-        """Of what the first steps had; an older checkpoint may not say it."""
+        """Returns ``value`` as a share of the first steps' mean; 1 where an older checkpoint lacks that mean."""
         before = mean(self.first[name]) if self.first[name] else 0.0
         return value / before if before else 1.0
 
-    def _alarm(self, name: str, value: float) -> Sequence[tuple[str, Alarm]]:
-        c, share = self._settings, f"{value:.0%} of the last {STEPS} steps' groups"
+    def _text(self, name: str, value: float) -> str:
+        """Returns a sentence that says what the mean ``value`` of a metric means."""
         if name == ENTROPY:
-            text = f"{self._certain(value)}: it gives the same answer again and again. {OPEN}"
-            return [("entropy", (self._share(name, value), c.entropy, text))]
+            return f"{self._certain(value)}: it gives the same answer again and again. {OPEN}"
         if name == LENGTH:
             before = mean(self.first[LENGTH])
-            text = f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
-            return [("response_length", (self._share(name, value), c.response_length, text))]
+            return f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
         if name == DONE:
-            text = (
+            return (
                 f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
                 "broke off: look at what they do instead of answering (end_reason/...)"
             )
-            return [("completed", (value, c.completed, text))]
-        if name == EQUAL:
-            text = f"{share} have rewards that are all equal: they teach nothing"
-            return [("equal_groups", (value, c.equal_groups, text))]
-        if name == RIGHT:
-            return [("all_right", (value, c.all_right, f"{share} have only right answers: take harder rows"))]
-        return [("all_wrong", (value, c.all_wrong, f"{share} have only wrong answers: take easier rows first"))]
+        means = {
+            EQUAL: "rewards that are all equal: they teach nothing",
+            RIGHT: "only right answers: take harder rows",
+            WRONG: "only wrong answers: take easier rows first",
+        }
+        return f"{value:.0%} of the last {STEPS} steps' groups have {means[name]}"

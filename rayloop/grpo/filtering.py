@@ -1,4 +1,4 @@
-"""Partial dynamic filtering (docs/algorithm.md, section 4): oversample, filter, rank, and when to stop refilling."""
+"""Dynamic sampling with partial groups (DAPO, arXiv:2503.14476; docs/algorithm.md, section 4): filter, rank, refill."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
-    """Give every kept member that a filter refuses a ``filtered[reason]`` status; the first filter in order counts.
+    """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason.
 
-    All filters look at the members kept on entry. Nothing is ever taken back, and advantages stay as they are. Raises ValueError
-    when members were not scored or have no advantage yet, FilterBroken.
+    All filters see the members that were kept on entry. Advantages stay as they are. Raises ValueError when members were not scored
+    or have no advantage yet, FilterBroken.
     """
     reasons: dict[int, str] = {}
     for one in filters:
@@ -38,13 +38,12 @@ class Selection:
 
 
 def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
-    """Keep the first ``target`` trajectories in rank order, whatever the order of ``ready``.
+    """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``.
 
-    Ranking decides who gets in: by group std, descending, ties in request order; or by request order alone. With
-    ``oldest_first`` (what is left over is carried over) the version that began a group comes before its rank: of a supply
-    that is bounded by the staleness, none then grows stale by being passed over. What the cut takes off a group of
-    ``train`` becomes ``surplus[cut]``. Groups with nothing kept appear in neither part. Raises ValueError when a group to
-    be ranked has no std.
+    Groups are ranked by std, descending, ties in request order; or by request order alone. With ``oldest_first`` (left-over groups are
+    carried over) the version that began a group counts before the rank, so that no group grows stale by being passed over. Members
+    that the cut takes off a group of ``train`` become ``surplus[cut]``. Groups without kept members are in neither part. Raises
+    ValueError when a group to be ranked has no std.
     """
     train: list[Group] = []
     left_over: list[Group] = []
@@ -83,7 +82,7 @@ def generation_verdict(
     survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int],
     unscored: Sequence[Unscored] = (),
 ) -> Enough:  # fmt: skip
-    """Decide once ``batches_used`` generation batches have ended with ``survivors`` trajectories to train.
+    """Decides, after ``batches_used`` generation batches, whether to train on ``survivors`` trajectories.
 
     A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at
     least ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the fates of

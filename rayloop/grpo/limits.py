@@ -1,4 +1,4 @@
-"""Limits of alarms: where a value warns, and where it ends the run. ``Limit`` is above, ``Floor`` below."""
+"""Limits of alarms: the value that warns, and the value that ends the run. ``Limit`` bounds from above, ``Floor`` from below."""
 
 from __future__ import annotations
 
@@ -11,43 +11,40 @@ class Limit(SettingsModel):
     """An alarm: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
-    """Above this an event and a line on the terminal, once until it is well again. Raise it when you know the reason."""
+    """Above this an event and a line on the terminal, once until the value is back. Raise it when you know the reason."""
     stop: float | None = Field(None, ge=0)
-    """Above this the run ends with exit code 1. Set it for runs that nobody watches."""
+    """Above this the run ends with exit code 1. Set it for unattended runs."""
 
     @model_validator(mode="after")
     def _order(self) -> Limit:
-        if self.warn is not None and self.stop is not None and self.stop < self.warn:
-            raise ValueError(f"stop ({self.stop:g}) is below warn ({self.warn:g}): the run would end before it was told why")
+        if self.warn is not None and self.stop is not None and self._beyond(self.warn, self.stop):
+            side = "above" if isinstance(self, Floor) else "below"
+            raise ValueError(f"stop ({self.stop:g}) is {side} warn ({self.warn:g}): the run would end before it warned")
         return self
 
     def warns(self, value: float) -> bool:
-        return self.warn is not None and value > self.warn
+        """Whether ``value`` is an alarm."""
+        return self.warn is not None and self._beyond(value, self.warn)
 
     def stops(self, value: float) -> bool:
-        return self.stop is not None and value > self.stop
+        """Whether ``value`` ends the run."""
+        return self.stop is not None and self._beyond(value, self.stop)
+
+    def _beyond(self, value: float, bound: float) -> bool:
+        return value > bound
 
 
-class Floor(SettingsModel):
-    """An alarm about what falls: where it warns, and where it ends the run. null: never."""
+class Floor(Limit):
+    """An alarm for a value that falls: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
-    """Below this an event and a line on the terminal, once until it is well again. Lower it when you know the reason."""
+    """Below this an event and a line on the terminal, once until the value is back. Lower it when you know the reason."""
     stop: float | None = Field(None, ge=0)
-    """Below this the run ends with exit code 1. Set it for runs that nobody watches."""
+    """Below this the run ends with exit code 1. Set it for unattended runs."""
 
-    @model_validator(mode="after")
-    def _order(self) -> Floor:
-        if self.warn is not None and self.stop is not None and self.stop > self.warn:
-            raise ValueError(f"stop ({self.stop:g}) is above warn ({self.warn:g}): the run would end before it was told why")
-        return self
-
-    def warns(self, value: float) -> bool:
-        return self.warn is not None and value < self.warn
-
-    def stops(self, value: float) -> bool:
-        return self.stop is not None and value < self.stop
+    def _beyond(self, value: float, bound: float) -> bool:
+        return value < bound
 
 
-Alarm = tuple[float, Limit | Floor, str]
-"""The value that is watched, its limits, and what it means in words."""
+Alarm = tuple[float, Limit, str]
+"""The watched value, its limits, and a sentence that says what the value means."""

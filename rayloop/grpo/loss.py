@@ -1,6 +1,6 @@
-"""The clipped policy-gradient loss on packed loss tokens (docs/algorithm.md, sections 2 and 6), and its metrics.
+"""The clipped policy-gradient loss per token (docs/algorithm.md, sections 2 and 6), and its metrics.
 
-N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one after the other.
+N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one trajectory after the other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PerToken:
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """What one optimizer update averages over, counted over all ranks and micro-batches before the backward pass.
+    """Loss tokens and trajectories (``sequences``) of one optimizer update, over all ranks and micro-batches.
 
-    ``tokens``: loss tokens; ``sequences``: trajectories. Those with advantage 0 count even if they are skipped.
+    They are counted before the backward pass. Trajectories with advantage 0 count although they are skipped.
     """
 
     tokens: int
@@ -49,12 +49,12 @@ def policy_loss(
     on_policy: Tensor | None = None,
     lag: Tensor | None = None,
 ) -> PerToken:
-    """Per-token loss: ``w * (clip_loss + kl_coef * k3) - entropy_coef * entropy``.
+    """Returns the loss of each token: ``w * (clip_loss + kl_coef * k3) - entropy_coef * entropy``.
 
-    All arguments are [N]. ``current`` and ``entropy`` carry the gradient; every other log-prob is a constant. The
-    clipped loss is PPO's (Schulman et al. 2017) with a separate upper clip (DAPO) and dual clip (Ye et al. 2020).
+    All arguments are [N]: log-probs of the sampled tokens, advantages, entropies in nats. ``current`` and ``entropy`` carry the
+    gradient; every other log-prob is a constant. ``w``: importance weight (``_correction``), ``clip_loss``: PPO's (``_clipped``).
     ``on_policy`` (bool) marks replayed tokens treated as on-policy: their behaviour is ``old`` and their weight 1.
-    ``lag`` (int64) is each token's version lag, for the metrics only.
+    ``lag`` (int64) is each token's version lag in steps, for the metrics only.
     Raises ValueError when a coefficient is positive but its input is missing.
     """
     old, behaviour, advantage = old.detach(), behaviour.detach(), advantage.detach()
@@ -73,16 +73,20 @@ def policy_loss(
         if entropy is None:
             raise ValueError("entropy_coef is positive, but no entropy was computed")
         loss = loss - settings.entropy_coef * entropy
-    drift = old - behaviour
-    drift_k3 = k3(behaviour, old)
+    mismatch = old - behaviour
     metrics = LossMetrics.of(
-        ratio=ratio, clips=clips, capped=capped, drift=drift, drift_k3=drift_k3, kl=kl, entropy=entropy, lag=lag
+        ratio=ratio, clips=clips, capped=capped, mismatch=mismatch, mismatch_k3=k3(behaviour, old), kl=kl, entropy=entropy, lag=lag
     )
     return PerToken(loss, metrics)
 
 
 def _correction(old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probs [N] that the ratio compares with, the weight [N] of each token, and where the cap bound it."""
+    """Returns the log-probs [N] in the ratio's denominator, the importance weight [N], and where the cap applied (bool [N]).
+
+    decoupled: ratio to the trainer's old log-probs, times the weight ``exp(old - behaviour)`` (decoupled PPO, arXiv:2110.00641; in
+    AReaL, arXiv:2505.24298), truncated at the cap (truncated importance sampling, TIS, as in IMPALA, arXiv:1802.01561). bypass:
+    ratio to the engine's log-probs, weight 1 (PPO, arXiv:1707.06347). none: ratio to the old log-probs, weight 1.
+    """
     ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
     match settings.correction:
         case "bypass":
@@ -98,7 +102,11 @@ def _correction(old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settin
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """``-min(ratio * A, clip(ratio) * A)`` [N], bounded by the dual clip; and where low, high and dual clip hold."""
+    """Returns ``-min(ratio * A, clip(ratio) * A)`` [N], and where the low, high and dual clip apply (bool [N] each).
+
+    PPO's clipped loss (arXiv:1707.06347) with a clip of its own above 1 (DAPO, arXiv:2503.14476). For A < 0 the loss is at most
+    ``dual_clip * |A|`` (dual-clip PPO, arXiv:1912.09729).
+    """
     plain = -ratio * advantage
     bound = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage
     loss = torch.maximum(plain, bound)
@@ -112,9 +120,10 @@ def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[
 
 
 def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float | None = None) -> Tensor:
-    """``exp(d) - d - 1`` [N] >= 0, ``d = reference - current`` clamped to ±bound: estimates KL(current || reference).
+    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` clamped to ±bound, at most ``cap``.
 
-    Tokens are samples of ``current`` (Schulman, "Approximating KL divergence", 2020). No estimate is above ``cap``.
+    Estimates KL(current || reference) from tokens sampled by ``current``: the k3 estimator of John Schulman's note "Approximating
+    KL divergence" (joschu.net/blog/kl-approx.html, 2020), used by GRPO (arXiv:2402.03300).
     """
     d = (reference - current).clamp(-bound, bound)
     estimate = torch.expm1(d) - d
@@ -122,10 +131,11 @@ def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float |
 
 
 def token_weights(segment: Tensor, settings: LossSettings, denominator: Denominator) -> Tensor:
-    """Weights [N] float32 such that ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss.
+    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the update.
 
-    ``segment`` [N] int64 >= 0 tells tokens of one trajectory from those of another; a trajectory is never split over
-    micro-batches. Raises ValueError for an empty denominator.
+    ``segment`` [N] int64 >= 0 is the trajectory of each token; a trajectory is never split over micro-batches. token-mean: DAPO
+    (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); seq-mean-token-sum-norm: Dr. GRPO (arXiv:2503.20783).
+    Raises ValueError for an empty denominator.
     """
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(f"an update over {denominator.tokens} tokens of {denominator.sequences} trajectories")

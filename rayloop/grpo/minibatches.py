@@ -1,4 +1,4 @@
-"""How a step's groups become optimizer updates: epochs of mini-batches, cut at group boundaries, shuffled by seed."""
+"""Cuts a step's groups into optimizer updates: epochs of mini-batches, cut at group boundaries, shuffled by seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayloop.grpo.settings import UpdateSettings
 def mini_batches(
     sizes: Sequence[int], update: UpdateSettings, seed: int, step: int, nominal: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """One tuple of group indices (ascending) per optimizer update, over all epochs. ``sizes``: trajectories per group.
+    """Returns a tuple of group indices (ascending) per optimizer update, over all epochs. ``sizes``: trajectories per group.
 
     Each epoch is a partition of the groups. They are dealt in shuffled order, each to the mini-batch that has the fewest
     trajectories so far. A step with fewer trajectories than ``nominal`` (the step's target; None: no such rule) gets fewer

@@ -1,4 +1,4 @@
-"""How a rank's trajectories are cut into micro-batches and packed into one row. Deterministic throughout."""
+"""Cuts a rank's trajectories into micro-batches, and packs each into one row. Deterministic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayloop.core.types import Sampling
-from rayloop.grpo.batch import Batch, Sample
+from rayloop.grpo.batch import Batch, TrainSample
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
@@ -31,10 +31,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def prompt_groups(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
     """The samples by common prompt; each group has at most ``budget`` tokens when its prompt counts once, or is alone."""
-    groups: list[list[Sample]] = []
-    latest: dict[Hashable, list[Sample]] = {}
+    groups: list[list[TrainSample]] = []
+    latest: dict[Hashable, list[TrainSample]] = {}
     for sample in samples:
         group = latest.get(_prompt(sample))
         if group is None or packed_length([*group, sample]) > budget:
@@ -44,18 +44,18 @@ def prompt_groups(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
     return groups
 
 
-def _prompt(sample: Sample) -> Hashable:
+def _prompt(sample: TrainSample) -> Hashable:
     """Equal for samples whose tokens and images before the first sampled token are the same."""
     images = tuple(id(pixels) for pixels in sample.pixels[: sample.prompt_images])
     return sample.token_ids[: sample.prompt_length].numpy().tobytes(), images
 
 
-def packed_length(group: Sequence[Sample]) -> int:
+def packed_length(group: Sequence[TrainSample]) -> int:
     """Tokens of samples with one common prompt, which counts once."""
     return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
 
 
-def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
+def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
     """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled, and what went wrong with
     an image.
 
@@ -103,7 +103,7 @@ def pack(samples: Sequence[Sample], *, share_images: bool = False, share_prompts
     )
 
 
-def _without_repeated_prompts(samples: Sequence[Sample]) -> list[Sample]:
+def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The samples; those with the prompt of the one before them lack it, and predict from -1, its last token, on."""
     prompts = [None, *(_prompt(sample) for sample in samples)]
     return [
@@ -121,7 +121,7 @@ def _without_repeated_prompts(samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def _predict(samples: Sequence[Sample]) -> list[Tensor]:
+def _predict(samples: Sequence[TrainSample]) -> list[Tensor]:
     """Where in the row of all ``samples`` the hidden states are that predict the tokens of each."""
     places, start, prompt_end = [], 0, 0
     for sample in samples:
@@ -141,7 +141,7 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
     return None
 
 
-def _common_sampling(samples: Sequence[Sample]) -> Sampling:
+def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:
     masks = {(s.sampling.banned_tokens, s.sampling.end_tokens) for s in samples}
     if len(masks) > 1:
         raise ValueError(f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one")

@@ -1,4 +1,4 @@
-"""Replay of one stored success into a group that failed throughout (docs/algorithm.md, section 5; ARPO)."""
+"""Replay of one stored success into a group of failures, as in ARPO (arXiv:2505.16282; docs/algorithm.md, section 5)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """What is stored and when it is needed; the defaults are ARPO's.
+    """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
 
-    The original compares in single precision, where 0.1 itself is above 0.1: 0.0999999 stores it too.
+    The original compares in single precision, where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too.
     """
 
     capacity: int = 8
@@ -37,14 +37,14 @@ class ReplayRules:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """The group to go on with, and the fresh member that a stored success displaced (its status set), if any."""
+    """The group, and the fresh member that a stored success replaced, if any; its status is set."""
 
     group: Group
     displaced: Member | None = None
 
 
 class ReplayBuffer:
-    """Per task the last ``capacity`` successes, as the driver holds them: their payload references stay alive here."""
+    """The last ``capacity`` successes of each task. It holds their payload references, so the payloads stay alive."""
 
     def __init__(self, settings: ReplaySettings, seed: int, rules: ReplayRules = ReplayRules()) -> None:
         self._settings, self._seed, self._rules = settings, seed, rules
@@ -54,7 +54,7 @@ class ReplayBuffer:
         return sum(map(len, self._stored.values()))
 
     def inject(self, group: Group, step: int) -> Injection:
-        """Replace member 0 by a stored success when the group failed throughout. Changes nothing in the buffer.
+        """Returns the group with a stored success as member 0 when all of it failed. Does not change the buffer.
 
         Comes before the statistics: members are scored, but have neither advantage nor status. ``step`` is the step that
         will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
@@ -79,7 +79,7 @@ class ReplayBuffer:
                 slots.append(replace(member, advantage=None, reference=None))
 
     def forget(self, ids: Collection[TrajectoryId]) -> None:
-        """These trajectories' payloads are gone."""
+        """Remove these trajectories, whose payloads are lost."""
         for task, members in self._stored.items():
             self._stored[task] = deque((m for m in members if m.summary.id not in ids), members.maxlen)
 
@@ -103,25 +103,25 @@ class ReplayBuffer:
         return random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(fresh_enough)
 
     def stats(self) -> dict[str, Any]:
-        """How many successes there are of how many tasks, and of each task how many and the steps of the oldest and newest."""
+        """Returns the numbers of successes and tasks; for each task its number of successes and the oldest and newest step."""
         steps = {task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members}
         tasks = {task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)} for task, s in steps.items()}
         return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.enabled else {}
 
     def state(self) -> dict[str, tuple[Member, ...]]:
-        """The stored members per task, oldest first. Payloads are references: checkpoints write what they refer to."""
+        """Returns the stored members per task, oldest first, with payloads as references; a checkpoint writes the payloads."""
         return {task: tuple(members) for task, members in self._stored.items()}
 
     def restore(self, state: Mapping[str, Sequence[Member]]) -> None:
-        """Become the buffer that ``state`` was taken from (with payloads that this process can use)."""
+        """Restore the buffer from ``state``, whose payload references belong to this process."""
         self._stored = {task: deque(members, maxlen=self._rules.capacity) for task, members in state.items()}
 
 
 def _result(member: Member) -> float:
-    """The environment's own result of a scored member, else its reward."""
+    """Returns the environment's own result of a scored member, else its reward."""
     return member.reward if member.summary.env_result is None else member.summary.env_result
 
 
 def _written(number: float) -> Decimal:
-    """The number that is printed: 0.05 and 0.15 are then exactly 0.1 apart, which their binary fractions are not."""
+    """Returns the printed number as a decimal: 0.05 and 0.15 are then exactly 0.1 apart."""
     return Decimal(repr(float(number)))

@@ -1,4 +1,4 @@
-"""Trajectories whose context began anew on the way: each segment is trained and scored as a sequence of its own."""
+"""Trajectories whose context was restarted: each segment between two restarts is trained and scored as its own sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayloop.core.types import Trajectory
 
 
 def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainItem]]:
-    """An item for each segment, with the trajectory's advantage and its own part of the reference log-probs.
+    """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs.
 
     A trajectory of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when the reference
     log-probs are not one per sampled token.
@@ -25,7 +25,7 @@ def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainIte
 def by_segment(
     trajectories: Sequence[Trajectory], score: Callable[[list[Trajectory]], Sequence[npt.NDArray[np.float32]]]
 ) -> list[npt.NDArray[np.float32]]:
-    """What ``score`` gives for all segments at once, joined: one array [sampled_tokens] per trajectory."""
+    """Calls ``score`` with all segments at once, and returns one array [sampled_tokens] per trajectory."""
     segments = [trajectory.segments for trajectory in trajectories]
     scored = iter(score([segment for parts in segments for segment in parts]))
     return [np.concatenate([next(scored) for _ in parts]) for parts in segments]

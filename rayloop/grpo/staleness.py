@@ -27,8 +27,8 @@ def lag(version: Version, training: Version) -> int:
 def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
     """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``.
 
-    A version of another lineage is dead, unless ``inherited`` gives the last step of that lineage which the present one
-    descends from (the step of the checkpoint it was restored from): ready groups in a checkpoint are of that kind.
+    A version of another lineage is stale, unless ``inherited`` has it: lineage -> step of the checkpoint from which the
+    present lineage was restored. Ready groups in a checkpoint have such versions.
     """
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
@@ -36,13 +36,13 @@ def is_stale(first: Version, training: Version, max_staleness: int, inherited: M
 
 
 def is_due(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
-    """Whether ``training`` is the last version that may train on what ``first`` began."""
+    """Whether ``training`` is the last version that may train on a trajectory that ``first`` began."""
     stale_for = partial(is_stale, first, max_staleness=max_staleness, inherited=inherited)
     return stale_for(Version(training.lineage, training.step + 1)) and not stale_for(training)
 
 
 def expired(group: Group, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> Group:
-    """The group with its members too old for ``training`` marked stale; replayed ones have their own age limit."""
+    """Returns the group, its members that are too old for ``training`` marked stale; replayed ones have their own age limit."""
     old = {
         i: replace(member, status=Status(TrajectoryState.STALE))
         for i, member in enumerate(group.members)
@@ -52,12 +52,12 @@ def expired(group: Group, training: Version, max_staleness: int, inherited: Mapp
 
 
 def began(group: Group) -> float:
-    """The step of the oldest version that sampled a kept member's first token; infinite when all kept ones are replayed."""
+    """Returns the step of the oldest version that sampled a kept member's first token; infinite when all kept ones are replayed."""
     return min((m.summary.first_version.step for m in group.kept if not m.replayed), default=math.inf)
 
 
 def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> int:
-    """How many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``.
+    """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``.
 
     All in trajectories: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Never
     negative. Raises ValueError unless 0 < acceptance <= 1 (at 0 the bound would be none).
@@ -81,6 +81,7 @@ class AcceptanceRate:
 
     @property
     def value(self) -> float:
+        """The share, at least ``floor``."""
         return max(self._floor, self._rate)
 
     def observe(self, survivors: int, finished: int) -> None:
@@ -91,14 +92,16 @@ class AcceptanceRate:
             self._rate += (survivors / finished - self._rate) * -math.expm1(-finished / self._memory)
 
     def state(self) -> float:
+        """Returns a plain value for the checkpoint."""
         return self._rate
 
     def restore(self, state: float) -> None:
+        """Continue from ``state``."""
         self._rate = state
 
 
 class LengthRatio:
-    """Mean length of what was trained over that of what was played: exponential averages over ``memory`` steps.
+    """Mean length of trained trajectories over that of sampled ones: exponential averages over ``memory`` steps.
 
     1 when neither staleness nor filters nor ranking prefer an episode by its length.
     """
@@ -108,16 +111,16 @@ class LengthRatio:
         self._played, self._trained = (0.0, 0.0), (0.0, 0.0)
 
     def observe(self, played: Sequence[int], trained: Sequence[int]) -> None:
-        """Count a step: the lengths of what ended since the last one, and of what this one trained on."""
+        """Count a step: the lengths of trajectories that ended since the last step, and of those that this step trains on."""
         self._played = self._average(self._played, played)
         self._trained = self._average(self._trained, trained)
 
     def state(self) -> list[list[float]]:
-        """For the checkpoint: plain values."""
+        """Returns plain values for the checkpoint."""
         return [list(self._played), list(self._trained)]
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on where ``state`` was taken."""
+        """Continue from ``state``."""
         (played, count), (trained, taken) = state
         self._played, self._trained = (played, count), (trained, taken)
 
@@ -127,6 +130,6 @@ class LengthRatio:
 
     @property
     def value(self) -> float | None:
-        """None before anything of a length was trained."""
+        """The ratio; None before the first trained trajectory."""
         (played, count), (trained, taken) = self._played, self._trained
         return (trained / taken) / (played / count) if played and taken else None

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
+from rayloop.engines.cores import per_process
 from rayloop.engines.settings import (
     EngineChoice,
     FsdpSettings,
@@ -273,26 +274,32 @@ class RunConfig(SettingsModel):
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
         made = engine.with_room(self.environment.episode.max_tokens)
-        if isinstance(made, TransformersEngineSettings) and made.threads == "auto":
-            return made.model_copy(update=self._untimed)
+        if isinstance(made, TransformersEngineSettings) and made.threads is None:
+            return made.model_copy(update={"threads": self._threads(self.rollout.placement, self.rollout.actors)})
         return made
 
     @property
     def trainer(self) -> FsdpSettings:
-        """``policy.engine`` as the ranks and the reference have it."""
+        """``policy.engine`` as the ranks have it."""
+        return self._scoring(self.policy.placement, self.policy.ranks)
+
+    @property
+    def scorer(self) -> FsdpSettings:
+        """``policy.engine`` as the reference actors have it, which compute while the engines do."""
+        return self._scoring(self.reference.placement, self.reference.actors + self.rollout.actors)
+
+    def _scoring(self, placement: Placement, processes: int) -> FsdpSettings:
         made = self.policy.engine
-        return made.model_copy(update=self._untimed) if made.threads == "auto" else made
+        return made if made.threads else made.model_copy(update={"threads": self._threads(placement, processes)})
 
-    @property
-    def _untimed(self) -> dict[str, None]:
-        """With ``rollout.deterministic`` no timing chooses how many threads compute: two starts may time differently."""
-        return {"threads": None} if self.rollout.deterministic else {}
-
-    @property
-    def loaded_model(self) -> ModelSettings:
-        """``model`` as engines, trainer and reference load it: with ``rollout.deterministic`` no timing chooses what computes."""
-        fixed = self.rollout.deterministic and self.model.kernels == "auto"
-        return self.model.model_copy(update={"kernels": "torch"}) if fixed else self.model
+    def _threads(self, placement: Placement, processes: int) -> int | None:
+        """Returns the torch threads of one of ``processes`` that compute at the same time. None: the actor's ``num_cpus``, on GPUs
+        and with ``rollout.deterministic``, where a resumed run must not depend on the machine's cores."""
+        if placement.num_gpus or self.rollout.deterministic:
+            return None
+        if self.algorithm.staleness.max_staleness > 0:
+            processes = self.policy.ranks + self.rollout.actors
+        return per_process(processes)
 
     @property
     def tolerance(self) -> float:

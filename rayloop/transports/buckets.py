@@ -1,4 +1,4 @@
-"""Tensors that travel together, in buckets whose layout both sides derive from the manifest."""
+"""Buckets of tensors that are sent together. Sender and receiver compute the same layout from the manifest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``offsets`` [name] in bytes within ``size`` bytes."""
+    """``offsets`` [name]: where each tensor begins, in bytes, within ``size`` bytes."""
 
     size: int
     offsets: Mapping[str, int]

@@ -1,7 +1,7 @@
-"""Weights by broadcast, from the policy's first rank to all rollout actors at once; the object store is what it falls back to.
+"""Weights by broadcast from the policy's first rank to all rollout actors; when a broadcast fails, through the object store.
 
-They meet in a process group of their own, apart from the trainer's. The manifest carries names, shapes and checksums; the group
-carries bytes only, in buckets whose layout both sides derive from the manifest.
+Sender and receivers join a process group of their own, apart from the trainer's. The manifest carries names, shapes and checksums;
+the group carries bytes only, in buckets whose layout both sides compute from the manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.buckets import buckets
 from rayloop.transports.object_store import ArrayReceiver, Arrays, ArraySender
-from rayloop.transports.seam import Policy, Receiver, Rollouts, Sender, Transport, WeightUpdate
+from rayloop.transports.seam import Receiver, Rollouts, Sender, WeightExporter, WeightTransport, WeightUpdate
 from rayloop.transports.settings import CollectiveTransport
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """Where the ``size`` members of the weights' process group find each other: at the store of the sender, below ``name``."""
+    """How ``size`` members of the process group find each other: the sender's TCP store at ``host:port``, keys below ``name``."""
 
     host: str
     port: int
@@ -34,21 +34,23 @@ class BroadcastGroup:
     size: int
 
 
-class Collective(Transport[Arrays | BroadcastGroup]):
-    """The exported copy stays in the object store for engines that come later, and for all of them when a broadcast fails."""
+class Collective(WeightTransport[Arrays | BroadcastGroup]):
+    """The exported copy stays in the object store, for engines that start later and for all engines when a broadcast fails."""
 
     def __init__(self, settings: CollectiveTransport, folder: str) -> None:
         self._settings = settings
         self._failures = 0
 
     def sender(self, host: str) -> BroadcastSender:
+        """The rank's half; it opens the store at ``host``."""
         return BroadcastSender(self._settings, host)
 
     def receiver(self) -> BroadcastReceiver:
+        """The rollout actor's half."""
         return BroadcastReceiver(self._settings)
 
-    async def deliver(self, policy: Policy, rollouts: Rollouts, version: Version) -> None:
-        """Raises PolicyLost, and WeightSyncError when the weights did not arrive as sent."""
+    async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
+        """Broadcasts; falls back to the object store. Raises PolicyLost, and WeightSyncError for weights that arrive damaged."""
         update = await policy.export(version)
         rollouts.keep(update)
         try:
@@ -58,8 +60,8 @@ class Collective(Transport[Arrays | BroadcastGroup]):
             rollouts.fell_back(version, error)
             await rollouts.load(update)
 
-    async def _broadcast(self, update: WeightUpdate[Arrays], policy: Policy, rollouts: Rollouts) -> None:
-        """Meet with the engines in service, in a new process group if they have changed or the last one failed."""
+    async def _broadcast(self, update: WeightUpdate[Arrays], policy: WeightExporter, rollouts: Rollouts) -> None:
+        """Sends to the engines in service, in a new process group if they have changed or the last broadcast failed."""
         manifest, source = update.manifest, update.source
         meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
         sending = policy.ask(BroadcastSender.send, manifest, source, meeting)
@@ -70,7 +72,7 @@ class Collective(Transport[Arrays | BroadcastGroup]):
 
 
 class BroadcastSender(Sender[Arrays | BroadcastGroup]):
-    """Packs for the object store; ``send`` broadcasts the same arrays."""
+    """Packs for the object store; ``send`` broadcasts these arrays."""
 
     def __init__(self, settings: CollectiveTransport, host: str) -> None:
         from rayloop.transports.process_group import Membership
@@ -81,14 +83,14 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         self._invited: tuple[tuple[int, ...], int] | None = None
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays | BroadcastGroup]:
-        """As the object store does it."""
+        """Same as ``ArraySender.pack``."""
         packed = ArraySender().pack(version, tensors)
         return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, members: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Where this rank and the rollout actors with these serial numbers meet.
+        """Returns the group for this rank and the rollout actors with the serial numbers ``members``.
 
-        It is the last meeting, whose group exists, as long as neither they nor the number of failed broadcasts have changed.
+        It is the existing group unless the members or the number of failed broadcasts have changed.
         """
         port = self._membership.serve(self._host)
         if self._meeting is None or self._invited != (members, failures):
@@ -97,7 +99,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         return self._meeting
 
     def send(self, manifest: Manifest, source: Arrays, meeting: BroadcastGroup) -> None:
-        """Broadcast what ``pack`` made to those who come to the meeting. Raises BroadcastFailed."""
+        """Broadcast the arrays of ``pack`` to the group. Raises BroadcastFailed."""
         import torch
 
         membership = self._membership
@@ -115,7 +117,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
 
 
 class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
-    """Receives at a meeting, or reads the object store's arrays."""
+    """Receives a broadcast, or reads the object store's arrays."""
 
     def __init__(self, settings: CollectiveTransport) -> None:
         from rayloop.transports.process_group import Membership

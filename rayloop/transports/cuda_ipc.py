@@ -1,6 +1,6 @@
-"""Weights in the memory of the GPU which sender and receivers share. Not yet run in a whole training.
+"""Weights in the memory of a GPU that sender and receivers share. Never exercised in a training (docs/engines.md).
 
-They come from CPU memory, where an export ends, and vLLM's workers are handed them through it.
+The export ends in CPU memory, and vLLM's workers read the weights from CPU memory: the transport saves the object store only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rayloop.core.failures import WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
+from rayloop.transports.seam import Receiver, Sender, WeightTransport, WeightUpdate
 from rayloop.transports.settings import CudaIpcTransport
 
 if TYPE_CHECKING:
@@ -21,32 +21,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """``tensors`` [name] in the memory of ``gpu``, each as torch's function that opens it and its arguments."""
+    """``tensors`` [name] in the memory of ``gpu``, each as torch's function that opens it and the function's arguments."""
 
     gpu: str
     tensors: Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
-class CudaIpc(Transport[Handles]):
-    """Export, load; the source are handles of tensors in the memory of the GPU that sender and receivers share."""
+class CudaIpc(WeightTransport[Handles]):
+    """``source`` holds handles of tensors in the GPU's memory."""
 
     def __init__(self, settings: CudaIpcTransport, folder: str) -> None:
         del settings, folder
 
     def sender(self, host: str) -> HandleSender:
+        """The rank's half."""
         return HandleSender()
 
     def receiver(self) -> HandleReceiver:
+        """The rollout actor's half."""
         return HandleReceiver()
 
 
 class HandleSender(Sender[Handles]):
-    """Keeps the tensors until the next weight update, so that a replaced engine can open them as well."""
+    """Keeps the tensors until the next weight sync, so that a replaced engine can open them as well."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Handles]:
+        """Copies the tensors to the GPU."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         from rayloop.transports.manifest import manifest
@@ -58,6 +61,8 @@ class HandleSender(Sender[Handles]):
 
 
 class HandleReceiver(Receiver[Handles]):
+    """Opens the handles."""
+
     def unpack(self, manifest: Manifest, source: Handles) -> Mapping[str, Tensor]:
         """The verified tensors, in the sender's GPU memory. Raises WeightSyncError."""
         from rayloop.transports.manifest import verify
@@ -73,7 +78,7 @@ class HandleReceiver(Receiver[Handles]):
 
 
 def _gpu() -> str:
-    """The identity of this process's GPU, which its number is not: every process sees its first one as 0."""
+    """Returns the UUID of this process's GPU; its number is 0 in every process that sees one GPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

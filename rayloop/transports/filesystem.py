@@ -11,36 +11,38 @@ from rayloop.core.failures import WeightSyncError
 from rayloop.core.files import sync
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
+from rayloop.transports.seam import Receiver, Sender, WeightTransport, WeightUpdate
 from rayloop.transports.settings import FilesystemTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Filesystem(Transport[str]):
-    """Export, load; the source is the file's path, which every node must see."""
+class Filesystem(WeightTransport[str]):
+    """``source`` is the path of a file, which every node must see."""
 
     def __init__(self, settings: FilesystemTransport, folder: str) -> None:
         self._folder = folder
 
     def sender(self, host: str) -> FileSender:
+        """The rank's half."""
         return FileSender(self._folder)
 
     def receiver(self) -> FileReceiver:
+        """The rollout actor's half."""
         return FileReceiver()
 
 
 class FileSender(Sender[str]):
-    """Writes a file aside and renames it, so that a path that exists is complete. The newest ``keep`` versions stay:
-    an engine may still read the one before.
-    """
+    """Writes to a temporary name and renames, so that a path that exists is complete. Keeps the newest ``keep`` versions: an engine
+    may still read the previous one."""
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         self._folder = Path(folder)
         self._keep = keep
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[str]:
+        """Writes the file and removes old ones."""
         from safetensors.torch import save_file
 
         from rayloop.transports.manifest import manifest
@@ -62,6 +64,8 @@ class FileSender(Sender[str]):
 
 
 class FileReceiver(Receiver[str]):
+    """Reads the file."""
+
     def unpack(self, manifest: Manifest, source: str) -> Mapping[str, Tensor]:
         """The verified CPU tensors of the file. Raises WeightSyncError."""
         from safetensors import SafetensorError

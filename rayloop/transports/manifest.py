@@ -1,7 +1,7 @@
-"""What is sent when weights are synced, and the check at the receiver (docs/algorithm.md, section 10).
+"""The manifest of a weight sync, and the check at the receiver (docs/algorithm.md, section 10).
 
-A sender ``pack``s its tensors into a manifest and a source, the source travels (how: the other files of this folder), and
-every receiver ``unpack``s it: names, byte counts and checksums must be those of the manifest.
+A sender packs its tensors into a manifest and a source. Every receiver unpacks the source, and compares names, byte counts, shapes
+and checksums with the manifest.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def record(tensor: Tensor) -> TensorRecord:
-    """What a receiver must find."""
+    """Returns shape, type, bytes and CRC-32 of a tensor."""
     return TensorRecord(tuple(tensor.shape), _dtype_name(tensor), tensor.nbytes, isal_zlib.crc32(raw(tensor)))
 
 
 def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-    """Describe a weight update. Raises WeightSyncError for a dtype that cannot be published."""
+    """Returns the manifest of one version. Raises WeightSyncError for a dtype that is not in ``DTYPES``."""
     if unknown := {name: str(tensor.dtype) for name, tensor in tensors.items() if _dtype_name(tensor) not in DTYPES}:
         raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be published, not {unknown}")
     return Manifest(version, {name: record(tensor) for name, tensor in tensors.items()})
 
 
 def verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raises WeightSyncError that names every missing, unknown, short, misshapen or corrupt tensor."""
+    """Raises WeightSyncError, which names every missing, unknown, short, misshapen or corrupt tensor."""
     complain(manifest.version, name_faults(manifest, tensors))
     faults: list[str] = []
     for name, expected in manifest.tensors.items():
@@ -63,7 +63,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def name_faults(manifest: Manifest, given: Mapping[str, Any]) -> list[str]:
-    """One line per tensor that is missing, or that the manifest does not know."""
+    """Returns one line per tensor that is missing or not in the manifest."""
     missing = [f"{name}: missing" for name in manifest.tensors if name not in given]
     return missing + [f"{name}: unknown" for name in given if name not in manifest.tensors]
 

@@ -10,30 +10,19 @@ import numpy.typing as npt
 
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.seam import Receiver, Sender, Transport, WeightUpdate
+from rayloop.transports.seam import Receiver, Sender, WeightTransport, WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Arrays = Mapping[str, npt.NDArray[np.uint8]]
-"""The bytes [nbytes] of every tensor, which Ray's object store hands to every reader without a copy."""
-
-
-class ObjectStore(Transport[Arrays]):
-    """Export, load; the driver owns the arrays until the next weight update."""
-
-    def __init__(self, settings: ObjectStoreTransport, folder: str) -> None:
-        del settings, folder
-
-    def sender(self, host: str) -> ArraySender:
-        return ArraySender()
-
-    def receiver(self) -> ArrayReceiver:
-        return ArrayReceiver()
+"""The bytes [nbytes] of every tensor, which Ray's object store gives to every reader without a copy."""
 
 
 class ArraySender(Sender[Arrays]):
+    """Packs the tensors as byte arrays."""
+
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
         """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
         from rayloop.transports.manifest import manifest, raw
@@ -43,6 +32,8 @@ class ArraySender(Sender[Arrays]):
 
 
 class ArrayReceiver(Receiver[Arrays]):
+    """Views the byte arrays as tensors."""
+
     def unpack(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
         """The verified CPU tensors, in the store's memory. Raises WeightSyncError."""
         import torch
@@ -60,3 +51,18 @@ class ArrayReceiver(Receiver[Arrays]):
         }
         verify(manifest, tensors)
         return tensors
+
+
+class ObjectStore(WeightTransport[Arrays]):
+    """The driver owns the arrays until the next weight sync."""
+
+    def __init__(self, settings: ObjectStoreTransport, folder: str) -> None:
+        del settings, folder
+
+    def sender(self, host: str) -> ArraySender:
+        """The rank's half."""
+        return ArraySender()
+
+    def receiver(self) -> ArrayReceiver:
+        """The rollout actor's half."""
+        return ArrayReceiver()

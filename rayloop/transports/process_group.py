@@ -1,4 +1,4 @@
-"""A process group beside torch's default one: the only place with torch's constructors of groups, which it does not document."""
+"""A process group beside torch's default one. Only this module calls torch's undocumented constructors of groups."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read by NCCL's constructor. Else a broadcast that is late or fails raises nothing: PyTorch's watchdog ends the process, be it the
-policy's first rank or a rollout actor."""
+"""NCCL's constructor reads these. Without them PyTorch's watchdog ends the process of a broadcast that fails or is late, instead of
+raising an exception there."""
 CONSTRUCTING = threading.Lock()
 LOOK = 0.05
-"""Seconds between two looks at who has come."""
+"""Seconds between two checks of which members have joined."""
 
 
 class Membership:
-    """This process's place in a group whose first member broadcasts. A group is left when another one is joined.
+    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group.
 
-    It lives as long as its members: whoever notices a failure leaves, whose closed connections tell the others; no wait is longer
-    than ``timeout`` seconds.
+    A member that notices a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout``
+    seconds.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
-        """Where the tensors to broadcast must lie."""
+        """Device of the tensors to broadcast."""
         self._server: dist.TCPStore | None = None
         self._group: dist.Backend | None = None
         self._name: str | None = None
 
     def serve(self, host: str) -> int:
-        """Open the place where members find each other, if it is not open. Returns its port at ``host``."""
+        """Open the TCP store where members find each other, if it is not open. Returns its port at ``host``."""
         if self._server is None:
             self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._server.port)
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Be one of ``size`` members of the group ``name``, the first one where the place was opened.
+        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0.
 
-        Raises RuntimeError when the others do not come in time, or were enough without this one. They meet at the store first: a
-        communicator of NCCL that waits for a member can neither be bounded nor interrupted.
+        Raises RuntimeError when the others do not join in time, or the group is full. All wait at the store first, because waiting
+        for a member in NCCL's constructor has no deadline and cannot be interrupted.
         """
         if self._group is not None and name == self._name:
             return
@@ -60,7 +60,7 @@ class Membership:
         self._group, self._name = form(store, rank, size, self._timeout), name
 
     def _meet(self, store: dist.Store, rank: int, size: int) -> None:
-        """The first member sees the others come, and then lets all begin. Raises RuntimeError after ``timeout``."""
+        """Rank 0 waits for the others at the store, then releases all. Raises RuntimeError after ``timeout``."""
         if rank:
             store.set(f"came/{rank}", "")
             store.wait(["begin"], self._timeout)
@@ -74,7 +74,7 @@ class Membership:
         store.set("begin", "")
 
     def broadcast(self, buffer: Tensor) -> None:
-        """From the first member's buffer into the others'. Raises RuntimeError when a member is gone or late."""
+        """Copy rank 0's buffer into the others' buffers. Raises RuntimeError when a member is gone or late."""
         assert self._group is not None
         self._group.broadcast(buffer, 0).wait(self._timeout)
 
@@ -84,7 +84,7 @@ class Membership:
 
 
 def _nccl(*arguments: Any) -> Any:
-    """A group of NCCL's. Its constructor alone sees ``RAISING``: the trainer's own groups are not concerned."""
+    """Returns an NCCL group. Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour."""
     with CONSTRUCTING:
         before = {name: os.environ.get(name) for name in RAISING}
         os.environ |= RAISING

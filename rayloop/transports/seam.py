@@ -1,8 +1,8 @@
-"""The seam: how synced weights get from the policy to the engines. One object per transport, with a half in each process.
+"""The interface of a weight transport: how weights get from the policy to the engines.
 
-The driver calls ``deliver``. The ``sender`` lives in the policy's first rank, a ``receiver`` in every rollout actor. What is done
-when the transport's way fails is its own affair. Light, as the driver is: torch is imported where tensors are.
-docs/bring_your_own/transport.md has the shortest complete one.
+The driver calls ``deliver``. The ``sender`` lives in the policy's first rank, a ``receiver`` in every rollout actor. A transport
+decides itself what to do when its broadcast, file or handle fails. The driver imports this module: torch is imported in functions.
+docs/bring_your_own/transport.md has the shortest complete transport.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Source = TypeVar("Source")
-"""What a transport's receivers get besides the manifest: bytes, a path, handles. Nobody else looks into it."""
+"""What receivers get besides the manifest: bytes, a path, handles. Only the transport reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate(Generic[Source]):
-    """One version of the weights, ready to be taken over. In the driver ``source`` is a reference that is resolved on the way."""
+    """One version of the weights, ready to be loaded. In the driver ``source`` is an object reference, which Ray resolves."""
 
     manifest: Manifest
     source: Source
 
 
-class Policy(Protocol):
-    """The policy as a transport sees it."""
+class WeightExporter(Protocol):
+    """The policy's part of ``deliver``."""
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights and ``pack`` them with the sender. Raises PolicyLost."""
@@ -46,7 +46,7 @@ class Policy(Protocol):
 
 
 class Rollouts(Protocol):
-    """The engines in service as a transport sees them."""
+    """The part of ``deliver`` for the engines in service."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -54,40 +54,40 @@ class Rollouts(Protocol):
         ...
 
     def keep(self, update: WeightUpdate[Any]) -> None:
-        """What engines load that come from now on. To be said before the first ``load`` of a version."""
+        """Engines that start from now on load this. Call it before the first ``load`` of a version."""
         ...
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Let every engine in service ``take`` it within ``weight_sync.timeout``. One that is lost meanwhile is replaced.
+        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced.
 
-        Raises the first failure (WeightSyncError, BroadcastFailed) when all have ended.
+        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended.
         """
         ...
 
     def fell_back(self, version: Version, error: Exception) -> None:
-        """Make an event of it: the transport's own way failed, and this version takes a slower one."""
+        """Emits an event: the transport failed for this version, and a slower way follows."""
         ...
 
 
 class Sender(ABC, Generic[Source]):
-    """In the policy's first rank. The driver can ``ask`` for further methods of it."""
+    """Runs in the policy's first rank. The driver calls further methods of it through ``WeightExporter.ask``."""
 
     @abstractmethod
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
-        """``tensors`` are whole, on any device. What is returned is owned by the driver. Raises WeightSyncError."""
+        """``tensors`` are whole, on any device. The driver owns the returned value. Raises WeightSyncError."""
 
 
 class Receiver(ABC, Generic[Source]):
-    """In every rollout actor."""
+    """Runs in every rollout actor."""
 
     @abstractmethod
     def unpack(self, manifest: Manifest, source: Source) -> Mapping[str, Tensor]:
         """The verified tensors, to be read only. Runs in a thread. Raises WeightSyncError."""
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
-        """Bring the engine to this weight update: unpack, pause, load, resume whatever happened. Raises WeightSyncError.
+        """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError.
 
-        A transport that hands the weights to an engine's own processes replaces this, and unpacks nothing.
+        A transport that gives the weights to an engine's own processes overrides this, and unpacks nothing.
         """
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         await engine.pause()
@@ -97,21 +97,21 @@ class Receiver(ABC, Generic[Source]):
             await engine.resume()
 
 
-class Transport(ABC, Generic[Source]):
-    """Made in the driver, in every rank and in every rollout actor, from its settings and a folder that all of them see."""
+class WeightTransport(ABC, Generic[Source]):
+    """Made in the driver, in every rank and in every rollout actor, from the settings and a folder that all of them see."""
 
     @abstractmethod
     def sender(self, host: str) -> Sender[Source]:
-        """For the rank, whose node others reach at ``host``."""
+        """Returns the rank's half; other nodes reach the rank at ``host``."""
 
     @abstractmethod
     def receiver(self) -> Receiver[Source]:
-        """For a rollout actor."""
+        """Returns the rollout actor's half."""
 
-    async def deliver(self, policy: Policy, rollouts: Rollouts, version: Version) -> None:
-        """Bring every engine in service to the policy's weights, as ``version``.
+    async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
+        """Load the policy's weights into every engine in service, as ``version``.
 
-        Raises PolicyLost when they could not be gathered, WeightSyncError when they did not arrive as sent.
+        Raises PolicyLost when the weights could not be gathered, WeightSyncError when they did not arrive as sent.
         """
         update = await policy.export(version)
         rollouts.keep(update)

@@ -1,4 +1,4 @@
-"""Settings of the ways that weights take from the policy to the engines: the table of transports. Light: neither torch nor ray."""
+"""Settings of the weight transports, and the table of them. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a run has its weights: ``policy_gpus`` of each of ``ranks``, ``rollout_gpus`` of each of ``actors``."""
+    """GPUs of a run: ``policy_gpus`` for each of ``ranks``, ``rollout_gpus`` for each of ``actors``."""
 
     ranks: int
     policy_gpus: float
@@ -31,7 +31,7 @@ class TransportChoice(SettingsModel):
     """``module:Class``, imported where it is needed."""
 
     def problems(self, placed: Placed) -> Iterator[str]:
-        """Why this transport cannot serve a run that is placed like that."""
+        """Yields why this transport cannot serve a run with this placement."""
         yield from ()
 
 
@@ -67,6 +67,7 @@ class CollectiveTransport(TransportChoice):
     ``weight_sync.timeout``."""
 
     def problems(self, placed: Placed) -> Iterator[str]:
+        """NCCL needs GPUs that are not shared."""
         if self.backend == "nccl" and min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
                 f"weight_sync.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each one, "
@@ -78,13 +79,14 @@ class CudaIpcTransport(TransportChoice):
     """Weights are opened in the memory of the GPU, which the policy's only rank and the rollout actors share.
 
     The policy keeps a second copy of them there. Before that and after it they pass through CPU memory: it spares the object store,
-    not the copies. Written, and not yet run.
+    not the copies. Never exercised in a training (docs/engines.md).
     """
 
     implementation = "rayloop.transports.cuda_ipc:CudaIpc"
     kind: Literal["cuda_ipc"] = "cuda_ipc"
 
     def problems(self, placed: Placed) -> Iterator[str]:
+        """All must be on one GPU."""
         together = placed.ranks * placed.policy_gpus + placed.actors * placed.rollout_gpus
         if min(placed.policy_gpus, placed.rollout_gpus) <= 0 or together > 1 or placed.ranks > 1:
             yield (
@@ -106,6 +108,6 @@ TransportSettings = Annotated[
 
 
 def problems(settings: TransportSettings, placed: Placed) -> Iterator[str]:
-    """Why the transport cannot serve a run that is placed like that; nothing is known of one of your own."""
+    """Yields why the transport cannot serve a run with this placement; a transport of your own is not checked."""
     if isinstance(settings, TransportChoice):
         yield from settings.problems(placed)

@@ -154,7 +154,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "starting": _starting,
     "started": lambda record: (
         f"all actors are ready after {span(record['seconds'])}"
-        + (f"; {record['kernels']}" if record.get("kernels") else "")
+        + (f"; {record['threads']}" if record.get("threads") else "")
         + (f"; code of the policy is held in by {record['sandbox']}" if record.get("sandbox") else "")
     ),
     "begin": _begin,

@@ -30,7 +30,6 @@ from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
 from rayloop.core.types import Version
-from rayloop.engines.computing import Computing
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -479,7 +478,7 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     driver = stage.driver(tmp_path / "run")
     policy = driver.services.policy
-    policy.computing, policy._spawn = Computing(1, ""), lambda rank: LocalActor(stage.rank)
+    policy._spawn = lambda rank: LocalActor(stage.rank)
 
     async def start(admit: Any) -> None:
         started: Any = SimpleNamespace(policy=policy, folder=str(tmp_path / "run"))

@@ -39,7 +39,7 @@ def config(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, An
         "steps": STEPS,
         "batch_size": 8,
         "log_every": 1,
-        "model": {"path": str(model), "kernels": "torch"},  # not what a busy machine times as faster
+        "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl"), "reader": {"use": "rayloop.recipes.digits.data:DigitRows"}},
         "answers": {"use": "rayloop.recipes.digits.data:SortedAnswers"},
         "engine": {"threads": 1},

@@ -27,7 +27,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.engines.generation.build import Place, build_engine
+from rayloop.engines.generation.build import EnginePlace, build_engine
 from rayloop.engines.models import hf_state, load_model, save_model
 from rayloop.engines.settings import ModelSettings, OwnEngine
 from rayloop.run.config import RolloutSettings, RunConfig
@@ -61,7 +61,7 @@ class Served:
         self._runner = asyncio.Runner()
         chosen = RolloutSettings.model_validate({"engine": {**ENGINES[kind], **settings}}).engine
         wanted = OwnEngine(component=chosen, dtype="float32") if isinstance(chosen, Component) else chosen
-        self.engine: Any = build_engine(ModelSettings(path=str(folder)), wanted, Place())
+        self.engine: Any = build_engine(ModelSettings(path=str(folder)), wanted, EnginePlace())
 
     def run(self, test: Coroutine[Any, Any, Any]) -> Any:
         async def within() -> Any:

@@ -21,7 +21,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig, read
 from rayloop.transports.choose import transport
-from rayloop.transports.seam import Transport, WeightUpdate
+from rayloop.transports.seam import WeightTransport, WeightUpdate
 from tests.support.pages import write_snippets
 from tests.support.publishing import Engine, Stage, weights
 from tests.support.runs import settings
@@ -136,11 +136,11 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
     written = yaml.safe_load((tmp_path / "transport.yaml").read_text(encoding="utf-8"))
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, **written))
     check_components(config)
-    assert isinstance(transport(config.weight_sync.transport, tmp_path), Transport)
+    assert isinstance(transport(config.weight_sync.transport, tmp_path), WeightTransport)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"kind": "objct_store"}, r"weight_sync\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
         ({"kind": "collective", "bukket_bytes": 1},
@@ -150,8 +150,8 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
         ({"use": "x:y", "wit": {}}, r"weight_sync\.transport\.wit: unknown key; did you mean `with`"),
     ],
 )  # fmt: skip
-def test_a_wrong_choice_is_named(wrong: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_wrong_choice_is_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, weight_sync={"transport": wrong})), encoding="utf-8")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read(path, [])

@@ -16,7 +16,7 @@ from torch import Tensor
 from rayloop.core.protocols import TrainItem
 from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
-from rayloop.grpo.balance import Length, shares
+from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.settings import LossSettings
 from tests.engines.training import SMALL, VERSION, engine, mixed_items, run_ranks
 
@@ -84,7 +84,7 @@ def differences() -> list[Difference]:
 
 def _outcomes(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], Outcome]:
     items = mixed_items(folder)
-    lengths = [Length(0, len(item.trajectory.flatten().token_ids)) for item in items]
+    lengths = [MemberLength(0, len(item.trajectory.flatten().token_ids)) for item in items]
     share = [group for group, _ in shares([[length] for length in lengths], world_size)[rank]]
     combinations = list(itertools.product(OPTIMIZERS, LAYOUTS))
     return {

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rayloop.core.types import PromptImage, Sampling, TokenPrompt, Version
 from rayloop.data.images import ImageGeometry, image_ref
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
@@ -56,7 +56,7 @@ def vision_tokens(folder: Path) -> tuple[int, ...]:
 async def engine(folder: Path, version: Version = Version(0, 0), **settings: object) -> TransformersEngine:
     """An engine that serves the folder's own weights as ``version``."""
     model = ModelSettings(path=str(folder))
-    served = TransformersEngine(model, TransformersEngineSettings.model_validate({"threads": 1, **settings}), Place())
+    served = TransformersEngine(model, TransformersEngineSettings.model_validate({"threads": 1, **settings}), EnginePlace())
     weights = hf_state(load_model(model))
     await served.load(manifest(version, weights), weights)
     return served

@@ -1,15 +1,18 @@
-"""Attention of one new token over a cache, without a copy of the cache for every head."""
+"""Attention of one new token over a cache without a copy for every head, and attention as plain products."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rayloop.engines import attention
-from rayloop.engines.attention import GROUPED_SDPA, use_grouped_decoding
+from rayloop.engines.attention import GROUPED_SDPA, PLAIN_UP_TO, use_grouped_decoding
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import ModelSettings
 
@@ -54,3 +57,42 @@ def test_members_that_share_a_long_prompt_are_padded_by_their_own_length() -> No
     assert computed / needed < 1.15
     short = torch.cat([torch.arange(70), *(torch.arange(60, 60 + many) for many in (1, 5, 12, 40))])[None]
     assert len(attention._samples(short).parts) == 2, "short answers are one call"
+
+
+class Causal(nn.Module):
+    is_causal, num_key_value_groups = True, 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_products_give_the_values_and_gradients_of_sdpa(masked: bool) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, heads, 5, 8, requires_grad=True) for heads in (4, 2, 2)]
+    mask = (torch.rand(3, 1, 5, 5) < 0.7) | torch.eye(5, dtype=torch.bool) if masked else None
+    weights = torch.linspace(-1, 1, 3 * 5 * 4 * 8).reshape(3, 5, 4, 8)
+
+    def passes(attend: Any) -> list[Tensor]:
+        output = attend(Causal(), *inputs, mask, scaling=8**-0.5, dropout=0.0)[0]
+        return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+    for one, other in zip(passes(attention.plain_attention), passes(sdpa_attention_forward), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, SDPA attends")
+@pytest.mark.parametrize(("dtype", "length", "plain"), [
+    (torch.bfloat16, PLAIN_UP_TO, 1), (torch.bfloat16, PLAIN_UP_TO + 1, 0), (torch.float32, 16, 0),
+])  # fmt: skip
+def test_short_sequences_in_bfloat16_are_plain_products(
+    dtype: torch.dtype, length: int, plain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    real = {"plain_attention": attention.plain_attention, "sdpa_attention_forward": sdpa_attention_forward}
+
+    def noting(name: str) -> Any:
+        return lambda *arguments, **options: called.append(name) or real[name](*arguments, **options)
+
+    for name in real:
+        monkeypatch.setattr(attention, name, noting(name))
+    query, key, value = (torch.randn(1, heads, length, 8).to(dtype) for heads in (4, 2, 2))
+    attention._packed_sdpa(Causal(), query, key, value, None, torch.arange(length)[None], scaling=8**-0.5)
+    assert called == (["plain_attention"] if plain else ["sdpa_attention_forward"])

@@ -171,7 +171,7 @@ def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-def test_who_waits_in_vain_for_a_member_of_nccl_is_told_within_the_timeout(nccl: list[tuple[int, dict[str, str | None]]]) -> None:
+def test_who_waits_in_vain_for_a_member_of_nccl_fails_within_the_timeout(nccl: list[tuple[int, dict[str, str | None]]]) -> None:
     first, second = Membership("nccl", 0.5), Membership("nccl", 0.5)
     port = first.serve("127.0.0.1")
     began = time.monotonic()

@@ -17,7 +17,7 @@ from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import openai_http
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
@@ -36,7 +36,9 @@ def server(tiny_text: Path) -> Iterator[Server]:
 
 def client(server: Server, model: Path, folder: Path, **changes: Any) -> OpenAiHttpEngine:
     settings = {"base_url": f"{server.url}/v1/", "model": "served", **changes}
-    return OpenAiHttpEngine(ModelSettings(path=str(model)), OpenAiHttpEngineSettings.model_validate(settings), Place(str(folder)))
+    return OpenAiHttpEngine(
+        ModelSettings(path=str(model)), OpenAiHttpEngineSettings.model_validate(settings), EnginePlace(str(folder))
+    )
 
 
 @pytest.fixture(autouse=True)

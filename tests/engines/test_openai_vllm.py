@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rayloop.core.types import FinishReason, Sampling, Version
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
@@ -76,7 +76,7 @@ def _started(url: str, server: subprocess.Popen[bytes], log: Path) -> str:
 def test_tokens_logprobs_and_weights_are_ours(url: str, tiny_text: Path, tmp_path: Path) -> None:
     model = ModelSettings(path=str(tiny_text))
     settings = {"base_url": f"{url}/v1", "model": "tiny", "interface": "tokens", "update": UPDATE}
-    served = OpenAiHttpEngine(model, OpenAiHttpEngineSettings.model_validate(settings), Place(str(tmp_path)))
+    served = OpenAiHttpEngine(model, OpenAiHttpEngineSettings.model_validate(settings), EnginePlace(str(tmp_path)))
     weights = {name: tensor.clone() for name, tensor in hf_state(load_model(model)).items()}
     noise = torch.Generator().manual_seed(0)
     changed = {n: t + 0.3 * t.std() * torch.randn(t.shape, generator=noise) for n, t in weights.items()}

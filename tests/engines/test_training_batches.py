@@ -24,7 +24,7 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training import collator
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.scorer import FrozenScorer, Scorer, masked_logprobs
-from rayloop.grpo.batch import Batch, Sample, make_sample
+from rayloop.grpo.batch import Batch, TrainSample, make_sample
 from rayloop.grpo.packing import micro_batches, pack
 from tests.engines.training import VERSION, mixed_items, trajectory
 
@@ -40,7 +40,7 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(lengths: list[in
     assert all(a + b > budget for a, b in itertools.pairwise(small))
 
 
-def _text_sample(*turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None) -> Sample:
+def _text_sample(*turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None) -> TrainSample:
     played = Trajectory(TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE)
     flat = played.flatten()
     return make_sample(TrainItem(played, 1.0, reference), flat, torch.arange(len(flat.token_ids))[None])
@@ -106,7 +106,7 @@ class Lab:
         self.scorer = Scorer(self.model, chunk)
         self.collator = Collator(self.model, model, settings or FsdpSettings(), CPU)
 
-    def samples(self, items: list[TrainItem]) -> list[Sample]:
+    def samples(self, items: list[TrainItem]) -> list[TrainSample]:
         return [self.collator.sample(item) for item in items]
 
     def gradients(self) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ def test_what_a_group_has_in_common_is_made_once(tiny_vlm: Path, monkeypatch: py
     assert len({pixels for sample in samples for pixels in sample.pixels}) == 2 + 1
 
 
-def test_an_image_that_cannot_be_decoded_is_told_by_its_batch(tiny_vlm: Path) -> None:
+def test_an_image_that_cannot_be_decoded_is_reported_by_its_batch(tiny_vlm: Path) -> None:
     lab = Lab(tiny_vlm)
     played = trajectory(tiny_vlm, 0, [(6, (2, 3), 4)])
     (sample,) = lab.samples([TrainItem(dataclasses.replace(played, image_bytes={}), 1.0)])
@@ -256,12 +256,12 @@ def test_the_next_batch_is_packed_while_the_present_one_is_used(tiny_vlm: Path, 
     """The same batches, bit for bit, each packed before it is asked for, and in another thread."""
     lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=1))
     items = [TrainItem(trajectory(tiny_vlm, n, [(4, (2, 3), 5)]), 1.0) for n in range(3)]
-    plan: list[list[Sample]] = [*lab.collator.plan(lab.samples(items)), []]
+    plan: list[list[TrainSample]] = [*lab.collator.plan(lab.samples(items)), []]
     alone = [lab.collator.batch(part) for part in plan]
     packed = [threading.Event() for _ in plan]
     where: set[str] = set()
 
-    def observed(samples: Sequence[Sample], **options: Any) -> Batch:
+    def observed(samples: Sequence[TrainSample], **options: Any) -> Batch:
         made = pack(samples, **options)
         where.add(threading.current_thread().name.split("_")[0])
         next(event for event in packed if not event.is_set()).set()

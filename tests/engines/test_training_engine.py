@@ -344,7 +344,7 @@ def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path
         for group in ("vision", "language"):
             trainer.perturb(group)
             for save in (trainer.save, trainer.begin_save):
-                with pytest.raises(CheckpointError, match="perturbed by the weight update's self-test"):
+                with pytest.raises(CheckpointError, match="perturbed by the weight sync's self-test"):
                     save(str(tmp_path / "other"))
             assert not (tmp_path / "other").exists()
             trainer.load(str(tmp_path / "state"))

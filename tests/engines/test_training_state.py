@@ -42,7 +42,7 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn), "the random state of the moment when it was saved"
 
 
-def test_a_disk_that_refuses_is_told_from_what_is_wrong_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_is_not_what_is_wrong_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

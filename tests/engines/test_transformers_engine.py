@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForCon
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import arrivals, transformers
-from rayloop.engines.generation.decoding import Decoder, Row
+from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import ModelSettings
@@ -272,7 +272,7 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
     batches: list[int] = []
     decode = Decoder.decode
 
-    def counting(self: Decoder, rows: Sequence[Row]) -> None:
+    def counting(self: Decoder, rows: Sequence[DecodeRequest]) -> None:
         batches.append(len(rows))
         decode(self, rows)
 

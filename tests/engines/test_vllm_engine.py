@@ -12,7 +12,7 @@ import pytest
 
 from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import ModelSettings, VllmEngineSettings
 from tests.contracts.test_engine import GREEDY, Served
@@ -64,7 +64,7 @@ def test_an_installation_that_does_not_fit_is_one_line(
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH", "TMPDIR", "RAYLOOP_ENGINE_OWNER"):
         monkeypatch.setenv(name, "")
     with pytest.raises(ConfigError, match=found or "needs vLLM") as raised:
-        VllmEngine(ModelSettings(path=str(tiny_text)), VllmEngineSettings(), Place(scratch=lambda: str(tmp_path)))
+        VllmEngine(ModelSettings(path=str(tiny_text)), VllmEngineSettings(), EnginePlace(scratch=lambda: str(tmp_path)))
     assert "\n" not in str(raised.value)
 
 

@@ -1,4 +1,4 @@
-"""How requests arrive at an engine that decodes batch by batch, and how long it therefore waits for the next one."""
+"""How long an engine that decodes batch by batch waits for the next request: from the pauses between earlier requests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import pairwise
 from statistics import mean
 
 FIRST = 0.05
-"""Seconds to wait while nothing is known."""
+"""Seconds to wait before the first batch."""
 SHORTEST = 0.002
 SHARE = 0.25
-"""Of what batches lately took: requests further apart are not taken for one batch's, and the wait is never longer."""
+"""Longest wait, as a share of the last batches' mean duration. Longer pauses separate batches and do not count."""
 BATCHES = 8
-"""What the last so many batches had between two requests is taken to be what may come between the next two."""
+"""Number of last batches whose pauses count."""
 
 
 class Arrivals:
     """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches.
 
-    A batch that starts too early leaves the rest to a second one, which takes nearly as long again; one that waits delays all. How
-    long pauses and batches are depends on the machine, on what else it does and on how requests are put: so they are measured.
+    A batch that starts too early leaves requests to a second batch, which takes nearly as long; a long wait delays all. Pauses and
+    durations depend on the machine and its load, so the class measures them.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Arrivals:
         self._seconds: deque[float] = deque(maxlen=BATCHES)
 
     def decoded(self, arrivals: Sequence[float], seconds: float) -> None:
-        """A batch of requests that arrived at these times, in seconds and in order, took so long. The pause before its first one
-        counts when it was short: then that one just missed the batch before."""
+        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds, ascending). A short pause before its
+        first request counts: that request just missed the previous batch."""
         self._seconds.append(seconds)
         longest = SHARE * mean(self._seconds)
         pauses = [later - earlier for earlier, later in pairwise((self._last, *arrivals))]

@@ -1,4 +1,4 @@
-"""From settings to a generation engine, whose library is imported here, when it is chosen. The seam is ``GenerationEngine``."""
+"""Makes a generation engine (``GenerationEngine``) from settings, and imports its library only then."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rayloop.engines.settings import EngineChoice, OwnEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What an engine is given besides settings: where it is."""
+class EnginePlace:
+    """What an engine gets besides settings: its place on the machine."""
 
     weights: str = ""
-    """A folder in the run folder, which all nodes see, for weights that a server is to load."""
+    """A folder in the run folder, which all nodes see, for weights that a server loads."""
     scratch: Callable[[], str] = tempfile.mkdtemp
-    """Makes a folder for sockets and temporary files, which whoever made this place removes."""
+    """Makes a folder for sockets and temporary files; the creator of this object removes it."""
     name: str | None = None
-    """The actor's, when it is one of Ray's: metrics of the engine's own may then go to Ray's."""
+    """Name of the Ray actor, if the engine is in one: vLLM's own metrics then go to Ray's metrics."""
 
 
-def build_engine(model: ModelSettings, settings: EngineChoice, place: Place) -> GenerationEngine:
-    """The engine that ``settings`` name: a class that is called with the model's settings, whose path is a folder of this machine,
-    its own, and the place.
+def build_engine(model: ModelSettings, settings: EngineChoice, place: EnginePlace) -> GenerationEngine:
+    """Returns the engine of ``settings``, made from the model's settings (with a folder of this machine as path), its own, and
+    ``place``.
 
-    Raises ConfigError when its library is missing, or the model's files.
+    Raises ConfigError when its library or the model's files are missing.
     """
     model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]

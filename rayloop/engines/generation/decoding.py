@@ -37,8 +37,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence to decode. ``finish`` gets the turn as soon as it ends; ``abandoned`` tells that nobody waits."""
+class DecodeRequest:
+    """One sequence to decode. ``finish`` takes the turn when it ends; ``abandoned`` is True when the caller no longer waits."""
 
     prompt: TokenPrompt
     sampling: Sampling
@@ -59,19 +59,19 @@ class Decoder:
         self._features = tensor_cache()
 
     def forget(self) -> None:
-        """The weights changed: image features are computed anew."""
+        """Drop cached image features, which the old weights made."""
         self._features.clear()
 
     @torch.inference_mode()
-    def decode(self, rows: Sequence[Row]) -> None:
+    def decode(self, rows: Sequence[DecodeRequest]) -> None:
         """Decode ``rows`` as one batch and call ``finish`` (or ``fail``, for a broken prompt) of each."""
         rows, prompts, index = self._prompts(rows)
         if rows:
             _Batch(self._model, self._tokenizer, self._vocabulary, rows).run(prompts, index)
 
-    def _prompts(self, rows: Sequence[Row]) -> tuple[list[Row], list[Prompt], list[int]]:
+    def _prompts(self, rows: Sequence[DecodeRequest]) -> tuple[list[DecodeRequest], list[Prompt], list[int]]:
         """The rows that can be decoded, the distinct prompts, and the prompt's index of each of these rows."""
-        good: list[Row] = []
+        good: list[DecodeRequest] = []
         index: list[int] = []
         prompts: list[Prompt] = []
         known: dict[tuple[TokenIds, tuple[str, ...]], int] = {}
@@ -114,13 +114,14 @@ class Decoder:
 
 
 ROOM = 128
-"""Tokens by which a cache is longer than what is in it, when it is copied."""
+"""Free tokens of a cache after it was copied."""
 
 
 class _AppendedLayer(DynamicLayer):
-    """Keys and values [B, heads, T, d] lie in tensors with room for more; transformers' own layer copies all of them per token."""
+    """Keys and values [B, heads, T, d] in tensors with room for more tokens; transformers' own layer copies them at every token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+        """Append keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._roomy: dict[str, Tensor] = {}
@@ -131,7 +132,7 @@ class _AppendedLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, past: Tensor, new: Tensor) -> Tensor:
-        """``past`` and ``new`` [B, heads, n, d] as one tensor, a view whose room the next call uses."""
+        """``past`` and ``new`` [B, heads, n, d] as one tensor: a view of a larger one, whose room the next call uses."""
         if not past.numel():
             return new
         start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
@@ -146,7 +147,7 @@ class _AppendedLayer(DynamicLayer):
 class _Batch:
     """The state of one batch. Finished sequences stay in it until half are finished; then it is compacted."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vocabulary: int, rows: Sequence[Row]) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vocabulary: int, rows: Sequence[DecodeRequest]) -> None:
         self._model = model
         self._device = model.device
         self._rows = rows
@@ -239,7 +240,7 @@ class _Batch:
         return logits[:, -1]
 
     def _finish(self, n: int, ends: np.ndarray) -> None:
-        """Report the sequences that ended with their ``n``-th token, and forget those that nobody waits for."""
+        """Finish the sequences that ended with their ``n``-th token, and drop abandoned ones."""
         live = np.flatnonzero(self._live)
         stopped = self._stop.reached(self._members[live].tolist(), self._tokens, n)
         for i, stop in zip(live.tolist(), stopped, strict=True):

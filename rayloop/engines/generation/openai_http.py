@@ -26,7 +26,7 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.models import save_model
 from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
@@ -34,7 +34,7 @@ from rayloop.transports.manifest import verify
 BUSY = frozenset({408, 409, 425, 429})
 """Status codes after which the same request may succeed, like those from 500."""
 REFUSED = frozenset({400, 413, 422})
-"""Status codes that blame the request's content."""
+"""Status codes for a request with wrong content."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 """Never reached through a proxy."""
 ATTEMPTS = 6
@@ -47,7 +47,7 @@ IMAGE = "<|image_pad|>"
 class OpenAiHttpEngine:
     """A ``GenerationEngine``. ``place.weights`` is where synced weights are written for the server to load."""
 
-    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: Place) -> None:
+    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: EnginePlace) -> None:
         self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
         self._tokenizer = load_tokenizer(Path(model.path))
         self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
@@ -84,13 +84,16 @@ class OpenAiHttpEngine:
             if not self._running:
                 self._idle.set()
 
-    async def leave(self, cohort: str) -> None: ...
+    async def leave(self, cohort: str) -> None:
+        """Does nothing: the server batches."""
 
     async def pause(self) -> None:
+        """Start no request; returns when none is running."""
         self._open.clear()
         await self._idle.wait()
 
     async def resume(self) -> None:
+        """Start requests again."""
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -112,6 +115,7 @@ class OpenAiHttpEngine:
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
+        """Version and running requests."""
         return EngineHealth(self._version, self._running, 0)
 
     async def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts for engines that expand images themselves: one image token per image, where ours have as many as the model sees."""
+"""Prompts for engines that expand images themselves: one image token per image instead of one per merged patch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
 
 
 def picture(image: PromptImage, patch: int) -> Image.Image:
-    """The image in the size in which the model sees it, ``patch`` pixels for each patch of its grid: nothing is left for an engine
-    to resize in a way of its own. Raises DataFailure, InfrastructureFailure. Takes a fifth of a second for 8 megapixels."""
+    """Returns the image in the size that the model sees, ``patch`` pixels for each patch of its grid, so that an engine does not
+    resize it. Raises DataFailure, InfrastructureFailure. Takes 0.2 s for 8 megapixels."""
     size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
     return decode(read_image(image.ref, image.data)).resize(size, Image.Resampling.BICUBIC)

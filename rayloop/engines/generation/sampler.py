@@ -1,7 +1,7 @@
-"""Sampling from the policy's distribution for a batch of sequences, and noticing where a turn ends.
+"""Sampling from the policy's distribution, for a batch of sequences or for one turn, and where a turn ends.
 
 The distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). All sequences of a
-batch are at the same position of their turn; B is their number, V the vocabulary.
+batch are at the same position of their turn; B is their number, V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rayloop.core.types import Sampling
+from rayloop.core.failures import DataFailure
+from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
 
 
 def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
@@ -84,6 +85,52 @@ class StopStrings:
             tails.append(tokens[row, start:n].tolist() if window and n >= sampling.min_tokens else [])
         texts = self._tokenizer.decode_batch(tails, skip_special_tokens=False)
         return [any(stop in text for stop in self._samplings[row].stop) for row, text in zip(rows, texts, strict=True)]
+
+
+class TurnSampler:
+    """Samples one turn, for an engine that does not batch (docs/bring_your_own/engine.md). ``ids``: prompt and sampled tokens.
+
+    Raises DataFailure for a prompt without tokens, or with images.
+    """
+
+    def __init__(self, prompt: TokenPrompt, sampling: Sampling, tokenizer: Tokenizer) -> None:
+        if prompt.images or not prompt.token_ids:
+            raise DataFailure("prompt", f"{len(prompt.token_ids)} tokens, {len(prompt.images)} images: only text is read here")
+        self.ids = list(prompt.token_ids)
+        self.finish: FinishReason | None = None
+        """Set when the turn has ended."""
+        self._prompt, self._sampling = prompt, sampling
+        self._logprobs: list[float] = []
+        self._version: Version | None = None
+        self._stops = StopStrings(tokenizer, [sampling])
+        self._sampler: Sampler | None = None
+
+    def add(self, logits: Tensor, version: Version) -> None:
+        """Sample the next token from ``logits`` [V], which the weights of ``version`` give after the last token."""
+        self._version = self._version or version
+        if self._sampler is None:
+            draws = uniforms(self._prompt.seed, len(self._prompt.token_ids), self._sampling.max_tokens)
+            self._sampler = Sampler([self._sampling], draws[None], len(logits), logits.device)
+        token, logprob, ends = (each.item() for each in self._sampler.sample(logits[None], len(self._logprobs)))
+        self.ids.append(int(token))
+        self._logprobs.append(float(logprob))
+        sampled = self._sampled
+        if ends:
+            self.finish = FinishReason.END_TOKEN
+        elif self._stops.reached([0], np.array([sampled]), len(sampled))[0]:
+            self.finish = FinishReason.STOP_STRING
+        elif len(sampled) == self._sampling.max_tokens:
+            self.finish = FinishReason.LENGTH
+
+    def completion(self) -> Completion:
+        """Returns the turn, which must have ended, with the version of its first token."""
+        assert self.finish is not None
+        assert self._version is not None
+        return Completion(tuple(self._sampled), tuple(self._logprobs), self.finish, self._version)
+
+    @property
+    def _sampled(self) -> list[int]:
+        return self.ids[len(self._prompt.token_ids) :]
 
 
 def _table(tokens: Sequence[Sequence[int]], vocabulary: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Generation with SGLang, in the processes that ``sglang.Engine`` starts beside the rollout actor. Written for 0.5.23; not yet run.
+"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md).
 
 Only coroutines of its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here.
 """
@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.prompts import collapsed, picture
 from rayloop.engines.models import has_vision
 from rayloop.engines.settings import ModelSettings, SglangEngineSettings
@@ -28,15 +28,15 @@ from rayloop.transports.buckets import buckets
 from rayloop.transports.manifest import verify
 
 TESTED = "0.5.23"
-"""The release whose Python files the tests compare with what is passed here."""
+"""Release of SGLang. The tests compare the arguments of this module with its Python files."""
 BUCKET_BYTES = 2**30
-"""Published tensors are handed to SGLang's processes in parts of at most this size: what is on its way is in GPU memory twice."""
+"""Size of the parts in which SGLang's processes get the weights; a part is in GPU memory twice."""
 
 
 class SglangEngine:
     """A ``GenerationEngine``: running turns are prefilled again under new weights. Raises ConfigError for another release."""
 
-    def __init__(self, model: ModelSettings, settings: SglangEngineSettings, place: Place) -> None:
+    def __init__(self, model: ModelSettings, settings: SglangEngineSettings, place: EnginePlace) -> None:
         os.environ.setdefault("SGLANG_MM_AVOID_RETOKENIZE", "1")
         import sglang
 
@@ -76,15 +76,18 @@ class SglangEngine:
             self._running -= 1
         return completion(answer["meta_info"], version, len(prompt.token_ids))
 
-    async def leave(self, cohort: str) -> None: ...
+    async def leave(self, cohort: str) -> None:
+        """Does nothing: SGLang batches."""
 
     async def pause(self) -> None:
+        """Take running requests off the GPU; they are prefilled again after ``resume``."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._open.clear()
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     async def resume(self) -> None:
+        """Continue the requests."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
@@ -119,6 +122,7 @@ class SglangEngine:
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
+        """Version and running requests."""
         return EngineHealth(self._version, self._running, 0)
 
 
@@ -127,7 +131,7 @@ def _on_gpu(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[tuple[s
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
-    """The tensors of a model folder that a weight update has, too: no ``tied`` head, nothing that is computed at the start."""
+    """Returns the tensors of a model folder that every weight sync must have: no ``tied`` head, no computed buffers."""
     found: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -136,8 +140,8 @@ def names(folder: Path, tied: bool) -> frozenset[str]:
 
 
 def sent(image: PromptImage, patch: int) -> bytes:
-    """An image as it is sent: a PNG in the size in which the model sees it. SGLang decodes JPEGs on the GPU, and resizes others in
-    its own way: its log-probs would not be the trainer's."""
+    """Returns the image as a PNG in the size that the model sees. SGLang decodes JPEGs on the GPU, and resizes others in its own
+    way, which changes log-probs."""
     file = io.BytesIO()
     picture(image, patch).save(file, "PNG", compress_level=1)
     return file.getvalue()

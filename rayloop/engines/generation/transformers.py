@@ -1,7 +1,7 @@
 """Generation with Hugging Face transformers: queues requests, decodes them in batches, one batch at a time.
 
-The event loop chooses batches; a single worker thread touches the model. A batch that has started admits nobody, and
-each of its turns is delivered as soon as it ends.
+The event loop chooses batches; a single worker thread uses the model. A batch that has started takes no further requests, and
+each of its turns is returned when it ends.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.engines import linear, threads
-from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.generation.arrivals import Arrivals
-from rayloop.engines.generation.build import Place
-from rayloop.engines.generation.decoding import Decoder, Row
+from rayloop.engines.generation.build import EnginePlace
+from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
 
 COHORT_WAIT = 120.0
-"""Seconds that the other members of a group (a cohort) are waited for with ``rollout.deterministic``. Then those that are there
-fail, and are played again each on its own: such a run is not repeated bit for bit, but goes on."""
+"""Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort). Then the waiting members fail and are
+retried alone: the run continues, but is not repeatable bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,14 +44,13 @@ class _Request:
 class TransformersEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: Place) -> None:
-        self._settings, self._given = settings, model
-        model = until_measured(model, settings.threads)
+    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: EnginePlace) -> None:
+        self._settings = settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
         self._parameters = hf_state(self._model)
         self._decoder = Decoder(self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config))
-        number = settings.threads if isinstance(settings.threads, int) else torch.get_num_threads()
+        number = settings.threads or torch.get_num_threads()
         self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(number,))
         self._version: Version | None = None
         self._paused = False
@@ -66,14 +63,6 @@ class TransformersEngine:
         self._idle.set()
         self._service: asyncio.Task[None] | None = None
 
-    async def measure(self, sharing: int = 1) -> Computing:
-        """What this engine computes with. On a CPU with ``threads: auto`` it is found out now, in about a second: the number of
-        threads, and kernels with these. Nothing else should compute.
-
-        ``sharing``: how many processes of this role, itself included, compute on this machine at the same moment.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._measure, sharing)
-
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used."""
         loop = asyncio.get_running_loop()
@@ -85,14 +74,17 @@ class TransformersEngine:
         return await request.answer
 
     async def leave(self, cohort: str) -> None:
+        """Wait for one member less of ``cohort``."""
         self._left[cohort] += 1
         self._changed.set()
 
     async def pause(self) -> None:
+        """Start no batch; returns when the running one has ended."""
         self._paused = True
         await self._idle.wait()
 
     async def resume(self) -> None:
+        """Start batches again."""
         self._paused = False
         self._changed.set()
 
@@ -107,6 +99,7 @@ class TransformersEngine:
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
+        """Version, running and waiting requests."""
         running = sum(not request.answer.done() for request in self._running)
         return EngineHealth(self._version, running, len(self._waiting))
 
@@ -131,7 +124,7 @@ class TransformersEngine:
             self._idle.clear()
             try:
                 await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
-            except Exception as error:  # whatever broke, the callers hear of it, and the next batch is tried
+            except Exception as error:  # the callers get it, and the next batch is tried
                 for request in batch:
                     _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
             finally:
@@ -177,7 +170,7 @@ class TransformersEngine:
         return size - self._left[cohort] - len(members)
 
     def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
-        """A batch without them would give other bits than the same run did or will do, and nobody would know."""
+        """Fail the waiting members: a batch without the missing ones would silently give other bits than a repeated run."""
         waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
         why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
         for request in members:
@@ -194,30 +187,20 @@ class TransformersEngine:
         """In the worker thread."""
         self._decoder.decode([_row(request, version, loop) for request in batch])
 
-    def _measure(self, sharing: int) -> Computing:
-        """In the worker thread, whose number of threads it sets."""
-        if self._model.device.type != "cpu":
-            return Computing(torch.get_num_threads(), "")
-        if self._settings.threads == "auto":
-            threads.use_fastest(threads.decoding(self._model, self._model.dtype, self._settings.max_batch), sharing)
-            linear.use_fastest(self._model, self._given.kernels)
-        number = torch.get_num_threads()
-        return Computing(number, of(number, linear.chosen()))
-
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""
         copy_weights(manifest, tensors, self._parameters)
         self._decoder.forget()
 
 
-def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> Row:
+def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
     def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason) -> None:
         loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version))
 
     def fail(error: Exception) -> None:
         loop.call_soon_threadsafe(_fail, request, error)
 
-    return Row(request.prompt, request.sampling, finish, fail, request.answer.done)
+    return DecodeRequest(request.prompt, request.sampling, finish, fail, request.answer.done)
 
 
 def _answer(request: _Request, completion: Completion) -> None:

@@ -23,7 +23,7 @@ from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightS
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.seeds import derive
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.prompts import collapsed, picture
 from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage
 from rayloop.engines.generation.vllm_worker import write
@@ -37,8 +37,8 @@ RETRIES = (0.05, 0.5, 2.0)
 class VllmEngine:
     """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
 
-    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: Place) -> None:
-        """With a ``place.name``, which only a process of Ray's can give, vLLM's own metrics go to Ray's under it."""
+    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace) -> None:
+        """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
         prepare(settings, place.scratch())
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -82,7 +82,7 @@ class VllmEngine:
         raise InfrastructureFailure(f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error")
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
-        """The turn; None when vLLM gave the request up: it had forgotten an image, and asks to be sent it again."""
+        """Returns the turn; None when vLLM ended the request with an error: it had dropped a cached image and needs it again."""
         tokens, images = collapsed(prompt, self._image_token), []
         if prompt.images:
             images = await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images])
@@ -115,7 +115,7 @@ class VllmEngine:
         return output
 
     def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """vLLM's ``add_request``, which tells when the scheduler has the request."""
+        """Returns vLLM's ``add_request``, which then also sets the request's event when the scheduler has the request."""
 
         async def announced(number: str, *arguments: Any, **options: Any) -> Any:
             try:
@@ -127,7 +127,7 @@ class VllmEngine:
         return announced
 
     async def leave(self, cohort: str) -> None:
-        """vLLM batches by itself: there are no cohorts to wait for."""
+        """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
         """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well.
@@ -141,15 +141,16 @@ class VllmEngine:
                 await entered.wait()
             await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear))
         except BaseException:
-            self._open.set()  # whoever waits learns what is wrong, instead of waiting for a resume that never comes
+            self._open.set()  # waiting requests then fail, instead of waiting for a resume that never comes
             raise
 
     async def resume(self) -> None:
+        """Continue frozen requests, and start new ones."""
         await answered(self._llm, self._llm.resume_generation())
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Hand the tensors to the workers, which verify them. Raises WeightSyncError.
+        """Give the tensors to the workers, which verify them. Raises WeightSyncError.
 
         ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
         """
@@ -196,7 +197,7 @@ class VllmEngine:
         return given
 
     def _image(self, image: PromptImage) -> Image.Image:
-        """Runs in a thread, since the actor could not say that it lives meanwhile."""
+        """Runs in a thread: on the event loop it would delay health checks."""
         return self._images.made(image.ref.sha256, lambda: picture(image, self._patch))
 
 

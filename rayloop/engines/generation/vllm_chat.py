@@ -29,10 +29,7 @@ class VllmChat:
     """Loads the model when it is made, which takes minutes for a large one."""
 
     def __init__(self, model: str, settings: VllmEngineSettings, folder: str, name: str = "") -> None:
-        """``folder``: for sockets and temporary files of vLLM's processes; whoever gave it removes it.
-
-        ``model``: a folder; ``name``: what it is called.
-        """
+        """``model``: a folder; ``name``: the name in answers; ``folder``: for temporary files, removed by the caller."""
         prepare(settings, folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

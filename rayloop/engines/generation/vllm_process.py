@@ -1,4 +1,4 @@
-"""What every use of vLLM needs: its environment, the arguments of any engine, and calls that notice when its processes die."""
+"""Shared by all uses of vLLM: environment variables, engine arguments, and calls that raise when vLLM's processes die."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TESTED = SpecifierSet(">=0.28,<0.33")
 """Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
 same calls and arguments by its source, and has not been run."""
 MOST = 0.9
-"""Share of a GPU for weights and cache, where nothing else is said."""
+"""Share of a GPU for weights and cache, unless ``memory_fraction`` is set."""
 LITTLE = 0.01
-"""The same when ``kv_cache_bytes`` says what it may take: vLLM then only wants to find so much free at its start."""
+"""The same with ``kv_cache_bytes``, which sets the cache's size: vLLM only checks at its start that this share is free."""
 LIVENESS = 1.0
-"""Seconds after which a call that is not answered yet looks whether vLLM's processes still live."""
+"""Seconds between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
 
 
 def prepare(settings: VllmEngineSettings, folder: str) -> None:
@@ -52,17 +52,17 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of vLLM, under whatever name it was installed, and of what holds its replies to a schema."""
+    """Returns the versions of vLLM and of xgrammar, which makes replies follow a schema."""
     from vllm import __version__ as found
 
-    told = {"vllm": found}
+    found_versions = {"vllm": found}
     with suppress(PackageNotFoundError):
-        told["xgrammar"] = version("xgrammar")
-    return told
+        found_versions["xgrammar"] = version("xgrammar")
+    return found_versions
 
 
 def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
-    """Of ``AsyncEngineArgs``, before ``settings.extra``."""
+    """Returns arguments of ``AsyncEngineArgs``; ``settings.extra`` overrides them."""
     # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
     # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
     several = settings.tensor_parallel * settings.extra.get("pipeline_parallel_size", 1) > 1
@@ -85,7 +85,7 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
 
 
 async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
-    """What a call to vLLM returns. Raises WorkerLost when vLLM fails or dies, which may leave its own calls unanswered."""
+    """Returns the result of a call to vLLM. Raises WorkerLost when vLLM fails, or dies and leaves the call unanswered."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     task = asyncio.ensure_future(call)
@@ -104,29 +104,35 @@ async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
 
 
 class VllmLoad:
-    """What vLLM's scheduler said after its last step. One of vLLM's ``stat_loggers``, by its methods."""
+    """Waiting requests and cache use after the scheduler's last step. Has the methods of vLLM's ``stat_loggers``."""
 
     def __init__(self) -> None:
         self.waiting, self.cache = 0, 0.0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
+        """Take the numbers of a step."""
         if scheduler_stats is not None:
             self.waiting, self.cache = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
 
-    def log_engine_initialized(self) -> None: ...
-    def log(self) -> None: ...
-    def record_sleep_state(self, *state: Any) -> None: ...
+    def log_engine_initialized(self) -> None:
+        """Does nothing."""
+
+    def log(self) -> None:
+        """Does nothing."""
+
+    def record_sleep_state(self, *state: Any) -> None:
+        """Does nothing."""
 
 
 def usage() -> Any:
-    """For ``from_engine_args``, which then lets the device decide how many tokens a step holds: 16,384 on an H100, else 2,048."""
+    """Returns the usage with which ``from_engine_args`` chooses tokens per step by device: 16,384 on an H100, else 2,048."""
     from vllm.usage.usage_lib import UsageContext
 
     return UsageContext.LLM_CLASS
 
 
 def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:
-    """``load``, and with a name all of vLLM's own metrics through Ray's, where the label ``model_name`` is that name."""
+    """Returns ``load``; with ``name`` also a logger that sends vLLM's metrics to Ray's, with ``name`` as label ``model_name``."""
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     return [lambda config, index: load, *([RayPrometheusStatLogger] if name else [])]

@@ -1,4 +1,4 @@
-"""The part of rayloop that runs inside of vLLM's workers: taking over synced weights, and ending with the rollout actor."""
+"""Runs inside vLLM's workers: loads new weights, and ends the worker when the rollout actor ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.transports.manifest import DTYPES, name_faults, raw, verify
 
 OWNER = "RAYLOOP_ENGINE_OWNER"
-"""Environment variable with the process that all of vLLM's processes end with."""
+"""Environment variable with the id of the process whose end ends all of vLLM's processes."""
 SHARED = re.compile(r"/dev/shm/psm_[^ /]+$", re.MULTILINE)
 """Shared memory of Python's multiprocessing, in /proc/self/maps."""
 ALIGNMENT = 64
@@ -34,17 +34,17 @@ class VllmWorker:
 
     model_runner: Any
     _first: frozenset[str] | None = None
-    """What the first weight update filled, where parameters are quantised: their scales come from no checkpoint."""
+    """Parameters that the first weight sync filled, for quantised models: no checkpoint has their scales."""
 
     def forget_names(self) -> None:
-        """Remove the names of the memory that vLLM's processes share, now that all have it open: it then goes when they do."""
+        """Unlink the shared memory of vLLM's processes, which all have open: the kernel frees it when they end."""
         for path in SHARED.findall(Path("/proc/self/maps").read_text(encoding="utf-8")):
             Path(path).unlink(missing_ok=True)
 
     def take_published(self, path: str, packed: bytes) -> str:
-        """Verify and load the tensors that ``write`` left in the file. Returns what was wrong, or nothing.
+        """Verify and load the tensors that ``write`` put into the file. Returns the fault, or an empty string.
 
-        After a fault that is found by verifying, the old weights are still there.
+        The old weights stay when verifying finds a fault.
         """
         manifest: Manifest = pickle.loads(packed)
         try:
@@ -58,7 +58,7 @@ class VllmWorker:
         return ""
 
     def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Through vLLM's own reload, which refuses what it does not know, and only logs what it misses."""
+        """Load through vLLM's reload, which refuses unknown names and only logs missing ones."""
         model: Any = self.model_runner.get_model()
         wanted, known = frozenset(name for name, _ in model.named_parameters()), set()
         load = model.load_weights
@@ -87,7 +87,7 @@ def _complain(manifest: Manifest, faults: Sequence[str]) -> None:
 
 
 def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
-    """What is missing of parameters that vLLM merges into one (``packed``): it would fill the gap with arbitrary memory."""
+    """Returns the missing parts of parameters that vLLM merges (``packed``): it would leave uninitialised memory there."""
     names = set(names)
     wanted = {
         name.replace(f".{part}.", f".{sibling}.")
@@ -101,7 +101,7 @@ def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> li
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
-    """On CPU vLLM multiplies with repacked copies of weights, and its reload (0.32) leaves a tied head's copy as it was."""
+    """Repack a tied head on CPU, where vLLM multiplies with repacked copies: its reload (0.32) does not update this copy."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -111,7 +111,7 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def write(file: int, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors into an open file in the order of the manifest. Raises WeightSyncError when names are not its."""
+    """Write the tensors into an open file in the manifest's order. Raises WeightSyncError when the names differ from it."""
     if faults := name_faults(manifest, tensors):
         raise WeightSyncError(f"version {manifest.version}: {'; '.join(faults)}")
     for name, start in _layout(manifest):
@@ -135,7 +135,7 @@ def _read(memory: mmap.mmap, manifest: Manifest) -> Iterator[tuple[str, Tensor]]
 
 
 def end_with(owner: int) -> None:
-    """Kill this process and those between it and its ancestor ``owner`` as soon as that one is gone."""
+    """Kill this process, and all between it and its ancestor ``owner``, when ``owner`` ends."""
     between = [psutil.Process(), *psutil.Process().parents()]
     pids = [process.pid for process in between]
     if owner not in pids:

@@ -1,7 +1,7 @@
-"""From trajectories to packed batches for one model: positions, pixels, and the dummy image of text-only batches.
+"""Makes packed batches of trajectories for one model: positions, pixels, and the dummy image of text-only batches.
 
-Images are decoded in threads, ahead of the device: a sample has promises, which its batch waits for; and while the device computes
-one batch, the next is packed. What a group has in common, its images and the positions of its prompt, is made once.
+Threads decode images ahead of the device: a sample has futures, which its batch waits for. While the device computes one batch, a
+thread packs the next. Images and prompt positions that a group shares are made once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
 from rayloop.engines.attention import shares_prompts
 from rayloop.engines.models import POOLED_MODELS, Vision, load_vision, positions, tensor_cache
 from rayloop.engines.settings import FsdpSettings, ModelSettings
-from rayloop.grpo.batch import Batch, Sample, make_sample
+from rayloop.grpo.batch import Batch, TrainSample, make_sample
 from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
 
 THREADS = 8
-"""That decode images at once, on machines with as many cores."""
+"""Threads that decode images, at most one per core."""
 POSITIONS = 16 << 20
-"""Bytes of positions that are kept: those of some hundred prompts."""
+"""Bytes of cached positions: some hundred prompts."""
 
 
 class Collator:
@@ -48,27 +48,27 @@ class Collator:
         self._dummy = self._make_dummy()
 
     def close(self) -> None:
-        """Decode no more images, and pack no more batches."""
+        """Stop the threads."""
         for pool in (self._packer, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def sample(self, item: TrainItem, *, swap_images: bool = False) -> Sample:
+    def sample(self, item: TrainItem, *, swap_images: bool = False) -> TrainSample:
         """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones.
 
-        Raises ValueError (see make_sample). An image that is missing, corrupt or of another grid is noticed by its ``batch``.
+        Raises ValueError (see make_sample). ``batch`` raises for an image that is missing, corrupt or of another grid.
         """
         trajectory, flat = item.trajectory, item.trajectory.flatten()
         pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
 
-    def plan(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples' micro-batches: packed up to ``micro_batch_tokens``; a longer one is alone."""
+    def plan(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+        """Returns the samples by micro-batch: packed up to ``micro_batch_tokens``; a longer sample is alone."""
         budget = self._engine.micro_batch
         groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
         plan = micro_batches([packed_length(group) for group in groups], budget)
         return [[sample for i in indices for sample in groups[i]] for indices in plan]
 
-    def batch(self, samples: Sequence[Sample]) -> Batch:
+    def batch(self, samples: Sequence[TrainSample]) -> Batch:
         """Pack samples on the device, or nothing at all into a batch that predicts nothing. Raises DataFailure for an image that is
         missing, corrupt or of another grid.
 
@@ -77,9 +77,9 @@ class Collator:
         """
         return self._packed(samples).to(self._device)
 
-    def ahead(self, plan: Sequence[Sequence[Sample]]) -> Iterator[Batch]:
-        """The ``batch`` of each part of the plan, in order; while the caller computes with one, a thread packs the next. Raises
-        what ``batch`` does, at the part that it is about; the rest is then not packed.
+    def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
+        """Yields the ``batch`` of each part of the plan, in order; while the caller computes with one, a thread packs the next.
+        Raises what ``batch`` raises, at the part that causes it.
         """
         promises = deque(self._packer.submit(self._packed, part) for part in plan[:1])
         try:
@@ -90,7 +90,7 @@ class Collator:
             for promise in promises:
                 promise.cancel()
 
-    def _packed(self, samples: Sequence[Sample]) -> Batch:
+    def _packed(self, samples: Sequence[TrainSample]) -> Batch:
         """``batch``, on the CPU."""
         complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
         return pack(
@@ -100,8 +100,8 @@ class Collator:
         )
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
-        """The same promise for all samples that exist at the same time: so batches find images that they have in common. One that
-        was not kept is made anew: this trajectory may have the bytes.
+        """Returns the same future for all live samples with this image, so that a batch encodes it once. A failed one is retried:
+        this trajectory may have the bytes.
         """
         if self._vision is None:
             raise ValueError(f"trajectory {trajectory.id} has an image, but the model has no vision tower")
@@ -124,10 +124,10 @@ class Collator:
         rest = torch.cat([_after(rows) + ahead.expand(len(rows), -1) for rows in (first[:1], first[1:])])
         return torch.cat([first, rest], dim=1)
 
-    def _make_dummy(self) -> Sample:
+    def _make_dummy(self) -> TrainSample:
         config = self._model.config
         nothing = torch.zeros(0)
-        text = Sample(
+        text = TrainSample(
             token_ids=torch.zeros(1, dtype=torch.int64),
             position_ids=torch.zeros(1, 1, dtype=torch.int64),
             predict=nothing.long(),

@@ -1,4 +1,4 @@
-"""One rank of the trainer: GRPO updates with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
+"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
 
 The result of an update does not depend on world size, micro-batches, packing or the order of ranks: every token's
 weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md, section 6).
@@ -28,19 +28,16 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.seeds import derive
 from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, Version
-from rayloop.engines import linear, plain_attention, threads
-from rayloop.engines.attention import shares_prompts
-from rayloop.engines.computing import Computing, of, until_measured
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.heap import keep_freed
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
-from rayloop.engines.training.optimizer import Optimizer, Step
+from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
-from rayloop.grpo.batch import Batch, Sample
+from rayloop.grpo.batch import Batch, TrainSample
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.grpo.segments import by_segment, segmented
@@ -50,24 +47,24 @@ from rayloop.transports.manifest import DTYPES
 logger = logging.getLogger(__name__)
 
 PERTURBATION = 0.5
-"""Noise of the weight update self-test, relative to each tensor's root mean square: far above any rounding."""
+"""Noise of the weight sync's self-test, relative to each tensor's root mean square: far above rounding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer update did, before reduction over the ranks: ``loss`` is this rank's part of the sum."""
+    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum."""
 
     loss: float
     metrics: LossMetrics
-    step: Step
+    step: OptimizerStep
     tokens: int
     sequences: int
 
 
 class FsdpEngine:
-    """Implements ``rayloop.core.protocols.TrainingEngine``; all methods but ``parameter_groups`` are collective.
+    """One rank of the trainer. All methods but ``parameter_groups`` are collective: all ranks call them, each with its own share.
 
-    ``init_method`` is torch.distributed's, or the store at which the ranks meet; None: the default process group exists already.
+    ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already.
     """
 
     def __init__(
@@ -82,9 +79,8 @@ class FsdpEngine:
         init_method: str | dist.Store | None,
         seed: int,
     ) -> None:
-        if isinstance(settings.threads, int):
+        if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._given = model
         self._settings, self._loss_settings = settings, loss
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +89,7 @@ class FsdpEngine:
         torch.manual_seed(seed)  # what new adapters start from
         mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
         try:
-            self._load(until_measured(model, settings.threads), mesh)
+            self._load(model, mesh)
         except BaseException:
             if init_method is not None:
                 dist.destroy_process_group()
@@ -108,40 +104,14 @@ class FsdpEngine:
         logger.info("training %d of %d parameters", *counts)
 
     def _load(self, model: ModelSettings, mesh: DeviceMesh) -> None:
-        """The first rank loads the model, and the others get their share of it: whole, it is in the memory of one. Collective."""
+        """Load the model: only the first rank has all of it in memory, the others get their shards. Collective."""
         settings = self._settings
         self._model = from_first(lambda weights: load_model(model, dtype=torch.float32, weights=weights), mesh)
-        plain_attention.choose(self._model.config, DTYPES[settings.dtype], model.kernels)
         self._names = checkpoint_names(self._model)
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
         learns_entropy = self._loss_settings.entropy_coef > 0
         self._scorer = shard(Scorer(self._model, settings.logprob_chunk, learns_entropy=learns_entropy), settings, mesh)
-
-    def measure(self, sharing: int = 1) -> Computing:
-        """What this rank computes with. On a CPU with ``threads: auto`` it is found out now, in about a second: the number of
-        threads, the smallest of all ranks', and kernels with these; until then it is the process's number, and PyTorch's kernels.
-        Collective; nothing else should compute.
-
-        ``sharing``: how many processes of this role, itself included, compute on this machine at the same moment.
-        """
-        dtype = DTYPES[self._settings.dtype]
-        if self._settings.threads == "auto" and self._device.type == "cpu":
-            number = threads.use_fastest(threads.training(self._model, dtype), sharing)
-            (fewest,) = total([number], self._device, dist.ReduceOp.MIN)
-            torch.set_num_threads(int(fewest))
-            linear.use_fastest(self._model, self._given.kernels)
-            plain_attention.choose(self._model.config, dtype, self._given.kernels)
-        return Computing(torch.get_num_threads(), self.kernels)
-
-    @property
-    def kernels(self) -> str:
-        """What this rank computes with, for people; "" on a GPU."""
-        if self._device.type != "cpu":
-            return ""
-        chose = shares_prompts(self._model)  # other attention implementations are left as they are
-        attention = plain_attention.chosen(DTYPES[self._settings.dtype]) if chose else ""
-        return of(torch.get_num_threads(), linear.chosen(), attention)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -166,8 +136,8 @@ class FsdpEngine:
         return self._report(updates, time.perf_counter() - began)
 
     def _with_old_logprobs(
-        self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[Sample]]
-    ) -> list[list[Sample]]:
+        self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[TrainSample]]
+    ) -> list[list[TrainSample]]:
         """The samples with the log-probs before the first update; a trajectory of several epochs is scored once."""
         distinct = {
             id(item.trajectory): sample
@@ -180,7 +150,7 @@ class FsdpEngine:
             for items, share in zip(mini_batches, samples, strict=True)
         ]
 
-    def _update(self, samples: Sequence[Sample]) -> Update:
+    def _update(self, samples: Sequence[TrainSample]) -> Update:
         tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
         denominator = Denominator(*map(int, total([tokens, sequences], self._device)))
         loss, metrics = 0.0, LossMetrics.zero(self._device)
@@ -192,9 +162,8 @@ class FsdpEngine:
             loss, metrics = loss + part.item(), metrics.merge(part_metrics)
         return Update(loss, metrics, self._optimizer.step(), tokens, sequences)
 
-    def _batches(self, plan: Sequence[Sequence[Sample]]) -> Iterator[Batch]:
-        """The micro-batches of the plan, packed. Raises on all ranks what went wrong with an image on one; the update is then
-        given up."""
+    def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
+        """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
         batches = self._collator.ahead(plan)
         for _ in plan:
             try:
@@ -204,12 +173,12 @@ class FsdpEngine:
                 raise
             yield batch
 
-    def _contributing(self, samples: Sequence[Sample]) -> list[Sample]:
+    def _contributing(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass."""
         every = self._loss_settings.kl_coef > 0 or self._loss_settings.entropy_coef > 0
         return [s for s in samples if every or s.advantage != 0]
 
-    def _equal_number(self, plan: list[list[Sample]]) -> list[list[Sample]]:
+    def _equal_number(self, plan: list[list[TrainSample]]) -> list[list[TrainSample]]:
         """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
         (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(most) - len(plan))]
@@ -273,7 +242,7 @@ class FsdpEngine:
         with adapters_off(self._model) if reference else contextlib.nullcontext():
             return by_segment(trajectories, scored)
 
-    def _score(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def _score(self, samples: Sequence[TrainSample]) -> list[Tensor]:
         self._scorer.eval()
         plan = self._equal_number(self._collator.plan(samples))
         scores = score(self._scorer, samples, plan, self._batches(plan))
@@ -330,18 +299,15 @@ class FsdpEngine:
         self._unperturbed = {}
 
     def save(self, folder: str) -> dict[str, Checksum]:
-        """Write what has been trained, the optimizer, its position in the schedule and the random states.
+        """Write the trained parameters, the optimizer, its position in the schedule and the random states.
 
-        Returns name -> sum of the files that this rank has written.
-
-        Frozen parameters are those of ``model.path`` and are not written. Raises CheckpointError, also between ``perturb`` and
-        ``restore_parameters``: such weights are nobody's.
+        Returns name -> checksum of the files that this rank wrote. Frozen parameters, which are those of ``model.path``, are not
+        written. Raises CheckpointError, also between ``perturb`` and ``restore_parameters``.
         """
         return state.save(folder, self._saved(folder), self._rank)
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
-        """The same beside training: returns when what is to be saved has been copied. What ``save`` returns or raises is there when
-        it has been written. Only one at a time."""
+        """``save`` beside training: returns when the state is copied. The future has the result of ``save``. Only one at a time."""
         own, random = state.copied(self._saved(folder)), state.random_state()
         if self._savers is None:
             within = timedelta(seconds=self._settings.collective_timeout)
@@ -352,13 +318,13 @@ class FsdpEngine:
 
     def _saved(self, folder: str) -> dict[str, Any]:
         if self._unperturbed:
-            raise CheckpointError(f"{folder}: the weights are perturbed by the weight update's self-test; restore them first")
+            raise CheckpointError(f"{folder}: the weights are perturbed by the weight sync's self-test; restore them first")
         return self._state()
 
     def load(self, folder: str, sums: Mapping[str, Checksum] = state.UNKNOWN) -> None:
-        """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: what it returned, of all ranks. Raises
+        """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: results of ``save`` of all ranks. Raises
         Damaged, CheckpointError."""
-        self.restore_parameters()  # what is frozen is not loaded
+        self.restore_parameters()  # frozen parameters are not loaded
         own = self._state()
         state.load(folder, own, self._rank, sums)
         self._optimizer.updates = int(own["updates"].item())

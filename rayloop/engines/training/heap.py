@@ -1,4 +1,4 @@
-"""Memory of a trainer: what one update freed, the next one uses."""
+"""Keeps freed memory in the process, for the next update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep_freed() -> None:
 
 
 def grow_segments() -> None:
-    """Let PyTorch on a GPU grow the blocks that it holds, instead of adding others of the wrong size: micro-batches are of all
-    lengths. Before torch is imported; what the environment says counts."""
+    """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in length. Call it before torch is
+    imported. Environment variables of the user win."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

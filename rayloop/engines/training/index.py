@@ -42,18 +42,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
+    """Type, shape and pieces of a tensor."""
+
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
-def write(entries: Mapping[str, Entry]) -> bytes:
+def write(entries: Mapping[str, TensorEntry]) -> bytes:
     """The text of ``index.json``."""
     return json.dumps({"form": _FORM, "tensors": {name: asdict(entry) for name, entry in entries.items()}}).encode()
 
 
-def read(text: bytes) -> dict[str, Entry]:
+def read(text: bytes) -> dict[str, TensorEntry]:
     """The entries of an ``index.json``. Raises ValueError when it is anything else, or a piece does not fit its tensor."""
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("form") != _FORM or not isinstance(found.get("tensors"), dict):
@@ -64,12 +66,12 @@ def read(text: bytes) -> dict[str, Entry]:
         raise ValueError(f"its index is broken: {error!r}") from error
 
 
-def _entry(value: Any) -> Entry:
+def _entry(value: Any) -> TensorEntry:
     def piece(one: Any) -> Piece:
         offset, length, crc32 = (_number(one[key]) for key in ("offset", "bytes", "crc32"))
         return Piece(_numbers(one["at"]), _numbers(one["shape"]), one["file"], offset, length, crc32)
 
-    return Entry(value["dtype"], _numbers(value["shape"]), tuple(map(piece, value["pieces"])))
+    return TensorEntry(value["dtype"], _numbers(value["shape"]), tuple(map(piece, value["pieces"])))
 
 
 def _number(value: Any) -> int:
@@ -82,7 +84,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(_number(value) for value in values)
 
 
-def _checked(name: str, entry: Entry) -> Entry:
+def _checked(name: str, entry: TensorEntry) -> TensorEntry:
     """Raises ValueError unless every value of the tensor is in one piece, and every piece in a file of the checkpoint."""
     if entry.dtype not in SIZES:
         raise ValueError(f"its index gives {name} the type {entry.dtype!r}, of which there are no tensors here")
@@ -99,7 +101,7 @@ def _checked(name: str, entry: Entry) -> Entry:
     return entry
 
 
-def read_schema_2(file: IO[bytes]) -> dict[str, Entry]:
+def read_schema_2(file: IO[bytes]) -> dict[str, TensorEntry]:
     """The entries of a ``.metadata`` of torch.distributed.checkpoint. Nothing in it is looked up outside this module.
 
     Raises ValueError when it holds anything but tensors, or is broken.
@@ -114,14 +116,14 @@ def read_schema_2(file: IO[bytes]) -> dict[str, Entry]:
         raise ValueError(f"its index is broken: {error!r}") from error
 
 
-def _old_entry(name: str, tensor: Any, places: Mapping[Any, Any]) -> Entry:
+def _old_entry(name: str, tensor: Any, places: Mapping[Any, Any]) -> TensorEntry:
     pieces = []
     for chunk in tensor.chunks:
         at = _numbers(chunk.offsets)
         info = places[name, at] if (name, at) in places else places[name, ()]
         place = (info.relative_path, _number(info.offset), _number(info.length))
         pieces.append(Piece(at, _numbers(chunk.sizes), *place, crc32=None))
-    return Entry(tensor.properties.state[0], _numbers(tensor.size), tuple(pieces))
+    return TensorEntry(tensor.properties.state[0], _numbers(tensor.size), tuple(pieces))
 
 
 class _Record:

@@ -16,10 +16,10 @@ from rayloop.engines.settings import OptimizerSettings
 from rayloop.engines.training.sharding import local
 
 MAX_SKIPPED = 3
-"""Updates in a row that may be skipped because the gradient is not finite: one is a freak of a batch, four are divergence."""
+"""Updates in a row that may be skipped because the gradient is not finite; one more raises Diverged."""
 
 DECAY = 0.3
-"""Last part of a wsd schedule, over which it decays."""
+"""Share of a wsd schedule's length over which it decays, at its end."""
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
@@ -41,7 +41,7 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not finite."""
 
     grad_norm: float
@@ -59,7 +59,7 @@ class Optimizer:
         self.updates = 0
         self._skipped = 0
 
-    def step(self) -> Step:
+    def step(self) -> OptimizerStep:
         """One update; gradients are gone afterwards. Raises Diverged when too many in a row were not finite."""
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = _global_norm(gradients)
@@ -79,10 +79,10 @@ class Optimizer:
                 f"the gradient was not finite in {self._skipped} updates in a row (after {self.updates} good ones). "
                 "Lower policy.optimizer.lr, or inspect the last batch"
             )
-        return Step(norm, lr, applied)
+        return OptimizerStep(norm, lr, applied)
 
     def discard(self) -> None:
-        """Forget the gradients of an update that was given up."""
+        """Drop the gradients of an update."""
         self._optimizer.zero_grad()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -93,7 +93,7 @@ class Optimizer:
 def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    adamw = torch.optim.AdamW(
+    adamw = torch.optim.AdamW(  # arXiv:1711.05101
         parameters,
         lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True,
     )  # fmt: skip

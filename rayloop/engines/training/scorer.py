@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens under a Hugging Face model: the one definition that old, current and reference share.
+"""Log-probs of sampled tokens under a Hugging Face model; old, current and reference log-probs all come from here.
 
 The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
 """
@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
-from rayloop.engines import linear, plain_attention, threads
 from rayloop.engines.attention import use_packed_sdpa
-from rayloop.engines.computing import until_measured
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
-from rayloop.grpo.batch import Batch, Sample
+from rayloop.grpo.batch import Batch, TrainSample
 from rayloop.grpo.segments import by_segment
 from rayloop.transports.manifest import DTYPES
 
 
-class Scores(NamedTuple):  # a tuple, because FSDP finds the tensors of an output through pytrees
+class Scores(NamedTuple):
+    """Output of ``Scorer``; a tuple, because FSDP finds the tensors of an output through pytrees."""
+
     logprobs: Tensor  # [N] float32
     entropy: Tensor | None  # [N] float32, in nats, of the masked distribution
 
@@ -107,7 +107,9 @@ def masked_logprobs(logits: Tensor, temperature: Tensor, ban_end: Tensor, banned
 
 
 @torch.no_grad()
-def score(scorer: nn.Module, samples: Sequence[Sample], plan: Sequence[Sequence[Sample]], batches: Iterable[Batch]) -> list[Tensor]:
+def score(
+    scorer: nn.Module, samples: Sequence[TrainSample], plan: Sequence[Sequence[TrainSample]], batches: Iterable[Batch]
+) -> list[Tensor]:
     """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
     scored: dict[int, Tensor] = {}
     for group, batch in zip(plan, batches, strict=True):
@@ -118,26 +120,15 @@ def score(scorer: nn.Module, samples: Sequence[Sample], plan: Sequence[Sequence[
 
 
 class FrozenScorer:
-    """The model as loaded, without gradients, whole on one device: what the reference actor runs."""
+    """The model as loaded, whole on one device and without gradients, for the reference actor."""
 
     def __init__(self, model: ModelSettings, settings: FsdpSettings) -> None:
-        if isinstance(settings.threads, int):
+        if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._given, self._settings = model, settings
-        model = until_measured(model, settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(model, dtype=DTYPES[settings.dtype])
-        plain_attention.choose(loaded.config, DTYPES[settings.dtype], model.kernels)
         self._collator = Collator(loaded, model, settings, device)
         self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
-
-    def measure(self, sharing: int = 1) -> None:
-        """Find out what computes fastest here, as ``FsdpEngine.measure`` does. Call it in the thread that scores."""
-        if self._settings.threads == "auto" and not torch.cuda.is_available():
-            model, dtype = self._scorer.model, DTYPES[self._settings.dtype]
-            threads.use_fastest(threads.training(model, dtype), sharing)
-            linear.use_fastest(model, self._given.kernels)
-            plain_attention.choose(model.config, dtype, self._given.kernels)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: process group, FSDP2 units, gathering and noise on shards."""
+"""Spreads a model over the ranks: process group, FSDP2 units, gathering, and noise on shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 LOADING = 4 * 3600.0
-"""Seconds that the ranks wait for the first one to load the model; who started them has a deadline of its own, which is shorter."""
+"""Seconds that the ranks wait for the first one to load the model; the driver's own deadline is shorter."""
 
 
 def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
-    """The store at (host, port) through which ranks find each other. ``first`` opens it, port 0 on any port that is free.
+    """Returns the store at (host, port) where ranks find each other. ``first`` opens it; port 0 is any free port.
 
-    It stays open from then on: nobody else can take the port before the ranks meet. Raises WorkerStartFailed.
+    It stays open, so that no other process takes the port before the ranks meet. Raises WorkerStartFailed.
     """
     host, port = address
     try:
@@ -104,16 +104,16 @@ def from_first(load: Callable[[bool], M], mesh: DeviceMesh) -> M:
 
 @torch.no_grad()
 def _like_first(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let modules share the parameters that they share on the first rank, and give buffers its values: what is in its file decides
-    both (a head that is tied by the configuration may have values of its own there). Collective; on the other ranks parameters are
-    on the device meta before and after. Raises ConfigError when they have others."""
+    """Let modules share the parameters that they share on the first rank, and copy its buffers. The first rank's file decides both:
+    a head that the configuration ties may have its own values there. Collective; parameters of the other ranks stay on the device
+    meta. Raises ConfigError when their names or shapes differ."""
     if mesh.size() == 1:
         return
     owners: dict[nn.Parameter, str] = {}
     mine = {n: (owners.setdefault(p, n), tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False)}
-    told = [mine]
-    dist.broadcast_object_list(told, 0)
-    [first] = told
+    sent = [mine]
+    dist.broadcast_object_list(sent, 0)
+    [first] = sent
 
     def compare() -> None:
         shapes = [{name: shape for name, (_, shape) in found.items()} for found in (first, mine)]
@@ -149,10 +149,9 @@ def total(values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOp
 
 
 def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
-    """``build()``; what it raises on one rank is raised on all of them, which would otherwise wait for that one: ``within`` so many
-    seconds; None: as for any collective.
+    """Returns ``build()``. A RayloopError or ValueError of one rank is raised on all, which would otherwise wait for that rank.
 
-    Collective. Passes on RayloopError and ValueError.
+    Collective. ``within``: seconds to wait for the others; None: as for any collective.
     """
     if dist.get_world_size() == 1:
         return build()

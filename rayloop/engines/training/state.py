@@ -1,10 +1,10 @@
-"""A trainer's checkpoint: sharded tensors with a JSON index (``index``), random states in a file per rank; nothing is a pickle.
+"""A trainer's checkpoint: sharded tensors with a JSON index (``index``), and a file of random states per rank. No pickles.
 
-Tensors may be loaded by another number of ranks than saved them: torch.distributed.checkpoint plans who writes and reads which
-pieces, and this module writes and reads them. Each piece carries its CRC-32, which is compared before the piece is used.
+The number of ranks may differ between save and load: torch.distributed.checkpoint plans which rank writes and reads which pieces,
+and this module writes and reads them. Each piece has a CRC-32, which is compared before the piece is used.
 
-What is saved beside training is copied to the host's memory first (``copied``): the ranks go on with the originals, while a thread
-writes the copies. The ranks talk about what they write in a process group that nothing else uses.
+A save beside training copies the state to host memory first (``copied``): the ranks continue with the originals while a thread
+writes the copies, and the writing ranks use a process group of their own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torch.futures import Future
 from rayloop.core.failures import Damaged
 from rayloop.core.files import Checksum, check_sum, kind_of, sync, write_whole
 from rayloop.engines.training import index
-from rayloop.engines.training.index import Entry, Piece
+from rayloop.engines.training.index import Piece, TensorEntry
 
 UNKNOWN: Mapping[str, Checksum] = {}
-"""Of files whose sums nobody has: they are not compared."""
+"""No checksums: files are not compared."""
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _Writer(StorageWriter):
                 raise ValueError(f"{name} is no tensor")
             pieces = [replace(_at(found[name], tuple(c.offsets)), shape=tuple(c.sizes)) for c in tensor.chunks]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            entries[name] = Entry(dtype, tuple(tensor.size), tuple(pieces))
+            entries[name] = TensorEntry(dtype, tuple(tensor.size), tuple(pieces))
         text = index.write(entries)
         index.read(text)
         write_whole(self._folder / index.FILE, text)
@@ -268,7 +268,7 @@ def _load_random(folder: Path, rank: int, sums: Mapping[str, Checksum]) -> None:
         torch.set_rng_state(found["cpu"])
         if torch.cuda.is_available() and (cuda := [found[name] for name in sorted(found, key=_number) if name != "cpu"]):
             torch.cuda.set_rng_state_all(cuda)
-    except Exception as error:  # of what is no random state, almost any
+    except Exception as error:  # a damaged file may raise almost anything
         raise ValueError(f"{path.name} holds no random state: {error!r}") from error
 
 

@@ -1,4 +1,4 @@
-"""What a filter is: settings with a ``kind``, and which members of a group it refuses. Light: no torch, no ray."""
+"""The interface of filters: settings with a ``kind``, and the members of a group that it refuses. No torch, no ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class MemberFilter(SettingsModel):
     kind: str
 
     def keeps(self, member: Member) -> bool:
+        """Whether ``member`` may be trained on."""
         raise NotImplementedError
 
     def refused(self, group: Group) -> Mapping[int, str]:
+        """The kept members that ``keeps`` refuses."""
         return {i: self.kind for i, member in enumerate(group.members) if member.kept and not self.keeps(member)}

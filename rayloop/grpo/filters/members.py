@@ -19,6 +19,7 @@ class ToolImage(MemberFilter):
     kind: Literal["tool_image"] = "tool_image"
 
     def keeps(self, member: Member) -> bool:
+        """True with an image in an observation."""
         return member.summary.observation_images > 0
 
 
@@ -28,6 +29,7 @@ class ImagesConsistent(MemberFilter):
     kind: Literal["images_consistent"] = "images_consistent"
 
     def keeps(self, member: Member) -> bool:
+        """True when both agree."""
         return member.summary.images_consistent
 
 
@@ -39,6 +41,7 @@ class MaxLength(MemberFilter):
     """Of the whole trajectory, prompt included. Lower it when a few long trajectories take the memory."""
 
     def keeps(self, member: Member) -> bool:
+        """True up to ``tokens``."""
         return member.summary.length <= self.tokens
 
 
@@ -50,6 +53,7 @@ class KeepEndReasons(MemberFilter):
     """Reasons to keep; the others (over_length, ...) are left out."""
 
     def keeps(self, member: Member) -> bool:
+        """True for a reason of ``keep``."""
         return member.summary.end_reason in self.keep
 
 

@@ -1,4 +1,4 @@
-"""A filter of one's own: a class with ``refused(group)``, or a function of a group, named by ``use``."""
+"""A filter of your own: a class with ``refused(group)``, or a function of a group, named by ``use``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayloop.core.groups import Group
 
 
 class OwnFilter:
-    """What a run makes of it: it is built once, and believed only what a filter may say."""
+    """Builds the filter once, and checks what it returns."""
 
     def __init__(self, component: Component) -> None:
         self._use = component.use
@@ -20,7 +20,7 @@ class OwnFilter:
         self._refused: Callable[[Group], Any] = made.refused if hasattr(made, "refused") else made
 
     def refused(self, group: Group) -> Mapping[int, str]:
-        """Raises FilterBroken when it raises, or refuses what is no kept member, or without a reason."""
+        """Returns the filter's answer. Raises FilterBroken when it raises, refuses a member that is not kept, or lacks a reason."""
         try:
             found = dict(self._refused(group))
         except Exception as error:

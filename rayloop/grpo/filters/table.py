@@ -1,4 +1,4 @@
-"""The filters that a configuration can name: each a ``kind`` with one line here, or one's own by ``use``."""
+"""The filters that a configuration can name: by ``kind``, with one line here each, or your own by ``use``."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ FilterSettings = Annotated[
 
 
 def build_filters(filters: Iterable[FilterSettings]) -> tuple[Filter, ...]:
-    """What ``apply_filters`` takes. Raises ConfigError, pydantic.ValidationError for one of one's own."""
+    """What ``apply_filters`` takes. Raises ConfigError, pydantic.ValidationError for a filter of your own."""
     return tuple(OwnFilter(named) if isinstance(named, Component) else named for named in filters)

@@ -17,7 +17,6 @@ from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
-from rayloop.engines.computing import Computing
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.virtual_time import live
@@ -229,7 +228,6 @@ def test_a_node_that_is_lost_while_the_policy_loads_is_lost_with_it(monkeypatch:
         assert group.ranks == []
         assert site.named("node_lost")[0]["roles"] == {"policy": 1}
         assert group.blamed == ("host-a (10.0.0.1)",)
-        group.computing = Computing(1, "")
         await group.rebuild()
         assert group.places == ("host-b (10.0.0.1)",)
         watching.cancel()

@@ -19,7 +19,7 @@ import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import vllm_worker
-from rayloop.engines.generation.build import Place
+from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
 from rayloop.engines.generation.vllm_process import common_arguments, prepare
 from rayloop.engines.generation.vllm_worker import VllmWorker
@@ -97,7 +97,9 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), Place(scratch=lambda: "folder"))
+        engine = VllmEngine(
+            ModelSettings(path="x"), VllmEngineSettings.model_validate(options), EnginePlace(scratch=lambda: "folder")
+        )
         assert engine._llm.log == ["offline"], "the device decides how many tokens a step holds"
         await load(engine, OLD)
         engine._llm.log.clear()

@@ -27,26 +27,26 @@ def member(outcome: Outcome = Scored(1.0), source: str = "chart", length: int = 
 
 
 class Watched:
-    """Alarms, and what they told."""
+    """Alarms, and what they emitted."""
 
     def __init__(self, **settings: Any) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.emitted: list[dict[str, Any]] = []
         self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._emit)
 
     def _emit(self, event: Event) -> None:
-        self.told.append(event.record())
+        self.emitted.append(event.record())
 
     def observe(self, members: list[Member]) -> list[str]:
         """The alarms that these members raise, in words."""
-        self.told.clear()
+        self.emitted.clear()
         self.alarms.groups(members)
-        return [event["why"] for event in self.told if event["event"] == "alarm"]
+        return [event["why"] for event in self.emitted if event["event"] == "alarm"]
 
     def drift(self, *values: float) -> list[str]:
-        self.told.clear()
+        self.emitted.clear()
         for value in values:
             self.alarms.step({DRIFT: value})
-        return [event["why"] for event in self.told]
+        return [event["why"] for event in self.emitted]
 
 
 def test_a_few_without_reward_are_no_alarm() -> None:
@@ -58,18 +58,18 @@ def test_the_share_alarms_once_and_again_after_it_was_well(monkeypatch: pytest.M
     watch = Watched()
     (alarm,) = watch.observe([member()] * 80 + [member(LOST)] * 20)
     assert alarm == "20 of the last 100 trajectories have no reward (reward_unavailable 20)"
-    assert watch.told[-1]["alarm"] == "unscored"
+    assert watch.emitted[-1]["alarm"] == "unscored"
     assert watch.observe([member(LOST)]) == []
     assert watch.observe([member()] * 100) == []
     assert len(watch.observe([member(LOST)] * 20)) == 1
 
 
-def test_the_reason_is_told_with_the_first_of_a_kind_and_with_the_alarm() -> None:
+def test_the_reason_is_emitted_with_the_first_of_a_kind_and_with_the_alarm() -> None:
     watch, why = Watched(), "the reward source returned None, not a finite number"
     (alarm,) = watch.observe([member(Unscored(UnscoredKind.INVALID_REWARD, why))] * 20)
     assert alarm == f"20 of the last 20 trajectories have no reward (invalid_reward 20: {why})"
     first = {"event": "unscored", "trajectory": "1/0", "task": "t", "outcome": "invalid_reward", "why": why}
-    assert [event for event in watch.told if event["event"] == "unscored"] == [first]
+    assert [event for event in watch.emitted if event["event"] == "unscored"] == [first]
 
 
 def test_episodes_that_failed_before_they_were_scored_count() -> None:
@@ -89,7 +89,7 @@ def test_flags_of_failing_graders_alarm_early(flag: str) -> None:
     assert watch.observe([member()] * 192 + [member(Scored(0.0, {}, (flag,)))] * 8) == []
     (alarm,) = watch.observe([member(Scored(0.0, {}, (flag,)))] * 8)
     assert alarm == f"16 of the last 208 scored trajectories carry the flag {flag}"
-    assert watch.told[-1]["alarm"] == f"flags.{flag}"
+    assert watch.emitted[-1]["alarm"] == f"flags.{flag}"
 
 
 def test_flags_about_the_policy_alarm_when_nearly_all_carry_them() -> None:
@@ -111,12 +111,12 @@ def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
     assert alarm == "30 of the last 60 trajectories were excluded from training"
 
 
-def test_what_is_lost_after_it_was_scored_is_excluded_and_told_with_the_next_group() -> None:
+def test_what_is_lost_after_it_was_scored_is_excluded_and_emitted_with_the_next_group() -> None:
     watch, kept = Watched(), [member() for _ in range(40)]
     lost = {TrajectoryId(9, sample) for sample in range(20)}
     watch.observe([*kept, *(replace(m, summary=replace(m.summary, id=id)) for m, id in zip(kept, lost, strict=False))])
     watch.alarms.lost(lost)
-    assert watch.told == [], "a checkpoint may be the one who found out: it must be saved first"
+    assert watch.emitted == [], "a checkpoint may be the one who found out: it must be saved first"
     assert watch.observe([member()]) == ["20 of the last 61 trajectories were excluded from training"]
 
 
@@ -167,7 +167,7 @@ def test_correlation() -> None:
     assert correlation([1, 1, 1], [1, 2, 3]) == 0
 
 
-def test_drift_is_told_after_some_steps_once_until_it_is_well() -> None:
+def test_drift_is_emitted_after_some_steps_once_until_it_is_well() -> None:
     watch = Watched()
     assert watch.drift(0.5, 0.5) == [], "two steps prove nothing"
     (alarm,) = watch.drift(0.5)
@@ -181,7 +181,7 @@ def test_samples_of_older_weights_are_no_drift() -> None:
     watch = Watched()
     for _ in range(5):
         watch.alarms.step({"actor/old_behaviour_mean": 0.5, "actor/old_behaviour_mean/lag_1": 0.5})
-    assert watch.told == []
+    assert watch.emitted == []
 
 
 def test_without_samples_of_the_present_weights_others_are_asked_for() -> None:
@@ -212,9 +212,9 @@ def test_drift_may_stop_the_run_below_the_usual_warning() -> None:
 def test_the_first_traceback_is_an_event_the_others_are_not() -> None:
     watch = Watched()
     watch.observe([member(CRASHED), member(CRASHED), member()])
-    (told,) = [event for event in watch.told if event["event"] == "grader_error"]
-    assert told["why"] == "KeyError: 'x'"
-    assert told["traceback"] == CRASHED.trace
+    (emitted,) = [event for event in watch.emitted if event["event"] == "grader_error"]
+    assert emitted["why"] == "KeyError: 'x'"
+    assert emitted["traceback"] == CRASHED.trace
 
 
 FAILED = Scored(0.0, {}, ("grader_error",), CRASHED.trace)
@@ -248,15 +248,15 @@ def test_with_the_failing_value_a_grader_that_fails_is_an_alarm_and_no_end() -> 
     watch.alarms.evaluated(first=True)
 
 
-def test_a_held_out_failure_is_told_and_its_training_like_is_not_told_again() -> None:
+def test_a_held_out_failure_is_emitted_and_its_training_like_is_not_emitted_again() -> None:
     watch = Watched()
     for answer in (member(CRASHED), member(), member(CRASHED)):
         watch.alarms.held_out(answer)
     watch.alarms.evaluated(first=True)
-    assert [event["event"] for event in watch.told] == ["grader_error", "unscored"]
-    assert watch.told[0]["traceback"] == CRASHED.trace
+    assert [event["event"] for event in watch.emitted] == ["grader_error", "unscored"]
+    assert watch.emitted[0]["traceback"] == CRASHED.trace
     watch.observe([member(CRASHED), member()])
-    assert watch.told == []
+    assert watch.emitted == []
 
 
 def test_a_grader_that_fails_on_all_of_the_first_evaluation_ends_the_run() -> None:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.grpo.balance import Groups, Length, cut_groups, fullest, packed, shares, whole_groups
+from rayloop.grpo.balance import Groups, MemberLength, cut_groups, fullest, packed, shares, whole_groups
 
 
-def group(prompt: int, rests: Iterable[int]) -> list[Length]:
-    return [Length(prompt, rest) for rest in rests]
+def group(prompt: int, rests: Iterable[int]) -> list[MemberLength]:
+    return [MemberLength(prompt, rest) for rest in rests]
 
 
 GROUP = st.builds(group, st.integers(0, 40), st.lists(st.integers(0, 40), min_size=1, max_size=5))
 GROUPS = st.lists(GROUP, max_size=12)
-UNLIKE = st.lists(st.lists(st.builds(Length, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), max_size=9)
+UNLIKE = st.lists(st.lists(st.builds(MemberLength, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), max_size=9)
 """Groups whose members begin differently: an environment may do that."""
 
 
@@ -65,7 +65,7 @@ def test_eight_ranks_have_little_more_than_whole_groups_allow(number: int, limit
         whole = [packed(groups, [(i, member) for member in range(8)]) for i in range(number)]
         bound = max(sum(whole) / 8, *whole)
         ratios.append(fullest(groups, shares(groups, 8)) / bound)
-        alone = [[Length(0, sum(length))] for members in groups for length in members]
+        alone = [[MemberLength(0, sum(length))] for members in groups for length in members]
         dealt = [[divmod(index, 8) for index, _ in share] for share in shares(alone, 8)]
         one_by_one.append(max(packed(groups, share) for share in dealt) / bound)
     assert max(ratios) <= limit

@@ -1,4 +1,4 @@
-"""Alarms about a policy that collapses: each warns once, when the mean of five steps has passed its limit, and stops if told to."""
+"""Alarms about a collapsing policy: each warns once, when the mean of five steps has passed its limit, and may end the run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ WELL = {ENTROPY: 0.6, LENGTH: 38.0, DONE: 0.9, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.
 
 class Watched:
     def __init__(self, **settings: Any) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.emitted: list[dict[str, Any]] = []
         self.alarms = Alarms(AlarmSettings(**settings), 1e-3, "my:Reward", self._emit)
 
     def _emit(self, event: Event) -> None:
-        self.told.append(event.record())
+        self.emitted.append(event.record())
 
     def steps(self, count: int, **changes: float) -> list[str]:
         """The alarms that ``count`` steps raise, by name."""
-        self.told.clear()
+        self.emitted.clear()
         for _ in range(count):
             self.alarms.recorded({**WELL, **changes})
-        return [event["alarm"] for event in self.told]
+        return [event["alarm"] for event in self.emitted]
 
 
 def test_a_run_that_is_well_says_nothing() -> None:
@@ -49,11 +49,11 @@ def test_a_run_that_is_well_says_nothing() -> None:
         ("all_wrong", WRONG, 0.9, "90% of the last 5 steps' groups have only wrong answers"),
     ],
 )
-def test_each_collapse_is_told_once_and_can_end_the_run(name: str, metric: str, value: float, says: str) -> None:
+def test_each_collapse_is_emitted_once_and_can_end_the_run(name: str, metric: str, value: float, says: str) -> None:
     watch = Watched()
     watch.steps(STEPS)
     assert watch.steps(20, **{metric: value}) == [name]
-    assert says in watch.told[0]["why"]
+    assert says in watch.emitted[0]["why"]
     assert watch.steps(20) == []
     assert watch.steps(20, **{metric: value}) == [name], "again after it was well"
     limit = {"warn": None, "stop": {"entropy": 0.1, "response_length": 0.5, "completed": 0.2}.get(name, 0.5)}
@@ -87,7 +87,7 @@ def test_entropy_is_compared_with_the_runs_own_start() -> None:
     fell.steps(STEPS, **{ENTROPY: 2.2})
     resumed.alarms.restore(fell.alarms.state())
     assert resumed.steps(STEPS, **{ENTROPY: 0.05}) == ["entropy"]
-    assert "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first" in resumed.told[0]["why"]
+    assert "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first" in resumed.emitted[0]["why"]
 
 
 def test_steps_that_compute_nothing_are_an_alarm() -> None:
@@ -97,8 +97,8 @@ def test_steps_that_compute_nothing_are_an_alarm() -> None:
     empty = {name: value for name, value in WELL.items() if name != ENTROPY}
     for _ in range(2 * STEPS):
         watch.alarms.recorded(empty)
-    assert [event["alarm"] for event in watch.told] == ["entropy"]
-    assert "none of the last 5 steps had a trajectory with gradient" in watch.told[0]["why"]
+    assert [event["alarm"] for event in watch.emitted] == ["entropy"]
+    assert "none of the last 5 steps had a trajectory with gradient" in watch.emitted[0]["why"]
     assert watch.steps(STEPS) == []
 
 
