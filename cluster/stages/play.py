@@ -24,11 +24,11 @@ Ask = Callable[[], str | None]
 Write = Callable[[str], None]
 
 
-class Pictures:
+class PictureView:
     """Shows a picture: as half blocks where the terminal has colours, else as a file in ``folder``."""
 
     def __init__(self, folder: Path, kind: Colours | None, write: Write) -> None:
-        self._folder, self._kind, self._emit = folder, kind, write
+        self._folder, self._kind, self._write = folder, kind, write
         self._shown = 0
 
     def show(self, source: ImageSource) -> None:
@@ -38,7 +38,7 @@ class Pictures:
         if self._kind is not None:
             room = shutil.get_terminal_size()
             columns = min(room.columns, max(40, 2 * (room.lines - 8) * width // height))
-            self._emit(blocks(picture, columns, self._kind))
+            self._write(blocks(picture, columns, self._kind))
             return
         self._shown += 1
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,10 @@ class Pictures:
         encoded = io.BytesIO()
         picture.save(encoded, "PNG")
         file.write_bytes(encoded.getvalue())
-        self._emit(f"picture of {width}x{height} pixels: {file}")
+        self._write(f"picture of {width}x{height} pixels: {file}")
 
 
-async def play(kind: EnvironmentKind, task: Task, ask: Ask, write: Write, pictures: Pictures, example: str = "") -> float | None:
+async def play(kind: EnvironmentKind, task: Task, ask: Ask, write: Write, pictures: PictureView, example: str = "") -> float | None:
     """Play until the environment ends the episode, or ``ask`` gives None or ``quit``. Returns what ``evaluate`` did.
 
     Raises DataFailure, EnvironmentFailed, DeadlineExceeded and whatever the environment raises.
@@ -70,7 +70,7 @@ async def play(kind: EnvironmentKind, task: Task, ask: Ask, write: Write, pictur
         environments.end()
 
 
-async def _turns(instance: Instance, ask: Ask, write: Write, pictures: Pictures) -> None:
+async def _turns(instance: Instance, ask: Ask, write: Write, pictures: PictureView) -> None:
     while (text := ask()) is not None and text.strip().lower() not in QUIT:
         if not text.strip():
             continue
@@ -84,7 +84,7 @@ async def _turns(instance: Instance, ask: Ask, write: Write, pictures: Pictures)
             return
 
 
-def _show(observation: Observation, write: Write, pictures: Pictures) -> None:
+def _show(observation: Observation, write: Write, pictures: PictureView) -> None:
     for message in observation.messages:
         for part in message.parts:
             if isinstance(part, str):

@@ -1,4 +1,4 @@
-"""How a policy writes a call of a tool, as the chat templates of Qwen and Hermes teach it: for environments and the endpoint."""
+"""Calls of tools as the chat templates of Qwen and Hermes define them; for environments and the policy's endpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From chat messages to token ids and back, without transformers.
 
-What people, tools and web pages wrote is data: chat markup typed inside it stays plain text, and only the chat template
+Texts of people, tools and web pages are data: chat markup typed inside it stays plain text, and only the chat template
 itself can put special tokens into a sequence. Observations are rendered as suffixes; history is never rendered again.
 """
 
@@ -73,7 +73,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None) unless tinted.
 
-        ``tools``: ``{"type": "function", "function": {...}}`` each; what the policy reads of them is the chat template's to say.
+        ``tools``: ``{"type": "function", "function": {...}}`` each; the chat template decides what the policy reads of them.
 
         Raises DataFailure for an unusable image, and for messages that the chat template refuses.
         """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rayloop.commands.arguments import add_overrides
-from rayloop.core.failures import ConfigError, EnvironmentFailed
+from rayloop.core.failures import ConfigError
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.envs.catalog import FAMILIES, family, playable
@@ -20,6 +20,7 @@ PLAYED = Path("runs/play")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``env`` and their options."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     listed = actions.add_parser("list", help="the environments to try by name")
     listed.add_argument("family", nargs="?", metavar="FAMILY", help="name all of one family")
@@ -42,21 +43,16 @@ def _list(arguments: argparse.Namespace) -> int:
                 raise
             print(f"{word}: {error}")
             continue
-        try:
-            names = list(found.names)
-        except EnvironmentFailed as error:  # its package is not installed
-            print(f"{word}: {error}")
-            continue
         print(f"{word}: {found.about}")
-        shown = names if arguments.family else names[:4]
+        shown = found.names if arguments.family else found.names[:4]
         print("".join(f"  {word}:{name}\n" for name in shown), end="")
-        if more := len(names) - len(shown):
+        if more := len(found.names) - len(shown):
             print(f"  and {more} more: python -m rayloop env list {word}")
     return 0
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from rayloop.cluster.stages.play import QUIT, Pictures, keyboard, play, shown_as
+    from rayloop.cluster.stages.play import QUIT, PictureView, keyboard, play, shown_as
 
     turn: Callable[[str], str] = str
     example = ""
@@ -68,7 +64,7 @@ def _play(arguments: argparse.Namespace) -> int:
         found, kind, task = playable(arguments.name, arguments.seed)
         example, turn = found.example, found.turn
     colours = None if arguments.pictures else shown_as()
-    pictures = Pictures(arguments.pictures or PLAYED / f"{task.id}".replace("/", "-"), colours, print)
+    pictures = PictureView(arguments.pictures or PLAYED / f"{task.id}".replace("/", "-"), colours, print)
     typed = sys.stdin.isatty()
 
     def ask() -> str | None:

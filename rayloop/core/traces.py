@@ -1,4 +1,4 @@
-"""Traces: conversations that somebody else's loop played with the policy, on their way to trajectories.
+"""Traces: conversations that a loop outside of rayloop played with the policy, as aligned arrays that become trajectories.
 
 A trace is one branch of a conversation as aligned arrays: its tokens, which of them the policy sampled, their log-probs. The
 policy's endpoint records them, harnesses such as verifiers keep them, and ``branches`` puts them together from chat completions.

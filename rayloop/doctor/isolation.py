@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from rayloop.doctor.finding import Finding
-from rayloop.envs.browser.containment import Held, available
+from rayloop.envs.browser.containment import Confinement, available
 from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.desktop.session import missing
 from rayloop.sandbox import bubblewrap
@@ -29,7 +29,7 @@ def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
     return [Finding("warning", said, NAMESPACES)]
 
 
-def browser(program: str = PROGRAM, available: Callable[[], Held] = available) -> list[Finding]:
+def browser(program: str = PROGRAM, available: Callable[[], Confinement] = available) -> list[Finding]:
     """What holds in the Chromium of browser environments, where there is one: warning when it is less than namespaces and
     Chromium's own sandbox, since a page could then reach more."""
     if shutil.which(program) is None:

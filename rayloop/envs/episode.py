@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -81,27 +82,25 @@ async def play(
             logger.warning("closing the environment of %s failed: %s", request.task.id, error)
 
 
+@dataclass
 class _Episode:
     """The state of one episode: its turns so far, and the tokens and images that the policy sees now."""
 
-    def __init__(
-        self,
-        request: RolloutRequest,
-        environment: Instance,
-        renderer: Renderer,
-        settings: EpisodeSettings,
-        generate: Generate,
-        prompts: FirstPrompts,
-    ) -> None:
-        self.request, self.environment, self.renderer, self.settings = request, environment, renderer, settings
-        self.generate, self.prompts = generate, prompts
-        self.sampling = renderer.sampling(request.sampling)
-        self.turns: list[Turn] = []
-        self.token_ids: list[int] = []
-        self.images: list[PromptImage] = []
-        self.image_bytes: dict[str, bytes] = {}
-        self.prompt = Rendered(())
-        self.exchanges: list[Exchange] = []
+    request: RolloutRequest
+    environment: Instance
+    renderer: Renderer
+    settings: EpisodeSettings
+    generate: Generate
+    prompts: FirstPrompts
+    turns: list[Turn] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    images: list[PromptImage] = field(default_factory=list)
+    image_bytes: dict[str, bytes] = field(default_factory=dict)
+    prompt: Rendered = field(default_factory=lambda: Rendered(()))
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sampling = self.renderer.sampling(self.request.sampling)
 
     async def run(self) -> Trajectory:
         await self._begin()
@@ -109,16 +108,9 @@ class _Episode:
         while reason is None:
             reason = await self._turn(len([turn for turn in self.turns if turn.sampled]))
         result = None if reason is EndReason.TOOL_DEADLINE else await self._evaluate()
+        asked, turns = self.request, tuple(self.turns)
         return Trajectory(
-            self.request.id,
-            self.request.attempt,
-            self.request.task.id,
-            self.request.seed,
-            tuple(self.turns),
-            self.sampling,
-            reason,
-            result,
-            self.image_bytes,
+            asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, self.image_bytes
         )
 
     async def _evaluate(self) -> float | None:
@@ -178,16 +170,9 @@ class _Episode:
         most = min(self.sampling.max_tokens, room)
         sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
         completion = await self.generate(prompt, sampling)
-        self.turns.append(
-            Turn(
-                "assistant",
-                completion.token_ids,
-                logprobs=completion.logprobs,
-                version=completion.version,
-                finish=completion.finish,
-            )
-        )
-        self.token_ids += completion.token_ids
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        self.turns.append(Turn("assistant", tokens, logprobs=logprobs, version=completion.version, finish=completion.finish))
+        self.token_ids += tokens
         return completion
 
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
@@ -244,7 +229,7 @@ class _Episode:
         return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
 
     async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
-        """What a call of the environment gives. What it raises is infrastructure's failure, unless it blames data or action."""
+        """What a call of the environment returns. Its errors count as infrastructure, unless they blame the data or the action."""
         what = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
             return await call
@@ -274,7 +259,7 @@ class _Episode:
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
-    """What the driver is told. ``image_token`` is ``Renderer.image_token``; ``seconds`` is the episode's wall time.
+    """What the driver gets of a trajectory. ``image_token`` is ``Renderer.image_token``; ``seconds`` is the episode's wall time.
 
     ``images_consistent``: the sequence has exactly as many image tokens as its images stand for.
     """

@@ -1,4 +1,4 @@
-"""What the episodes of one call show first is rendered once, whoever shows it first; the others wait for the same result."""
+"""The first prompt that the episodes of one call share is rendered once; the other episodes wait for the same result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _Shown = tuple[tuple[Message, ...], list[Mapping[str, Any]]]
 
 
 class FirstPrompts:
-    """Of one call. Episodes that show something else are rendered by themselves."""
+    """The prompts of one call. An episode that shows something else is rendered by itself."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
 
     async def of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float) -> Rendered:
-        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds by each who asks. Raises as it does, and
+        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds by each caller. Raises as it does, and
         DeadlineExceeded."""
         shown = tuple(messages), list(tools)
         for other, answer, thread in self._rendered:

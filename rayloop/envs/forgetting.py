@@ -1,6 +1,6 @@
 """A context that begins anew without its oldest images, for episodes that show more of them than a model takes.
 
-What was sampled is never altered, and what the engine is shown is what is trained: the turns before are repeated as context,
+Sampled turns are never altered, and the trainer sees what the engine saw: the turns before are repeated as context,
 token for token, and only observations whose images are forgotten are rendered again, with words in their place.
 """
 

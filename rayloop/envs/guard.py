@@ -1,6 +1,6 @@
-"""How the process of an environment begins: with a small process beside it that ends both, and all they started, with the actor.
+"""The start of an environment's process: a small process beside it ends both, and all they started, when the actor is gone.
 
-That works too when the environment holds the interpreter, is stopped, or is killed together with the actor. Imports nothing,
+That works too when the environment keeps the interpreter lock, is stopped, or is killed together with the actor. Imports nothing,
 since the process beside is forked first.
 """
 

@@ -10,6 +10,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,8 @@ class ImageTools(ToolCalls):
     """``ToolCalls`` with tools that look at the task's images, and at those that tools gave before."""
 
     class Settings(ToolCalls.Settings):
+        """Which tools the policy has, and what boxes may be."""
+
         image_tools: tuple[Name, ...] = ("crop",)
         """Which of the tools for images the policy has, in this order: crop and zoom look closer, rotate turns, inspect measures,
         wait asks for the screen some seconds later."""
@@ -61,24 +64,23 @@ class ImageTools(ToolCalls):
         return [*(album.tool(name) for name in self._looking.image_tools), *super().tools_for(task)]
 
 
+@dataclass(frozen=True)
 class ImageTool:
-    """A function of an ``Album`` as a tool."""
+    """A function of an ``Album`` as a tool. ``properties``: of its arguments but ``image``; the first one is required."""
 
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        properties: Mapping[str, Any],
-        required: Sequence[str],
-        function: Callable[..., ToolResult],
-    ) -> None:
-        self.name, self.description = name, description
-        self.parameters = {"type": "object", "properties": {**properties, "image": _IMAGE}, "required": list(required)}
-        self._function = function
+    name: str
+    description: str
+    properties: Mapping[str, Any]
+    function: Callable[..., ToolResult]
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+        return {"type": "object", "properties": {**self.properties, "image": _IMAGE}, "required": [next(iter(self.properties))]}
 
     def __call__(self, **arguments: Any) -> ToolResult:
         """Raises ToolError for what the policy cannot have."""
-        return self._function(**arguments)
+        return self.function(**arguments)
 
 
 class Album:
@@ -99,15 +101,14 @@ class Album:
         factor = _number("how many times larger to show it", 1, most, default=min(2.0, most))
         angle = _number("degrees, counter-clockwise", -360, 360, examples=[90])
         seconds = _number("how long to wait", 0.1, self._settings.wait_limit, examples=[0.1])
-        return {
-            "crop": ImageTool("crop", "Cuts a box out of an image, to look closer.", box, ["box"], self.crop),
-            "zoom": ImageTool("zoom", "Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, ["box"], self.zoom),
-            "rotate": ImageTool("rotate", "Turns an image.", {"angle": angle}, ["angle"], self.rotate),
-            "inspect": ImageTool(
-                "inspect", "Measures a box of an image (size, place, colours) and marks it.", box, ["box"], self.inspect
-            ),
-            "wait": ImageTool("wait", "Waits, then shows the image again.", {"seconds": seconds}, ["seconds"], self.wait),
-        }[name]
+        tools: dict[str, tuple[str, Mapping[str, Any], Callable[..., ToolResult]]] = {
+            "crop": ("Cuts a box out of an image, to look closer.", box, self.crop),
+            "zoom": ("Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, self.zoom),
+            "rotate": ("Turns an image.", {"angle": angle}, self.rotate),
+            "inspect": ("Measures a box of an image (size, place, colours) and marks it.", box, self.inspect),
+            "wait": ("Waits, then shows the image again.", {"seconds": seconds}, self.wait),
+        }
+        return ImageTool(name, *tools[name])
 
     def crop(self, box: Any, image: int = 0) -> ToolResult:
         """The part of an image, in the image's own resolution. Raises ToolError."""

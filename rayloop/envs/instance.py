@@ -18,7 +18,7 @@ from rayloop.envs.toolkit import schemas
 class Instance(Protocol):
     """An environment as the episode loop sees it. Each call waits at most ``timeout`` seconds.
 
-    ``name`` is that of its class. ``contained``: it has a process of its own, so whatever it does costs nobody else.
+    ``name`` is that of its class. ``contained``: it has a process of its own, so a hang or a crash costs no other episode.
     """
 
     name: str
@@ -42,10 +42,8 @@ def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
     return schemas(environment) if method == "tools" else getattr(environment, method)(*args)
 
 
-class Immediate:
-    """For a class that is ``immediate``: called on the event loop itself, without a thread. A call is over when it returns: no
-    deadline can interrupt it, and a coroutine is refused.
-    """
+class _Here:
+    """An environment in this process: ``_run`` calls it."""
 
     contained = False
 
@@ -54,65 +52,68 @@ class Immediate:
         self._environment: Environment | None = None
 
     async def make(self, timeout: float) -> None:
-        self._environment = contained(self._build)
+        """As ``Instance.make``."""
+        await self._run(timeout, "__init__", self._make)
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
-        """Raises EnvironmentFailed for a coroutine, and what the method raises."""
-        environment = self._environment
-        assert environment is not None
-        return self._finished(method, contained(lambda: invoke(environment, method, args)))
+        """As ``Instance.call``."""
+        return await self._run(timeout, method, lambda: invoke(self._made(), method, args))
 
     async def close(self, timeout: float) -> None:
-        if self._environment is not None:
-            self._finished("close", contained(self._environment.close))
-
-    def _finished(self, method: str, result: Any) -> Any:
-        if not inspect.isawaitable(result):
-            return result
-        if inspect.iscoroutine(result):
-            result.close()  # or Python warns that nobody awaited it
-        raise EnvironmentFailed(f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True)
-
-
-class InThread:
-    """``isolation: thread``: one thread of this process for the whole life of the instance.
-
-    A call that does not return, or whose episode is cancelled, keeps its thread; ``close`` is then left to that thread, for when
-    it does.
-    """
-
-    contained = False
-
-    def __init__(self, name: str, build: Callable[[], Environment]) -> None:
-        self.name, self._build = name, build
-        self._environment: Environment | None = None
-        self._thread = OwnerThread()
-        self._stuck = False
-
-    async def make(self, timeout: float) -> None:
-        await self._within(timeout, self._make)
-
-    async def call(self, method: str, *args: object, timeout: float) -> Any:
-        return await self._within(timeout, invoke, self._environment, method, args)
-
-    async def close(self, timeout: float) -> None:
-        try:
-            if self._stuck:
-                self._thread.put(self._close)
-            else:
-                await self._within(timeout, self._close)
-        finally:
-            self._thread.end()
+        """As ``Instance.close``."""
+        await self._run(timeout, "close", self._close)
 
     def _make(self) -> None:
         self._environment = self._build()
 
+    def _made(self) -> Environment:
+        assert self._environment is not None
+        return self._environment
+
     def _close(self) -> Any:
         return None if self._environment is None else self._environment.close()
 
-    async def _within(self, timeout: float, function: Callable[..., Any], *args: object) -> Any:
+    async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+
+class Immediate(_Here):
+    """For a class that is ``immediate``: called on the event loop itself, without a thread. A call is over when it returns: no
+    deadline can interrupt it, and a coroutine is refused (EnvironmentFailed)."""
+
+    async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
+        result = contained(function)
+        if not inspect.isawaitable(result):
+            return result
+        if inspect.iscoroutine(result):
+            result.close()  # or Python warns that it was never awaited
+        raise EnvironmentFailed(f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True)
+
+
+class InThread(_Here):
+    """``isolation: thread``: one thread of this process for the whole life of the instance.
+
+    A call that does not return, or whose episode is cancelled, keeps its thread; ``close`` then waits in that thread's queue.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Environment]) -> None:
+        super().__init__(name, build)
+        self._thread = OwnerThread()
+        self._stuck = False
+
+    async def close(self, timeout: float) -> None:
+        """As ``Instance.close``; ends the thread."""
         try:
-            return await self._thread.call(function, *args, timeout=timeout)
+            if self._stuck:
+                self._thread.put(self._close)
+            else:
+                await super().close(timeout)
+        finally:
+            self._thread.end()
+
+    async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
+        try:
+            return await self._thread.call(function, timeout=timeout)
         except (DeadlineExceeded, asyncio.CancelledError):
             self._stuck = True
             raise

@@ -1,4 +1,4 @@
-"""The kinds of environment of a run: gives each episode an instance of the one that its task names."""
+"""The kinds of environment of a run: makes an instance of the kind that a task names."""
 
 from __future__ import annotations
 

@@ -7,12 +7,10 @@ with the process that started it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -21,9 +19,10 @@ from typing import Any
 from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
 from rayloop.core.threads import in_thread, start
 from rayloop.envs.settings import EnvironmentKind
+from rayloop.sandbox.frames import Bounds, Channel
 
-HEADER = struct.Struct("!Q")
-"""In front of each message, pickled: its length in bytes."""
+PICKLED = Bounds(1 << 10, 1, 1 << 34)
+"""Of each message: one pickle, of a call's arguments, or of what it returned or raised."""
 DYING = 5.0
 """Seconds in which a killed process must be gone."""
 START = "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -34,6 +33,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self._channel = Channel(self._socket, PICKLED)
         self._lifeline, watched = socket.socketpair()
         with theirs, watched:
             given = (theirs.fileno(), watched.fileno())
@@ -44,26 +44,20 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._socket.setblocking(False)
 
-    async def ask(self, message: tuple[Any, ...], timeout: float) -> tuple[bool, Any]:
+    async def ask(self, op: str, timeout: float, *arguments: object) -> tuple[bool, Any]:
         """Whether that succeeded, and what it returned or raised. Raises DeadlineExceeded, EnvironmentFailed when it has ended.
 
         When this raises, cancellation included, the process is killed.
         """
         try:
-            content = pickle.dumps(message)
-            async with asyncio.timeout(timeout) as limit:
-                await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content)) + content)
-                [length] = HEADER.unpack(await self._receive(HEADER.size))
-                answer: tuple[bool, Any] = pickle.loads(await self._receive(length))
-                return answer
+            content = pickle.dumps(arguments)
+            answer, [packed] = await in_thread(self._channel.ask, op, timeout, [content], timeout=timeout + DYING)
+            return answer["succeeded"], pickle.loads(packed)
         except TimeoutError as error:
             self.kill()
-            if not limit.expired():
-                raise
-            raise DeadlineExceeded(f"no answer within {timeout:g} seconds") from error
-        except (EOFError, ConnectionError) as error:
+            raise DeadlineExceeded(str(error)) from error
+        except ConnectionError as error:
             self.kill()
             raise EnvironmentFailed(await self._end()) from error
         except BaseException:
@@ -71,7 +65,8 @@ class WorkerProcess:
             raise
 
     def idle(self) -> bool:
-        """Whether it lives and has nothing to say."""
+        """Whether it lives: its end of the connection is open, and nothing has come from there without a call."""
+        self._socket.setblocking(False)
         with suppress(ConnectionError):
             try:
                 self._socket.recv(1, socket.MSG_PEEK)
@@ -83,7 +78,7 @@ class WorkerProcess:
         """With all that it started. Safe to call again."""
         if self._socket.fileno() == -1:
             return
-        self._socket.close()
+        self._channel.close()
         self._lifeline.close()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -96,17 +91,8 @@ class WorkerProcess:
             while True:
                 os.waitpid(-self.pid, 0)
 
-    async def _receive(self, length: int) -> bytearray:
-        received = bytearray()
-        while len(received) < length:
-            part = await asyncio.get_running_loop().sock_recv(self._socket, min(length - len(received), 1 << 20))
-            if not part:
-                raise EOFError
-            received += part
-        return received
-
     async def _end(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, for people."""
         try:
             code = await in_thread(self._process.wait, timeout=DYING)
         except DeadlineExceeded:
@@ -128,6 +114,7 @@ class IdleWorkers(list[WorkerProcess]):
         return WorkerProcess(), False
 
     def end(self) -> None:
+        """Kill all of them."""
         while self:
             self.pop().kill()
 
@@ -146,20 +133,22 @@ class InProcess:
         while True:
             self._worker, used_before = self._workers.take()
             try:
-                await self._ask("make", self._kind, timeout=timeout)
+                await self._ask("make", timeout, self._kind)
                 return
             except EnvironmentFailed:
                 if self._worker is not None or not used_before:  # the constructor's answer, or its doing
                     raise
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
-        return await self._ask("call", method, args, timeout=timeout)
+        """What ``invoke`` returns in its process. Raises as ``Instance.call``."""
+        return await self._ask("call", timeout, method, args)
 
     async def close(self, timeout: float) -> None:
+        """Close the environment; its process waits for the next one, unless calls of tools hang in it."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        succeeded, value = await worker.ask(("close",), timeout)
+        succeeded, value = await worker.ask("close", timeout)
         if succeeded and value == 0:  # threads in which calls of tools hang
             self._workers.append(worker)
             return
@@ -167,12 +156,12 @@ class InProcess:
         if not succeeded:
             raise value
 
-    async def _ask(self, *message: object, timeout: float) -> Any:
+    async def _ask(self, op: str, timeout: float, *arguments: object) -> Any:
         """Raises EnvironmentFailed when the process is gone already, else as ``WorkerProcess.ask``, and what the call raised."""
         worker, self._worker = self._worker, None
         if worker is None:
             raise EnvironmentFailed("its process is gone")
-        succeeded, value = await worker.ask(message, timeout)
+        succeeded, value = await worker.ask(op, timeout, *arguments)
         self._worker = worker
         if succeeded:
             return value

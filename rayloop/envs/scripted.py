@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Sequence
 
 from PIL import Image
 from pydantic import Field
@@ -12,7 +11,6 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.settings import EnvironmentKind
 
 
 class ScriptedImage(SettingsModel):
@@ -24,6 +22,7 @@ class ScriptedImage(SettingsModel):
     """Pixels of the made picture from top to bottom."""
 
     def source(self) -> ImageSource:
+        """The picture as PNG."""
         ramp = Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")
         encoded = io.BytesIO()
         ramp.save(encoded, "PNG")
@@ -34,7 +33,7 @@ class ScriptedStep(SettingsModel):
     """The answer to one turn."""
 
     text: str = ""
-    """What the policy is told in that turn."""
+    """Text that the policy sees after that turn."""
     images: tuple[ScriptedImage, ...] = ()
     """Pictures that come with the text."""
     error: str | None = None
@@ -42,13 +41,15 @@ class ScriptedStep(SettingsModel):
     done: bool = False
     """End the episode after it, before the script's end."""
     seconds: float = Field(0.0, ge=0)
-    """How long the step takes, to try deadlines."""
+    """How long the step takes, to test deadlines."""
 
 
 class ScriptedTool:
     """Answers the k-th turn with the k-th step of the script; the episode is done when the script is."""
 
     class Settings(SettingsModel):
+        """The script."""
+
         steps: tuple[ScriptedStep, ...] = ()
         """The answers, one a turn, in order."""
         role: str = "user"
@@ -61,10 +62,12 @@ class ScriptedTool:
         self._steps = iter(settings.steps)
 
     def reset(self, task: Task) -> Observation:
+        """Show the task's messages, and begin the script."""
         self._steps = iter(self._settings.steps)
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:
+        """The next answer of the script."""
         step = next(self._steps, None)
         if step is None:
             return StepResult(done=True)
@@ -73,29 +76,8 @@ class ScriptedTool:
         return StepResult(Observation((Message(self._settings.role, parts),)), step.done, step.error)
 
     def evaluate(self) -> float | None:
+        """``result``."""
         return self._settings.result
 
-    def close(self) -> None: ...
-
-
-class Scripted:
-    """To try ``env play`` with nothing installed: three pictures, whatever is typed."""
-
-    about = "pictures that follow a script whatever is typed; needs nothing"
-    example = "anything"
-
-    @property
-    def names(self) -> Sequence[str]:
-        return ("three-turns",)
-
-    def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
-        steps = [{"text": f"Turn {turn}.", "images": [{"width": 40 * turn}]} for turn in (2, 3)]
-        kind = EnvironmentKind(use="rayloop.envs.scripted:ScriptedTool", **{"with": {"steps": steps, "result": 1.0}})
-        first = Message("user", (f"Turn 1 of seed {seed}.", ScriptedImage().source()))
-        return kind, Task(f"{name}-{seed}", (first,))
-
-    def turn(self, typed: str) -> str:
-        return typed
-
-
-SCRIPTED = Scripted()
+    def close(self) -> None:
+        """Nothing is held."""

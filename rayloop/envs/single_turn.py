@@ -8,6 +8,8 @@ from rayloop.core.types import Task
 
 
 class SingleTurn:
+    """Shows the task's messages; the first answer ends the episode, without a result."""
+
     immediate = True
 
     class Settings(SettingsModel):
@@ -16,12 +18,16 @@ class SingleTurn:
     def __init__(self, settings: SingleTurn.Settings) -> None: ...
 
     def reset(self, task: Task) -> Observation:
+        """Show the task's messages."""
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:
+        """End the episode."""
         return StepResult(done=True)
 
     def evaluate(self) -> float | None:
+        """No result of its own."""
         return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,4 +1,4 @@
-"""What an environment tells the chat template of its tools."""
+"""The schemas of an environment's tools, as chat templates take them."""
 
 from __future__ import annotations
 

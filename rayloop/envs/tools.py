@@ -1,6 +1,6 @@
 """Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images.
 
-How tools are described and called is defined here alone, and how a call is written in ``rayloop/chat/calls.py``.
+Tools are described and called here; ``rayloop/chat/calls.py`` defines how a call is written.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rayloop.chat.calls import CALL as CALL
-from rayloop.chat.calls import CALLED as CALLED
-from rayloop.chat.calls import bodies
-from rayloop.chat.calls import written as written
+from rayloop.chat.calls import CALL, CALLED, bodies
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
@@ -37,11 +34,11 @@ To call a function, write a JSON object with its name and arguments within {call
 
 
 class ToolError(Exception):
-    """A call that cannot be carried out as the policy wrote it. The message is shown to the policy."""
+    """A call that cannot be carried out as the policy wrote it. The policy sees the message."""
 
 
 def instructions(tools: Sequence[Schema]) -> str:
-    """What the policy is told of ``tools``, a line of JSON each, where the chat template says nothing."""
+    """The instructions for ``tools``, a line of JSON each, where the chat template has none."""
     return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, tools)), call=CALL, called=CALLED)
 
 
@@ -69,6 +66,8 @@ class ToolCalls:
     """
 
     class Settings(SettingsModel):
+        """Which tools there are, and how they are described and shown."""
+
         tools: tuple[Annotated[Component, Role("tool", ("__call__",))], ...] = ()
         """``[{use: module:Class, with: {...}}]``: what the policy may call (docs/bring_your_own/tool.md)."""
         role: str = "tool"
@@ -77,7 +76,7 @@ class ToolCalls:
         """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
         ``episode.step_timeout``."""
         describe: Literal["template", "prompt", "nowhere"] = "template"
-        """Who tells the policy which tools there are. ``template``: the chat template gets their schemas, and those of Qwen3-VL or
+        """Where the policy reads of its tools. ``template``: the chat template gets their schemas, and those of Qwen3-VL or
         Hermes list them. ``prompt``: a system message, for templates that ignore tools, as Qwen2.5-VL's. ``nowhere``: the row's own
         prompt, or training before this run."""
 
@@ -87,6 +86,7 @@ class ToolCalls:
 
     @property
     def tools(self) -> Sequence[Tool]:
+        """What the chat template describes to the policy."""
         return list(self._tools.values()) if self._settings.describe == "template" else ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
@@ -94,10 +94,11 @@ class ToolCalls:
         return [tool.build() for tool in self._settings.tools]
 
     def reset(self, task: Task) -> Observation:
+        """Show the task's messages, with the tools described as ``describe`` says."""
         self._tools = {tool.name: _Checked(tool) for tool in self.tools_for(task)}
         if self._settings.describe != "prompt" or not self._tools:
             return Observation(task.messages)
-        return Observation(_told(task.messages, instructions([schema(tool) for tool in self._tools.values()])))
+        return Observation(_with_system(task.messages, instructions([schema(tool) for tool in self._tools.values()])))
 
     def step(self, text: str) -> StepResult:
         """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
@@ -116,16 +117,18 @@ class ToolCalls:
         return StepResult(self._shown(result.text, *result.images))
 
     def evaluate(self) -> float | None:
+        """No result of its own."""
         return None
 
     def close(self) -> None:
+        """Forget the tools."""
         self._tools = {}
 
     def _shown(self, *parts: str | ImageSource) -> Observation:
         return Observation((Message(self._settings.role, parts),))
 
 
-def _told(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
+def _with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
     """``messages`` with ``text`` in their system message, which comes first."""
     if messages and messages[0].role == "system":
         return (Message("system", (*messages[0].parts, "\n\n", text)), *messages[1:])

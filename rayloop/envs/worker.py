@@ -1,6 +1,7 @@
-"""The process of an environment with ``isolation: process``: makes instances one after the other and calls them as it is told.
+"""The process of an environment with ``isolation: process``: carries out the calls of the actor.
 
-All calls run in its main thread; another one reads what the actor asks for, and ends everything when the actor is gone.
+Instances are made one after the other. All calls run in its main thread;
+another one reads what the actor asks for, and ends everything when the actor is gone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from rayloop.core.protocols import Environment
 from rayloop.core.threads import hanging
 from rayloop.core.tracebacks import own_frames
 from rayloop.envs.instance import invoke
-from rayloop.envs.process import HEADER
+from rayloop.envs.process import PICKLED
 from rayloop.envs.settings import EnvironmentKind
+from rayloop.sandbox import frames
 
 
 def serve(connection: int) -> None:
@@ -35,15 +37,17 @@ class _Host:
         self._calls = CallLoop()
         self._environment: Environment | None = None
         self._closed: Future[Any] = Future()
+        self._call = 0
 
     def listen(self) -> None:
-        """Put what the actor asks for; never returns."""
+        """Queue the calls of the actor; never returns."""
         try:
             while True:
-                [length] = HEADER.unpack(self._receive(HEADER.size))
-                self._put(*pickle.loads(self._receive(length)))
+                header, [packed] = frames.receive(self._connection, None, PICKLED)
+                self._call = header["call"]
+                self._put(header["op"], *pickle.loads(packed))
         except BaseException as error:
-            if not isinstance(error, EOFError | OSError):
+            if not isinstance(error, OSError):
                 print(f"rayloop: the process of an environment ends: {own_frames(error)}", flush=True)
             os.killpg(0, signal.SIGKILL)
 
@@ -55,11 +59,10 @@ class _Host:
             self._environment = None
             self._send(error is None, error or hanging())
 
-    def _put(self, what: str, *about: Any) -> None:
-        if what == "make":
-            self._calls.put(lambda: self._make(*about)).add_done_callback(self._answer)
-        elif what == "call":
-            self._calls.put(lambda: self._invoke(*about)).add_done_callback(self._answer)
+    def _put(self, op: str, *arguments: Any) -> None:
+        if op in ("make", "call"):
+            work = self._make if op == "make" else self._invoke
+            self._calls.put(lambda: work(*arguments)).add_done_callback(self._answer)
         else:
             self._closed = self._calls.put(self._close)
             self._calls.stop()
@@ -80,20 +83,11 @@ class _Host:
 
     def _send(self, succeeded: bool, value: Any) -> None:
         try:
-            content = pickle.dumps((succeeded, value if succeeded else _portable(value)))
+            content = pickle.dumps(value if succeeded else _portable(value))
         except Exception as error:
             why = f"what it returned ({type(value).__name__}) cannot be sent to the actor: {type(error).__name__}: {error}"
-            content = pickle.dumps((False, TypeError(why)))
-        self._connection.sendall(HEADER.pack(len(content)) + content)
-
-    def _receive(self, length: int) -> bytearray:
-        received = bytearray()
-        while len(received) < length:
-            part = self._connection.recv(min(length - len(received), 1 << 20))
-            if not part:
-                raise EOFError
-            received += part
-        return received
+            succeeded, content = False, pickle.dumps(TypeError(why))
+        frames.send(self._connection, {"call": self._call, "succeeded": succeeded}, [content])
 
 
 def _portable(error: BaseException) -> BaseException:

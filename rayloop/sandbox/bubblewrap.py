@@ -118,17 +118,12 @@ def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
 
 
 def refused_here() -> str:
-    """Why ``command`` does not work for what this user would start; empty when it does."""
-    if os.geteuid() != 0:
-        return refused()
+    """Why ``command`` does not work for programs that this user starts; empty when it does."""
     try:
-        user = uids.free_user()
+        with uids.borrowed() as number:
+            return refused(number)
     except uids.NoUser as error:
         return str(error)
-    try:
-        return refused(user.number)
-    finally:
-        user.close()
 
 
 def _system_links() -> Iterator[str]:

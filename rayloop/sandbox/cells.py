@@ -1,6 +1,6 @@
-"""Inside: a Python that keeps its names between calls, and answers each with what was printed and drawn.
+"""Inside the sandbox: a Python that keeps its names between calls, and answers each with what was printed and drawn.
 
-It runs in the same process as the code, so the code can change whatever it answers: its word is the code's word.
+It runs in the same process as the code, so code can change every answer: the host trusts none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from rayloop.sandbox import frames
 
 MOST_TEXT, MOST_ERROR, MOST_DROPPED = 20_000, 4_000, 10_000
-MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
+_, MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
 """Figures of an answer, and bytes of all of them."""
 MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
 """A larger or longer figure is refused before it is drawn: drawing it is what costs."""
@@ -38,14 +38,17 @@ class Printed(io.TextIOBase):
         self.begin()
 
     def begin(self) -> None:
+        """Forget the text of the call before; the threads that it left behind are not heard any more."""
         self._stale = set(sys._current_frames()) - {self._own_ident()}
         self._parts: list[str] = []
         self._size = self._lost = 0
 
     def writable(self) -> bool:
+        """As of every stream that is written to."""
         return True
 
     def write(self, text: str) -> int:
+        """Keep the part of ``text`` that there is room for. Returns the number of its characters, as streams do."""
         if self._own_ident() not in self._stale:
             kept = text[: max(0, MOST_TEXT - self._size)]
             self._parts.append(kept)
@@ -54,6 +57,7 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def text(self) -> str:
+        """The kept text, and how many characters are left out."""
         return "".join(self._parts) + (more(self._lost) if self._lost else "")
 
 
@@ -92,6 +96,7 @@ class Video:
         return importlib.import_module("numpy").stack([self[index] for index in indices]).view(_frame_type())
 
     def get_avg_fps(self) -> float:
+        """Frames per second, as the environment's ``fps`` says."""
         return self._fps
 
 
@@ -118,33 +123,26 @@ class Cells:
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].show = self._show  # type: ignore[attr-defined]
         sys.stdin = io.StringIO("")
-        answers = {"run": self._run, "images": self._images, "video": self._video}
-        while True:
-            try:
-                asked, blobs = frames.receive(self._connection, None, frames.MOST_GIVEN)
-            except EOFError:
-                os._exit(0)
-            try:
-                answer = answers[asked["op"]](asked, blobs)
-            except Exception as error:
-                answer = {"ok": False, "error": f"{type(error).__name__}: {error}"[:MOST_ERROR]}
-            frames.send(self._connection, {"id": asked["id"], **answer}, self._figures)
-            self._figures = []
+        frames.Channel(self._connection, frames.MOST_GIVEN).serve(self._answer)
+        os._exit(0)
+
+    def _answer(self, asked: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        self._figures, self._dropped = [], 0
+        return {"run": self._run, "images": self._images, "video": self._video}[asked["op"]](asked, blobs), self._figures
 
     def _images(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
         """Each blob is an encoded image: a name in the code's space."""
         for name, blob in zip(asked["names"], blobs, strict=True):
             image = importlib.import_module("PIL.Image").open(io.BytesIO(blob))
             self._space[name] = importlib.import_module("PIL.ImageOps").exif_transpose(image)  # loads it too
-        return {"ok": True}
+        return {}
 
     def _video(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
         self._space[asked["name"]] = Video(blobs, asked["fps"])
-        return {"ok": True}
+        return {}
 
     def _run(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
         self._printed.begin()
-        self._figures, self._dropped = [], 0
         sys.stdout = sys.stderr = self._printed
         code, started, error = asked["code"], time.perf_counter(), None
         linecache.cache[CELL] = (len(code), None, code.splitlines(keepends=True), CELL)
@@ -156,8 +154,7 @@ class Cells:
             self._close_figures()
         sys.stdout = sys.stderr = self._printed
         took = time.perf_counter() - started
-        said = {"ok": error is None, "text": self._printed.text(), "error": error, "seconds": took}
-        return {**said, "dropped": self._dropped}
+        return {"text": self._printed.text(), "error": error, "seconds": took, "dropped": self._dropped}
 
     def _show(self, *arguments: Any, **options: Any) -> None:
         """``plt.show``: the open figures become images of the answer. The end of a cell shows what is left."""

@@ -1,4 +1,4 @@
-"""Outside: a fork server of interpreters, and those that it hands out. Plain blocking calls with deadlines, from any thread.
+"""Outside of the sandbox: a fork server and its interpreters. Blocking calls with deadlines, from any thread.
 
 One ``Sandbox`` serves a whole process; its interpreters are independent of each other.
 """
@@ -35,10 +35,10 @@ START, _HELLO, _END = 60.0, 20.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call of an interpreter gave. ``error``: the traceback of what it raised; ``images``: figures as PNG, ``dropped``: how
-    many more there were; ``seconds``: as the interpreter measured. All of it is the word of code that nobody trusts, within the
-    limits of rayloop/sandbox/cells.py: an answer beyond them is CodeFailed."""
+class CodeResult:
+    """What a call of an interpreter returned. The code itself may have written all of it, within the limits of
+    rayloop/sandbox/cells.py; beyond them the call raises CodeFailed. ``error``: the traceback of what the code raised; ``images``:
+    figures as PNG; ``dropped``: how many more there were; ``seconds``: as the interpreter measured."""
 
     text: str
     error: str | None
@@ -52,28 +52,31 @@ class Interpreter:
 
     def __init__(self, connection: socket.socket, pidfd: int, user: uids.User | None, server: _Server) -> None:
         self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
-        self._calls, self._lock, self.closed = 0, threading.Lock(), False
+        self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
+        self._lock, self.closed = threading.Lock(), False
 
-    def run(self, code: str, seconds: float) -> Answer:
+    def run(self, code: str, seconds: float) -> CodeResult:
         """Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or spoiled its answer (either ends
         it), SandboxFailed when the fork server is gone."""
         began = time.monotonic()
-        header, blobs = self._ask({"op": "run", "code": code}, (), seconds)
-        answer = _answer(header, blobs, time.monotonic() - began)
-        if answer is None:
+        try:
+            result = _result(*self._ask("run", seconds, code=code), time.monotonic() - began)
+        except frames.Refused:
+            result = None
+        if result is None:
             raise self._spoiled("an answer that no interpreter gives")
-        return answer
+        return result
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
         """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
-        return self._given({"op": "images", "names": list(named)}, list(named.values()), seconds)
+        return self._given("images", list(named.values()), seconds, names=list(named))
 
     def video(self, name: str, encoded: Sequence[bytes], fps: float, seconds: float) -> str | None:
         """Give code a reader of frames: one animated image, or one image a frame. Returns and raises as ``images``."""
-        return self._given({"op": "video", "name": name, "fps": fps}, encoded, seconds)
+        return self._given("video", encoded, seconds, name=name, fps=fps)
 
     def alive(self) -> bool:
-        """Whether its process is there, and the fork server, which takes it along."""
+        """Whether its process lives, and the fork server, which takes it along."""
         return self._server.alive() and not _ready(self._pidfd, 0)
 
     def close(self) -> None:
@@ -86,37 +89,35 @@ class Interpreter:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         gone = bool(_ready(self._pidfd, _END))
         os.close(self._pidfd)
-        self._connection.close()
+        self._channel.close()
         if self._user is not None and gone:
             self._user.close()
 
-    def _given(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> str | None:
-        (number, size), given = frames.MOST_GIVEN, sum(map(len, blobs))
-        if len(blobs) > number or given > size:
-            return f"{len(blobs)} images of {given} bytes, which may be {number} of {size}"
-        answer, _ = self._ask(header, blobs, seconds)
-        return None if answer.get("ok") is True else _clean(str(answer.get("error"))[: cells.MOST_ERROR])
+    def _given(self, op: str, blobs: Sequence[bytes], seconds: float, **arguments: Any) -> str | None:
+        most, given = frames.MOST_GIVEN, sum(map(len, blobs))
+        if len(blobs) > most.blobs or given > most.size:
+            return f"{len(blobs)} images of {given} bytes, which may be {most.blobs} of {most.size}"
+        try:
+            self._ask(op, seconds, blobs, **arguments)
+        except frames.Refused as error:
+            return _clean(str(error)[: cells.MOST_ERROR])
+        return None
 
-    def _ask(self, header: dict[str, Any], blobs: Sequence[bytes], seconds: float) -> frames.Frame:
+    def _ask(self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any) -> tuple[frames.Header, list[bytes]]:
         if self.closed:
             raise CodeFailed("the interpreter was ended by an earlier call")
-        self._calls += 1
-        until = time.monotonic() + seconds
         self._signal(signal.SIGCONT)
         try:
-            frames.send(self._connection, {**header, "id": self._calls}, blobs, until)
-            answer, images = frames.receive(self._connection, until, frames.MOST_ANSWERED)
+            answer = self._channel.ask(op, seconds, blobs, **arguments)
         except TimeoutError:
             self.close()
             raise CodeDeadline(f"it did not end within {seconds:g} seconds") from None
-        except (EOFError, OSError):
-            raise self._spoiled("it ended the interpreter") from None
         except frames.Malformed as error:
             raise self._spoiled(str(error)) from None
-        if answer.get("id") != self._calls:
-            raise self._spoiled(f"the answer of another call to call {self._calls}")
+        except ConnectionError:
+            raise self._spoiled("it ended the interpreter") from None
         self._signal(signal.SIGSTOP)  # threads and alarms of its code cost nothing between calls
-        return answer, images
+        return answer
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, contextlib.suppress(OSError):  # it has ended, which its connection says
@@ -124,10 +125,10 @@ class Interpreter:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def hello(self) -> None:
-        """Wait until it is held in. Raises SandboxFailed."""
+        """Wait until it has confined itself. Raises SandboxFailed."""
         try:
             header, _ = frames.receive(self._connection, time.monotonic() + _HELLO, frames.MOST_ANSWERED)
-        except (EOFError, OSError, frames.Malformed) as error:
+        except OSError as error:
             self.close()
             raise SandboxFailed(f"a new interpreter ended at once ({type(error).__name__})") from error
         if header.get("ready") is not True:
@@ -135,7 +136,7 @@ class Interpreter:
             raise SandboxFailed(str(header.get("error")))
 
     def _spoiled(self, why: str) -> Exception:
-        """The interpreter is ended. Whose doing it was: the sandbox's when the fork server is gone too."""
+        """End the interpreter. Returns SandboxFailed when the fork server is gone too, else CodeFailed."""
         self.close()
         return CodeFailed(why) if self._server.alive() else SandboxFailed("the fork server is gone, with its interpreters")
 
@@ -174,7 +175,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """Of what runs the fork server."""
+        """Process id of the fork server (of bubblewrap around it); None while there is none."""
         return self._server.process.pid if self._server else None
 
     def _next(self, until: float) -> Interpreter:
@@ -227,7 +228,7 @@ class Sandbox:
 
     def _wanted(self) -> bool:
         if self._failure is not None:
-            return False  # until somebody asks again
+            return False  # until the next call of ``interpreter``
         return len(self._spares) < self._waiting + self.options.spares
 
     def _drop(self) -> None:
@@ -329,18 +330,16 @@ class _Server:
             self._user.close()
 
 
-def _answer(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> Answer | None:
+def _result(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> CodeResult | None:
     """None unless every part is one that an interpreter may give. ``most``: seconds that the call took here."""
     text, error, took, dropped = (header.get(name) for name in ("text", "error", "seconds", "dropped"))
     if not (isinstance(text, str) and len(text) <= cells.MOST_TEXT + len(cells.more(10**15))):
         return None
     if not (error is None or (isinstance(error, str) and len(error) <= cells.MOST_ERROR)):
         return None
-    if type(took) is not float or not 0 <= took <= most or type(dropped) is not int:
+    if not (type(took) is float and 0 <= took <= most and type(dropped) is int and 0 <= dropped <= cells.MOST_DROPPED):
         return None
-    if not 0 <= dropped <= cells.MOST_DROPPED:
-        return None
-    return Answer(_clean(text), _clean(error) if error else None, tuple(blobs), took, dropped)
+    return CodeResult(_clean(text), _clean(error) if error else None, tuple(blobs), took, dropped)
 
 
 def _clean(text: str) -> str:

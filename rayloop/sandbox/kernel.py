@@ -32,14 +32,17 @@ def check(result: int, what: str) -> int:
 
 
 def system_call(number: int, *arguments: object) -> int:
+    """The result of a system call that the C library has no function for."""
     return libc.syscall(number, *arguments)
 
 
 def prctl(option: int, value: int, what: str) -> None:
+    """Raises OSError with ``what``."""
     check(libc.prctl(option, value, 0, 0, 0), what)
 
 
 def no_new_privileges() -> None:
+    """Programs that this process starts gain no rights by set-user-id bits."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
 
 
@@ -64,6 +67,7 @@ def unshare(*kinds: int) -> None:
 
 
 def set_namespace(descriptor: int, kind: int) -> None:
+    """Enter the namespace of a descriptor. Raises OSError."""
     check(libc.setns(descriptor, kind), f"setns({_NAMES[kind]})")
 
 
@@ -98,6 +102,7 @@ def become(user: int, keep_read: bool = False) -> None:
 
 
 def drop_capabilities() -> None:
+    """Give up every capability, for programs that are started too."""
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
@@ -105,6 +110,7 @@ def drop_capabilities() -> None:
 
 
 def set_capabilities(mask: int) -> None:
+    """Have the capabilities of a bit mask, and no others. Raises OSError."""
     header = struct.pack("Ii", 0x20080522, 0)
     data = struct.pack("6I", mask, mask, 0, 0, 0, 0)
     check(libc.capset(ctypes.create_string_buffer(header), ctypes.create_string_buffer(data)), "capset")

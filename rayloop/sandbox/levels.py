@@ -67,7 +67,7 @@ def reached() -> Reached:
 
 
 def attack(level: Level) -> tuple[str, ...]:
-    """The names of the attacks that ``level`` holds. Raises SandboxFailed when it cannot be started, and when an interpreter that
+    """The names of the attacks that fail at ``level``. Raises SandboxFailed when it cannot be started, and when an interpreter that
     hangs is not ended."""
     folder = tempfile.mkdtemp(prefix="sandbox-test-")
     os.chmod(folder, 0o755)

@@ -1,4 +1,4 @@
-"""How strongly code is held in, what it may use, and what can go wrong with it."""
+"""Levels of confinement, limits, and the errors of the sandbox."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Level(enum.StrEnum):
 
     @property
     def rank(self) -> int:
+        """0 is the weakest."""
         return list(Level).index(self)
 
 
@@ -34,16 +35,16 @@ class Options:
     cpu_seconds: int = 3600
     """Of an interpreter's whole life; a call has a deadline of its own."""
     spares: int = 2
-    """Interpreters that wait for the next one who asks."""
+    """Interpreters that wait, ready, for the next call."""
     preload: tuple[str, ...] = ("numpy", "PIL.Image", "matplotlib.pyplot")
 
 
 class SandboxFailed(Exception):
-    """The sandbox itself did not work: it cannot be started, or its fork server was ended. Not the doing of the code in it."""
+    """The sandbox itself did not work: it cannot be started, or its fork server was ended. The code in it did not cause that."""
 
 
 class CodeFailed(Exception):
-    """The code ended its interpreter, or made it say what no interpreter says. It is gone; the code's own doing."""
+    """The code ended its interpreter, or forged an answer. The interpreter is gone; the code caused that."""
 
 
 class CodeDeadline(CodeFailed):

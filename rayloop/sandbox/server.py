@@ -1,4 +1,4 @@
-"""Inside: the fork server. It has loaded what interpreters need; each is a fork of it, held in before it sees code.
+"""Inside the sandbox: the fork server. It has loaded what interpreters need; each is a fork that confines itself before code runs.
 
 It runs no code itself, has one thread, and ends with its host: the control socket is closed then.
 """
@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from typing import Any, NoReturn
 
 from rayloop.sandbox import cells, confine, frames, kernel
@@ -46,7 +45,7 @@ def main(text: str) -> NoReturn:
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
-    Server(settings, control, home).serve()
+    ForkServer(settings, control, home).serve()
 
 
 def _own_pids(control: socket.socket) -> int:
@@ -88,8 +87,8 @@ def _load(settings: dict[str, Any]) -> None:
         plt.close("all")
 
 
-class Server:
-    """The loop of the fork server."""
+class ForkServer:
+    """Forks an interpreter for each request of the host, and removes the folders of those that have ended."""
 
     def __init__(self, settings: dict[str, Any], control: socket.socket, home: int | None) -> None:
         self._settings, self._control, self._home = settings, control, home
@@ -97,6 +96,7 @@ class Server:
         self._made = 0
 
     def serve(self) -> NoReturn:
+        """Answer requests until the host closes the control socket; then end all interpreters and this process."""
         while True:
             readable, _, _ = select.select([self._control], [], [], 1.0)
             self._reap()
@@ -130,7 +130,7 @@ class Server:
         os.close(handle)
 
     def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
-        """In the child: hold it in, say so, and serve. Never returns into the server."""
+        """In the child: confine it, report that, and serve. Never returns into the server."""
         try:
             _reseed()
             connection = confine.confine(self._settings, connection, folder, user)
@@ -138,7 +138,7 @@ class Server:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             try:
-                frames.send(connection, {"error": reason, "trace": traceback.format_exc()})
+                frames.send(connection, {"error": reason})
             finally:
                 os._exit(1)
         try:

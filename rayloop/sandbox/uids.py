@@ -1,4 +1,4 @@
-"""Users that nobody is: a number for each thing that root starts, so that it is not root and shares no file with anybody."""
+"""User numbers without a name: one for each program that root starts, so that it is not root and shares no file with anybody."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import os
 import pwd
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 USERS = range(61184, 65520)
 """What systemd keeps for users without a name; below 65,536, so that a rootless container has them too."""
@@ -24,7 +26,21 @@ class User:
         self.number, self._lock = number, lock
 
     def close(self) -> None:
+        """Give the number back."""
         self._lock.close()
+
+
+@contextmanager
+def borrowed() -> Iterator[int | None]:
+    """A number for a program that root starts, as long as it is needed; None for another user. Raises NoUser."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    user = free_user()
+    try:
+        yield user.number
+    finally:
+        user.close()
 
 
 def free_user() -> User:

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from benchmarks.pages.doctor import page
 from rayloop.doctor import checks, isolation, machine, network, software
 from rayloop.doctor.finding import Finding, size
-from rayloop.envs.browser.containment import Held
+from rayloop.envs.browser.containment import Confinement
 from rayloop.launch.addresses import this_node
 from rayloop.launch.limits import MemoryLimit
 from rayloop.run.config import RunConfig
@@ -411,13 +411,13 @@ def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
 
 
 def test_a_browser_is_held_in_or_it_is_said_why_not() -> None:
-    everything = Held("namespaces", True, "")
+    everything = Confinement("namespaces", True, "")
     assert levels(isolation.browser("sh", lambda: everything)) == ["ok"]
     assert "no-such-browser is not installed" in only(isolation.browser("no-such-browser")).found
     for held, remedy in (
-        (Held("namespaces", False, "Chromium's own sandbox: EPERM"), "nested"),
-        (Held("chromium", True, "bubblewrap: not installed"), "install bubblewrap"),
-        (Held("none", False, "bubblewrap: not installed"), "install bubblewrap"),
+        (Confinement("namespaces", False, "Chromium's own sandbox: EPERM"), "nested"),
+        (Confinement("chromium", True, "bubblewrap: not installed"), "install bubblewrap"),
+        (Confinement("none", False, "bubblewrap: not installed"), "install bubblewrap"),
     ):
         found = only(isolation.browser("sh", lambda held=held: held))
         assert found.level == "warning"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rayloop.chat.calls import written
 from rayloop.chat.rendering import Renderer
 from rayloop.core.protocols import StepResult
 from rayloop.core.types import (
@@ -28,7 +29,6 @@ from rayloop.envs.episode import play
 from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
-from rayloop.envs.tools import written
 from tests.contracts.test_engine import Served
 from tests.engines.prompts import image
 from tests.engines.training import engine as trainer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rayloop.envs.interpreter.environment import PythonInterpreter
 from rayloop.sandbox import cells
-from rayloop.sandbox.host import Answer, Interpreter, Sandbox
+from rayloop.sandbox.host import CodeResult, Interpreter, Sandbox
 from rayloop.sandbox.options import CodeFailed
 
 MIB = 1 << 20
@@ -31,12 +31,12 @@ class Seen:
     file: Path
     canary: subprocess.Popen[bytes]
     cold: str
-    last: Answer | None
+    last: CodeResult | None
     text: str
     grown: int
 
 
-def said(target: Interpreter, code: str, seconds: float) -> tuple[Answer | None, str]:
+def said(target: Interpreter, code: str, seconds: float) -> tuple[CodeResult | None, str]:
     """The answer, and what the call printed, its error last."""
     try:
         given = target.run(code, seconds)

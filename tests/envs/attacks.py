@@ -44,7 +44,7 @@ def _forged(data: str) -> Attack:
     return Attack(f"import os, json, struct\nfor fd in range(3, 8):\n  try: os.write(fd, {data})\n  except OSError: pass", 2)
 
 
-_ANSWER = "(lambda h: struct.pack('>I', len(h)) + h)(json.dumps({{'id': ID, 'ok': True, 'text': 'FORGED', 'error': None, 'dropped': 0, 'blobs': []}}).encode())"
+_ANSWER = "(lambda h: struct.pack('>I', len(h)) + h)(json.dumps({{'call': ID, 'text': 'FORGED', 'error': None, 'dropped': 0, 'blobs': []}}).encode())"
 
 OF_THE_NOTES: Mapping[str, Attack] = {
     "fork bomb": Attack("import os, time\n" + _many("  for k in range(200):\n    if os.fork() == 0: time.sleep(3); os._exit(0)\n    n += 1", 64), 8),
@@ -154,7 +154,7 @@ FURTHER: Mapping[str, Attack] = {
     "multiprocessing": Attack("import multiprocessing as m\np = m.get_context('fork').Process(target=print); p.start(); p.join(); print('THROUGH')"),
     "32-bit calls": Attack("import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\nf = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\nprint('THROUGH' if f() > 0 else '')", 2),
     "the next call's answer": _forged(_ANSWER.replace("ID", "3")),
-    "a million blobs": _forged("(lambda h: struct.pack('>I', len(h)) + h)(json.dumps({{'id': 2, 'blobs': [1 << 40] * 9}}).encode())"),
+    "a million blobs": _forged("(lambda h: struct.pack('>I', len(h)) + h)(json.dumps({{'call': 2, 'blobs': [1 << 40] * 9}}).encode())"),
     "deep JSON": _forged("(lambda h: struct.pack('>I', len(h)) + h)(b'[' * 200000)"),
     "descriptors without end": Attack("import os\n" + _many("  while n < 5000: os.dup(0); n += 1", 64)),
     "2 GB in a pipe": Attack("import os, fcntl\nr, w = os.pipe()\nfcntl.fcntl(w, 1031, 1 << 20); print('THROUGH')"),

@@ -19,7 +19,7 @@ _SEND = (
     "    m = memoryview(b)\n"
     "    while m: m = m[os.write(3, m):]\n"
 )
-_OK = "{{'id': 2, 'ok': True, 'text': %s, 'error': None, 'seconds': %s, 'dropped': %s}}"
+_OK = "{{'call': 2, 'text': %s, 'error': None, 'seconds': %s, 'dropped': %s}}"
 
 
 def _call(arguments: str) -> Attack:
@@ -77,20 +77,20 @@ SECOND: Mapping[str, Attack] = {
     # the connection
     "16 GiB of blobs into the host (here 24 x 64 MiB)": Attack(_SEND + "frame(" + _OK % ("'x'", "0.1", "0") + ", [bytes(64 << 20)] * 24)", 25, "memory"),
     "1 MiB of text instead of 20,000 characters": Attack(_SEND + "frame(" + _OK % ("'x' * 900000", "0.1", "0") + ")", 5, "text"),
-    "1 MiB of error instead of 4,000 characters": Attack(_SEND + "frame({{'id': 2, 'ok': False, 'text': '', 'error': 'x' * 900000, 'seconds': 0.1, 'dropped': 0}})", 5, "text"),
+    "1 MiB of error instead of 4,000 characters": Attack(_SEND + "frame({{'call': 2, 'text': '', 'error': 'x' * 900000, 'seconds': 0.1, 'dropped': 0}})", 5, "text"),
     "256 figures instead of 32": Attack(_SEND + "b = io.BytesIO(); Image.new('RGB', (64, 64)).save(b, 'PNG')\nframe(" + _OK % ("'x'", "0.1", "0") + ", [b.getvalue()] * 256)", 10, "text"),
     "seconds: NaN, 1e308, negative": Attack(_SEND + "frame(" + _OK % ("'x'", "float('nan')", "0") + ")", 5, "nan"),
     "dropped: an integer of 4,300 digits and a broken figure": Attack(_SEND + "frame(" + _OK % ("'x'", "0.1", "10 ** 4300 - 1") + ", [b'no image'])", 5, "environment"),
     "dropped: negative": Attack(_SEND + "frame(" + _OK % ("'x'", "0.1", "-7") + ")", 5, "negative"),
     "header: JSON constants, lists, null": Attack(_SEND + "frame(b'[]')", 3),
-    "header: blobs as a dict": Attack(_SEND + "frame(json.dumps({{'id': 2, 'text': 'x', 'error': None, 'dropped': 0, 'blobs': {{}}}}).encode())", 3),
+    "header: blobs as a dict": Attack(_SEND + "frame(json.dumps({{'call': 2, 'text': 'x', 'error': None, 'dropped': 0, 'blobs': {{}}}}).encode())", 3),
     "header: an integer of 5,000 digits": Attack(_SEND + "frame(b'{{\"id\": 2, \"blobs\": [' + b'9' * 5000 + b']}}')", 3),
     "header: invalid UTF-8, UTF-16, a BOM": Attack(_SEND + "frame('\\ufeff{{}}'.encode('utf-16'))", 3),
     "header: duplicate names": Attack(_SEND + "frame(b'{{\"id\": 2, \"id\": 2, \"text\": \"a\", \"text\": \"b\", \"error\": null, \"dropped\": 0, \"blobs\": [], \"blobs\": [1]}}')", 1),
     "a frame without an end, one byte a time": Attack("import os, time, struct\nos.write(3, struct.pack('>I', 100))\nfor k in range(99):\n  os.write(3, b'x'); time.sleep(.2)", 2, "deadline"),
     "a surrogate in what is printed": Attack("print('\\ud83d' * 10); print('THROUGH') if 0 else None"),
     "half of the connection shut down": Attack("import socket\ns = socket.socket(fileno=3); s.shutdown(1)", 2),
-    "an answer before its question (id 3 and 4)": Attack(_SEND + "frame({{'id': 3, 'ok': True, 'text': 'FORGED', 'error': None, 'seconds': 0.1, 'dropped': 0}})", 3),
+    "an answer before its question (id 3 and 4)": Attack(_SEND + "frame({{'call': 3, 'text': 'FORGED', 'error': None, 'seconds': 0.1, 'dropped': 0}})", 3),
     # Python
     "sys.modules and builtins poisoned for others": Attack("import sys, builtins, numpy\nsys.modules['json'] = None; builtins.print = None; numpy.ones = None; builtins.exec = None", 3, "others"),
     "atexit and sys.settrace": Attack("import atexit, sys, threading\natexit.register(lambda: open('/tmp/late', 'w'))\nsys.settrace(lambda *a: (_ for _ in ()).throw(SystemExit))", 3, "others"),

@@ -87,7 +87,7 @@ def in_terminal(of: Desktop, command: str, wait_for: str, seconds: float = 15) -
     of.type(f"({command}) > {wait_for}.part 2>&1; mv {wait_for}.part {wait_for}\n", 0.001, 0.1)
 
     def written() -> bytes | None:
-        entry = of.emit().get(wait_for)
+        entry = of.home().get(wait_for)
         return (entry.content or b"-") if entry else None
 
     found: bytes = eventually(written, command, seconds, 0.1)
@@ -175,7 +175,7 @@ def test_typing_is_exact(delay: float) -> None:
             one.screenshot(settle=2)
             one.ask("press", keys=["ctrl", "s"])
             for _ in range(40):
-                found = (one.emit()[NOTES].content or b"").decode().removesuffix("\n")
+                found = (one.home()[NOTES].content or b"").decode().removesuffix("\n")
                 if found == text:
                     break
                 time.sleep(0.2)
@@ -261,7 +261,7 @@ def test_a_link_in_the_home_leads_nowhere() -> None:
     secret = Path("/etc/hostname")
     with desktop() as one:
         found = in_terminal(one, f"ln -s {secret} answer.txt; ln -s / root; mkfifo pipe; cat {secret}; ls /root", "seen")
-        home = one.emit()
+        home = one.home()
         assert home["answer.txt"].kind == home["root"].kind == home["pipe"].kind == "other"
         assert home["answer.txt"].content is None
         assert not any(path.startswith("root/") for path in home)
@@ -334,7 +334,7 @@ def test_what_the_policy_breaks_is_its_own_failure(command: str, why: str) -> No
     with episode("sort-lines", limits={"total_mb": 512}, type_delay=0.01) as environment:
         assert re.search(why, broken(environment, typed(f"{command}\n")))
         assert environment._desktop
-        environment._desktop.tell()
+        environment._desktop.home()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user has no second user number for X")

@@ -143,7 +143,7 @@ def _tried(attacks: dict[str, str]) -> dict[str, str]:
         desktop.put("try.py", SCRIPT.encode())
         desktop.launch(["xterm"])
         desktop.type("/usr/bin/python3 try.py\n", 0.001, 0.1)
-        entry = eventually(lambda: desktop.emit().get("found.json"), "what the attacks found", 60, 0.2)
+        entry = eventually(lambda: desktop.home().get("found.json"), "what the attacks found", 60, 0.2)
         found: dict[str, str] = json.loads(entry.content or b"")
         return found
     finally:
@@ -177,7 +177,7 @@ def test_what_forks_share_counts_once() -> None:
         desktop.put("fill.py", FILLS.replace("CODE", shared).encode())
         desktop.launch(["xterm"])
         desktop.type("/usr/bin/python3 fill.py\n", 0.001, 0.1)
-        eventually(lambda: "up" in desktop.emit(), "five forks", 20, 0.1)
+        eventually(lambda: "up" in desktop.home(), "five forks", 20, 0.1)
         time.sleep(1)
         assert desktop.screenshot(), "the desktop was not spoiled"
     finally:

@@ -17,6 +17,7 @@ from rayloop.core.protocols import StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.interpreter import sandboxes
 from rayloop.envs.interpreter.environment import PythonInterpreter
+from rayloop.sandbox import frames
 from rayloop.sandbox.levels import Reached
 from rayloop.sandbox.options import Level
 from tests.support.pictures import picture
@@ -178,7 +179,7 @@ def test_a_video_may_have_more_frames_than_an_answer_has_figures(make: Make, tmp
 
 def test_a_video_that_is_too_large_is_the_datas_failure(make: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
-    monkeypatch.setattr("rayloop.sandbox.frames.MOST_GIVEN", (2, 1 << 20))
+    monkeypatch.setattr("rayloop.sandbox.frames.MOST_GIVEN", frames.Bounds(1 << 20, 2, 1 << 20))
     with pytest.raises(DataFailure, match=r"3 images of .* bytes, which may be 2 of"):
         make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")] * 3]}))
 
@@ -186,7 +187,7 @@ def test_a_video_that_is_too_large_is_the_datas_failure(make: Make, tmp_path: An
 FORGED = """
 import json, os, struct
 def forged(blobs=(), **parts):
-    h = {{'id': 2, 'ok': True, 'text': '', 'error': None, 'seconds': 0.0, 'dropped': 0, **parts, 'blobs': [len(b) for b in blobs]}}
+    h = {{'call': 2, 'text': '', 'error': None, 'seconds': 0.0, 'dropped': 0, **parts, 'blobs': [len(b) for b in blobs]}}
     t = json.dumps(h).encode(); os.write(3, struct.pack('>I', len(t)) + t + b''.join(blobs))
 forged({arguments})
 """
@@ -196,7 +197,7 @@ forged({arguments})
     "arguments",
     [
         "[b'no'], dropped=10 ** 4300 - 1", "dropped=-7", "dropped=True", "seconds=float('nan')", "seconds=1e308", "seconds=-1.0",
-        "seconds=2", "text='x' * 30000", "text=None", "error='x' * 5000", "error=7", "[b'x'] * 33", "id=10 ** 4000",
+        "seconds=2", "text='x' * 30000", "text=None", "error='x' * 5000", "error=7", "[b'x'] * 33", "call=10 ** 4000",
     ],
 )  # fmt: skip
 def test_a_forged_answer_ends_its_interpreter_and_the_episode_goes_on(make: Make, arguments: str) -> None:
@@ -227,6 +228,6 @@ bomb = p[:33] + (struct.pack('>I', len(d) - 4) + d + struct.pack('>I', zlib.crc3
 """
     environment = make(Task("t", (Message("user", ("How many?",)),)))
     began = time.monotonic()
-    said = shown(run(environment, FORGED.replace("forged({arguments})", build).format() + "forged([bomb], id=1)"))
+    said = shown(run(environment, FORGED.replace("forged({arguments})", build).format() + "forged([bomb], call=1)"))
     assert "[picture]" in said
     assert time.monotonic() - began < 10

@@ -20,9 +20,8 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
-from rayloop.envs.osworld.environment import OSWorld, rows
+from rayloop.envs.osworld.environment import OSWorld, code, rows
 from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
-from rayloop.envs.osworld.pyautogui import code
 from rayloop.envs.osworld.settings import OSWorldSettings
 
 pytestmark = pytest.mark.env

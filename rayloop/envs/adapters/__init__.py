@@ -1,2 +1,1 @@
-"""Other people's environments and tools behind our seam; each needs a package of its own, and is imported only where it is
-named."""
+"""Environments and tools of gymnasium, OpenEnv and MCP: each needs a package, and is imported only where it is named."""

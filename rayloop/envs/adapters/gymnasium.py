@@ -13,7 +13,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.adapters.packages import function, needs, picture
+from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture
 
 
 class GymSettings(SettingsModel):
@@ -46,7 +46,7 @@ class GymSettings(SettingsModel):
         return self
 
 
-class Gymnasium:
+class Gymnasium(RewardedSteps):
     """One episode of a gymnasium environment. A row's columns ``seed`` and ``options`` are given to ``reset``.
 
     What ``reset`` shows is the task's messages and then the first screen. ``terminated`` and ``truncated`` both end the episode;
@@ -58,6 +58,7 @@ class Gymnasium:
     def __init__(self, settings: GymSettings) -> None:
         import gymnasium
 
+        super().__init__(settings.result)
         self._settings = settings
         self._act = function(settings.act)
         self._describe = function(settings.describe) if settings.describe else None
@@ -65,8 +66,6 @@ class Gymnasium:
             importlib.import_module(module)
         drawn = {"render_mode": "rgb_array"} if settings.image == "render" else {}
         self._environment = gymnasium.make(settings.id, **{**drawn, **settings.options})
-        self._shown: tuple[str | ImageSource, ...] = ()
-        self._sum = self._last = 0.0
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a seed or options that are none."""
@@ -77,21 +76,18 @@ class Gymnasium:
         return Observation((*task.messages, self._seen(observed, info)))
 
     def step(self, text: str) -> StepResult:
+        """Act as ``act`` reads the text; a text that is no action is an error that the policy sees."""
         try:
             action = self._act(text, self._environment.action_space)
         except ValueError as error:
-            shown = Message("user", (f"Error: {error}\n", *self._shown))
-            return StepResult(Observation((shown,)), error=str(error))
+            return self._refused(str(error))
         observed, reward, terminated, truncated, info = self._environment.step(action)
-        self._last = float(reward)
-        self._sum += self._last
+        self._rewards.append(float(reward))
         done = bool(terminated or truncated)
         return StepResult(Observation((self._seen(observed, info),)), done=done, info={"truncated": bool(truncated)})
 
-    def evaluate(self) -> float:
-        return self._sum if self._settings.result == "sum" else self._last
-
     def close(self) -> None:
+        """Close gymnasium's environment."""
         self._environment.close()
 
     def _seen(self, observed: Any, info: Mapping[str, Any]) -> Message:
@@ -102,8 +98,7 @@ class Gymnasium:
             parts.append(picture(observed[self._settings.image_key] if self._settings.image_key else observed))
         if self._describe is not None:
             parts.append(str(self._describe(observed, info)))
-        self._shown = tuple(parts)
-        return Message("user", self._shown)
+        return self._shown(*parts)
 
 
 def number(text: str, space: Any) -> int:

@@ -1,7 +1,7 @@
-"""Tools of MCP servers in a conversation: what they list is offered to the policy. The package is the extra ``mcp`` (2.x).
+"""Tools of MCP servers in a conversation: the policy may call what they list. The package is the extra ``mcp`` (2.x).
 
-MCP has tools, with schemas and images, and no episodes: no reset, no reward. So a server gives tools to ``ToolCalls``, and whether
-the answer was right is a reward's to say.
+MCP has tools, with schemas and images, and no episodes: no reset, no reward. So a server gives tools to ``ToolCalls``, and a
+reward scores the answer.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class McpTools(ToolCalls):
     the environment's failure, and the episode is played again."""
 
     class Settings(ToolCalls.Settings):
+        """Which servers there are."""
+
         servers: tuple[McpServer, ...] = Field((), min_length=1)
         """``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``: whose tools are offered."""
         start_timeout: float = Field(30.0, gt=0)
@@ -78,6 +80,7 @@ class McpTools(ToolCalls):
         return found
 
     def close(self) -> None:
+        """End the servers that were started."""
         super().close()
         if self._connection is not None:
             self._connection.close()

@@ -1,7 +1,7 @@
 """Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``.
 
 Of the protocol (OpenEnv 0.10) it uses ``{"type": "reset" | "step" | "close", "data": {...}}`` and the answers ``observation`` and
-``error``; a connection is a session. There is no evaluation: the result is made of the rewards.
+``error``; a connection is a session. There is no evaluation: the result is the rewards' sum, or the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.adapters.packages import function, needs, picture
+from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -52,19 +52,18 @@ class OpenEnvSettings(SettingsModel):
         return self
 
 
-class OpenEnv:
+class OpenEnv(RewardedSteps):
     """One session. A row's columns ``seed`` and ``episode_id`` are given to ``reset``. Whatever the server reports as an error,
     but for an action that it does not accept, is the environment's failure: never a reward."""
 
     Settings = OpenEnvSettings
 
     def __init__(self, settings: OpenEnvSettings) -> None:
+        super().__init__(settings.result)
         self._settings = settings
         self._act = function(settings.act)
         self._session: Any = None
         self._open = ExitStack()
-        self._sum = self._last = 0.0
-        self._shown: tuple[str | ImageSource, ...] = ()
 
     def reset(self, task: Task) -> Observation:
         """Raises EnvironmentFailed."""
@@ -78,7 +77,7 @@ class OpenEnv:
                 f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws", open_timeout=self._settings.message_timeout,
                 max_size=self._settings.message_bytes, proxy=proxy,
             )  # fmt: skip
-            self._session = self._open.enter_context(connection)  # as every release of websockets wishes it
+            self._session = self._open.enter_context(connection)  # as all releases of websockets need it
         except Exception as error:
             raise EnvironmentFailed(f"OpenEnv at {self._settings.url}: {type(error).__name__}: {error}") from error
         asked = {key: task.extra[key] for key in ("seed", "episode_id") if task.extra.get(key) is not None}
@@ -94,39 +93,36 @@ class OpenEnv:
         said, refusal = self._asked("step", action)
         if refusal:
             return self._refused(refusal)
-        self._last = float(said.get("reward") or 0.0)
-        self._sum += self._last
+        self._rewards.append(float(said.get("reward") or 0.0))
         return StepResult(Observation((self._seen(said),)), done=bool(said.get("done")))
 
-    def evaluate(self) -> float:
-        return self._sum if self._settings.result == "sum" else self._last
-
     def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             with suppress(Exception):  # the server may be gone
                 self._session.send(json.dumps({"type": "close"}))
         self._open.close()
 
-    def _asked(self, type: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    def _asked(self, op: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """What the server observed, and why it does not accept the action. Raises EnvironmentFailed."""
         from websockets.exceptions import ConnectionClosed
 
         try:
             with suppress(ConnectionClosed):  # what it said before it closed is still to be read
-                self._session.send(json.dumps({"type": type, "data": data}))
+                self._session.send(json.dumps({"type": op, "data": data}))
             answer = json.loads(self._session.recv(timeout=self._settings.message_timeout))
             kind, said = answer["type"], answer["data"]
         except Exception as error:
-            raise EnvironmentFailed(f"OpenEnv, {type}: {type_of(error)}: {error}") from error
+            raise EnvironmentFailed(f"OpenEnv, {op}: {type(error).__name__}: {error}") from error
         if kind == "error":
             code, message = said.get("code", "UNKNOWN"), said.get("message", "")
             if code == "CAPACITY_REACHED":
                 message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
-            if type == "step" and code == "VALIDATION_ERROR":
+            if op == "step" and code == "VALIDATION_ERROR":
                 return {}, str(message)
-            raise EnvironmentFailed(f"OpenEnv, {type}: {code}: {message}")
+            raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
         if kind != "observation" or not isinstance(said, dict):
-            raise EnvironmentFailed(f"OpenEnv answered {type} with {kind!r}, which is no observation", bug=True)
+            raise EnvironmentFailed(f"OpenEnv answered {op} with {kind!r}, which is no observation", bug=True)
         return said, ""
 
     def _seen(self, said: Mapping[str, Any]) -> Message:
@@ -139,11 +135,7 @@ class OpenEnv:
         else:
             rest = {name: value for name, value in observed.items() if name not in (key, f"{key}_shape", "metadata")}
             parts.append(json.dumps(rest))
-        self._shown = tuple(parts)
-        return Message("user", self._shown)
-
-    def _refused(self, why: str) -> StepResult:
-        return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._shown)),)), error=why)
+        return self._shown(*parts)
 
 
 def json_action(text: str) -> dict[str, Any]:
@@ -156,11 +148,6 @@ def json_action(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("the action is a JSON object")
     return found
-
-
-def type_of(error: BaseException) -> str:
-    """The name of its class."""
-    return type(error).__name__
 
 
 def _picture(value: Any, shape: Any) -> ImageSource:

@@ -1,4 +1,4 @@
-"""What the adapters share: a package that may be missing, functions that a configuration names, and pictures made of arrays."""
+"""Shared by the adapters: packages that may be missing, functions that a configuration names, pictures of arrays, and rewards."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ import importlib
 import io
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from rayloop.core.types import ImageSource
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Message
+
+
+class RewardedSteps:
+    """The base of environments that give a reward with each step: keeps the rewards and what was shown last.
+
+    ``result``: whether ``evaluate`` returns the sum of the rewards, or the last one.
+    """
+
+    def __init__(self, result: Literal["sum", "last"]) -> None:
+        self._result = result
+        self._rewards = [0.0]
+        self._last_shown: tuple[str | ImageSource, ...] = ()
+
+    def evaluate(self) -> float:
+        """The sum of the rewards, or the last one."""
+        return sum(self._rewards) if self._result == "sum" else self._rewards[-1]
+
+    def _shown(self, *parts: str | ImageSource) -> Message:
+        self._last_shown = parts
+        return Message("user", parts)
+
+    def _refused(self, why: str) -> StepResult:
+        """The error, and what was shown before."""
+        return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why)
 
 
 def needs(package: str, extra: str) -> None:

@@ -1,1 +1,1 @@
-"""Environments in a real Chromium: MiniWoB++ pages, and pages of one's own with a check expression (docs/environments.md)."""
+"""Environments in a real Chromium: MiniWoB++ pages, and your own pages with a check expression (docs/environments.md)."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser import processes
-from rayloop.envs.browser.containment import Held, Program
+from rayloop.envs.browser.containment import Confinement, Program
 from rayloop.envs.browser.settings import BrowserSettings
 
 FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
@@ -38,10 +38,12 @@ class Chromium:
 
     @property
     def has_room(self) -> bool:
+        """Whether it may take one more page."""
         return not self.retired and self.alive and self.open < self._settings.pages
 
     @property
     def alive(self) -> bool:
+        """Whether Playwright is connected to it."""
         return bool(self.browser.is_connected())
 
     @property
@@ -99,7 +101,7 @@ class Chromium:
             _kill(pid)
 
 
-async def launch(playwright: Any, settings: BrowserSettings, held: Held) -> Chromium:
+async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) -> Chromium:
     """Raises EnvironmentFailed when it is not there within ``launch_timeout``, with what it said."""
     program, mark = Program(settings, held), f"--rayloop-browser={uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""How Chromium is locked in: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it.
+"""How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it.
 
 Playwright speaks to the browser through inherited pipes, so it needs no network: inside there is none, no file of this machine
 but /usr, no process but its own, and its profile lies in memory.
@@ -11,14 +11,13 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.settings import BrowserSettings, Containment
 from rayloop.sandbox import bubblewrap
-from rayloop.sandbox.uids import NoUser, User, free_user
+from rayloop.sandbox.uids import NoUser, User, borrowed, free_user
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
 """What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""
@@ -31,9 +30,9 @@ LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What holds a browser in. ``own``: Chromium's own sandbox, around each page's process. ``lacks``: why not more; empty when all
-    is there."""
+class Confinement:
+    """How a browser is confined. ``own``: by Chromium's own sandbox too, around each page's process; ``lacks``: why not more, empty
+    when all is there."""
 
     level: Containment
     own: bool
@@ -46,18 +45,18 @@ class Held:
 
 
 @functools.cache
-def available() -> Held:
+def available() -> Confinement:
     """What this machine allows, tried once per process (some 50 ms)."""
     namespaces = bubblewrap.refused_here()
     own = _own_sandbox_refused(inside=not namespaces)
     level: Containment = "none" if namespaces and own else "chromium" if namespaces else "namespaces"
     lacks = [f"bubblewrap: {namespaces}"] if namespaces else []
     lacks += [f"Chromium's own sandbox: {own}"] if own else []
-    return Held(level, not own, "; ".join(lacks))
+    return Confinement(level, not own, "; ".join(lacks))
 
 
-def check(settings: BrowserSettings) -> Held:
-    """What will hold the browser in. Raises EnvironmentFailed when that is less than ``containment`` asks for, or no browser
+def check(settings: BrowserSettings) -> Confinement:
+    """How the browser will be confined. Raises EnvironmentFailed when that is less than ``containment`` asks for, or no browser
     is there."""
     if shutil.which(settings.program) is None:
         remedy = "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
@@ -65,14 +64,14 @@ def check(settings: BrowserSettings) -> Held:
     held = available()
     if LEVELS.index(held.level) < LEVELS.index(settings.containment):
         remedy = "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
-        raise EnvironmentFailed(f"the browser must be held by {settings.containment}, and here is {held}: {remedy}", bug=True)
+        raise EnvironmentFailed(f"browser.containment is {settings.containment}, and here is {held}: {remedy}", bug=True)
     return held
 
 
 class Program:
-    """An executable that starts the browser, held in. It is a file in memory: nothing is left of it when this process ends."""
+    """An executable that starts the browser, confined. It is a file in memory: nothing is left of it when this process ends."""
 
-    def __init__(self, settings: BrowserSettings, held: Held) -> None:
+    def __init__(self, settings: BrowserSettings, held: Confinement) -> None:
         """Raises EnvironmentFailed when root finds no user number to give to the browser."""
         self._user: User | None = None
         program = shutil.which(settings.program) or settings.program
@@ -84,6 +83,7 @@ class Program:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
+        """Remove the executable, and give the user number back."""
         os.close(self._file)
         if self._user is not None:
             self._user.close()
@@ -114,22 +114,9 @@ def _own_sandbox_refused(inside: bool) -> str:
         return "not as root"
     tried = ["/usr/bin/unshare", "--user", "--map-current-user", "--pid", "--net", "--fork", "/usr/bin/true"]
     try:
-        with _user() as uid:
+        with borrowed() as uid:
             line = bubblewrap.command(tried, uid=uid) if inside else tried
             ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else (ended.stderr.strip() or f"unshare ended with {ended.returncode}")
-
-
-@contextmanager
-def _user() -> Iterator[int | None]:
-    """A number for what root starts; None for another user. Raises NoUser."""
-    if os.geteuid() != 0:
-        yield None
-        return
-    user = free_user()
-    try:
-        yield user.number
-    finally:
-        user.close()

@@ -62,22 +62,6 @@ class Host:
             asked.cancel()
             raise EnvironmentFailed(f"the browser gave no answer within {seconds + MARGIN:g} s") from error
 
-    def open(self, size: Size, files: Files) -> Tab:
-        """An empty page, in the browser that has room, or a new one. Raises EnvironmentFailed."""
-        return self.run(self._open(size, files), 3 * self.settings.launch_timeout)
-
-    def parked(self, address: str, size: Size) -> Tab | None:
-        """A page that was left by ``park`` at this address; when there is no room for one more, any of this size; or None."""
-        return self.run(self._unpark(address, size), 3 * CLOSING)
-
-    def park(self, tab: Tab) -> None:
-        """Keep the page as it is for who asks for its address next, as long as there is room for it."""
-        self.run(self._park(tab), 3 * CLOSING)
-
-    def close_tab(self, tab: Tab) -> None:
-        """Never raises for what the page does."""
-        self.run(self._close_tab(tab), 3 * CLOSING)
-
     def end(self) -> None:
         """End all browsers and the driver; for tests and measurements, a process that ends needs none of it."""
         with _lock:
@@ -86,28 +70,31 @@ class Host:
         self.run(self._end(), 3 * CLOSING)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _open(self, size: Size, files: Files) -> Tab:
+    async def open(self, size: Size, files: Files) -> Tab:
+        """An empty page, in the browser that has room, or a new one. Raises EnvironmentFailed."""
         async with self._one_at_a_time:
             if not any(browser.has_room for browser in self.browsers) and self._parked:
-                await self._close_tab(self._parked.pop(0))
+                await self.close_tab(self._parked.pop(0))
             found = next((browser for browser in self.browsers if browser.has_room), None) or await self._launch()
             found.took_one()
         return await open_tab(found, self.settings, size, files)
 
-    async def _park(self, tab: Tab) -> None:
+    async def park(self, tab: Tab) -> None:
+        """Keep the page as it is for the next episode at its address, as long as there is room for it."""
         if tab.chromium.retired or not tab.chromium.alive:
-            await self._close_tab(tab)
+            await self.close_tab(tab)
         else:
             self._parked.append(tab)
 
-    async def _unpark(self, address: str, size: Size) -> Tab | None:
+    async def parked(self, address: str, size: Size) -> Tab | None:
+        """A page that was left by ``park`` at this address; when there is no room for one more, any of this size; or None."""
         found = next((tab for tab in self._parked if tab.address == address), None)
         if found is None and self._parked and not any(browser.has_room for browser in self.browsers):
             found = next((tab for tab in self._parked if tab.size == size), None)
         if found is not None:
             self._parked.remove(found)
             if found.chromium.retired or not found.chromium.alive:
-                await self._close_tab(found)
+                await self.close_tab(found)
                 return None
             found.chromium.took_one(again=True)
         return found
@@ -146,7 +133,8 @@ class Host:
                 async with asyncio.timeout(CLOSING):
                     await driver.stop()
 
-    async def _close_tab(self, tab: Tab) -> None:
+    async def close_tab(self, tab: Tab) -> None:
+        """Never raises for what the page does."""
         await tab.close()
         await self._sweep()
 

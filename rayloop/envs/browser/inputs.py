@@ -1,11 +1,11 @@
-"""Typed actions as what a mouse and a keyboard do to a page."""
+"""Carries out actions on a page, by its mouse and keyboard."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from rayloop.envs.grammar.actions import Action, Click, Drag, HoldKey, Hotkey, Hover, LongPress, Point, Scroll, Type, Wait
+from rayloop.envs.grammar.actions import Action, Click, Drag, HoldKey, Hotkey, Hover, LongPress, Point, Scroll, Sleep, Type
 
 NOTCH = 100
 """Pixels of a ``scroll``."""
@@ -30,8 +30,8 @@ class NotHere(ValueError):
 
 
 def pause(action: Action) -> float:
-    """Seconds that the action takes because it shall."""
-    return {Wait: WAIT, LongPress: LONG}.get(type(action), 0.0)
+    """Seconds that the action waits on purpose."""
+    return {Sleep: WAIT, LongPress: LONG}.get(type(action), 0.0)
 
 
 class Inputs:
@@ -42,7 +42,7 @@ class Inputs:
         self._at = Point(0, 0)
 
     async def perform(self, action: Action) -> None:
-        """Returns when the page has dealt with it. Raises NotHere."""
+        """Returns when the page has handled it. Raises NotHere."""
         match action:
             case Click(at, button, times):
                 self._at = at
@@ -67,12 +67,13 @@ class Inputs:
                 await (self._keyboard.down if down else self._keyboard.up)(_name(key))
             case Type(text):
                 await self._keyboard.type(text)
-            case Wait():
+            case Sleep():
                 await asyncio.sleep(WAIT)
             case _:
                 raise NotHere(f"there is no {type(action).__name__} in a browser")
 
     async def move(self, at: Point) -> None:
+        """Put the pointer there."""
         self._at = at
         await self._mouse.move(at.x, at.y)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.types import Task
+from rayloop.envs.browser.chromium import CLOSING
 from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
@@ -38,6 +39,8 @@ class MiniWob(PageEnvironment):
     TREE = "#wrap"
 
     class Settings(PageSettings):
+        """How pages are loaded and scored."""
+
         reload: bool = True
         """Whether each episode loads its page anew, so that equal seeds look equal. False starts the next episode in a page that
         is there already, ten times as fast: 18 pages then repeat their pixels no longer."""
@@ -53,6 +56,7 @@ class MiniWob(PageEnvironment):
         self._over, self._reward = False, 0.0
 
     def evaluate(self) -> float:
+        """The page's reward, or whether it reached ``success_at``."""
         reward = self._reward if self._over else 0.0
         threshold = self._miniwob.success_at
         return reward if threshold is None else float(reward >= threshold)
@@ -77,12 +81,12 @@ class MiniWob(PageEnvironment):
         return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
 
     def _open(self, host: Host) -> Tab:
-        found = None if self._miniwob.reload else host.parked(address(self._page), self.size)
+        found = None if self._miniwob.reload else host.run(host.parked(address(self._page), self.size), 3 * CLOSING)
         return found or super()._open(host)
 
     def _release(self, host: Host, tab: Tab) -> None:
         if self._sound and not self._miniwob.reload:
-            host.park(tab)
+            host.run(host.park(tab), 3 * CLOSING)
         else:
             super()._release(host, tab)
 
@@ -108,4 +112,5 @@ def pages() -> tuple[str, ...]:
 
 
 def address(page: str) -> str:
+    """Where the page is served."""
     return f"http://{HOST}/flight/{page}/wrapper.html" if page in FLIGHTS else f"http://{HOST}/miniwob/{page}.html"

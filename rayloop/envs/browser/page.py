@@ -1,4 +1,4 @@
-"""What all environments with a page have in common: a turn in the UI-TARS grammar goes to the page, and its screen comes back."""
+"""The base of environments with a page: a turn in the UI-TARS grammar goes to the page, and its screen comes back."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pydantic import Field
 
 from rayloop.core.failures import EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Message, Task
+from rayloop.core.types import ImageSource, Task
+from rayloop.envs.browser.chromium import CLOSING
 from rayloop.envs.browser.containment import available
 from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
-from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
-from rayloop.envs.grammar.scanner import read
-from rayloop.envs.grammar.screens import ScreenSettings, first
+from rayloop.envs.grammar.actions import Action, CallUser, Finish
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 
 LONGEST_TREE = 20_000
 """Characters of an accessibility tree; the rest is cut."""
 
 
 class PageSettings(ScreenSettings):
-    """What the browser environments have in common."""
+    """Settings of the browser environments."""
 
     browser: BrowserSettings = BrowserSettings()
-    """The Chromium of the environment actor: how it is locked in, how many pages it holds, how long things may take."""
+    """The Chromium of the environment actor: how it is confined, how many pages it has, how long things may take."""
     observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
     """What the policy sees after each turn: the screen, the accessibility tree with boxes as text, or both. The tree helps models
     that read better than they see, and costs hundreds of tokens."""
 
 
-class PageEnvironment:
+class PageEnvironment(ScreenEnvironment):
     """Derive from it: ``_size``, ``_files``, ``_begin`` and what the two expressions ask for.
 
     The messages are those of the row, in which the text ``{instruction}`` becomes the page's; the screen follows the last one.
@@ -52,6 +52,7 @@ class PageEnvironment:
     """A CSS selector: of which element the accessibility tree is."""
 
     def __init__(self, settings: PageSettings) -> None:
+        super().__init__(settings)
         self._settings = settings
         self._tab: Tab | None = None
         self._host: Host | None = None
@@ -60,7 +61,7 @@ class PageEnvironment:
 
     @classmethod
     def preflight(cls, settings: PageSettings) -> str:
-        """How Chromium is held in on this machine, for the run's header."""
+        """How Chromium is confined on this machine, for the run's header."""
         program = settings.browser.program
         return f"{available()} (Chromium)" if shutil.which(program) else f"nothing yet: {program} is not on this machine"
 
@@ -74,39 +75,34 @@ class PageEnvironment:
         self._sound = True
         return first(task, instruction, *self._parts(screen, tree))
 
-    def step(self, text: str) -> StepResult:
-        """Raises ToolDeadline when what the policy did makes the page hang or fill the memory."""
-        turn = read(text)
-        if isinstance(turn, Mistake):
-            return self._refused(str(turn))
-        if len(turn.actions) > self._settings.max_actions:
-            return self._refused(f"{len(turn.actions)} actions in one turn, {self._settings.max_actions} are allowed")
-        actions: list[Action] = []
-        for action in turn.actions:
-            if isinstance(action, Finished | CallUser):
+    def _carry_out(self, actions: Sequence[Action]) -> StepResult:
+        """Raises NotHere; ToolDeadline when what the policy did makes the page hang or fill the memory."""
+        placed: list[Action] = []
+        for action in actions:
+            if isinstance(action, Finish | CallUser):
                 break
-            actions.append(self._settings.pointing.on(action, self.size.width, self.size.height))
-        ends = len(actions) < len(turn.actions)
+            placed.append(self._settings.pointing.on(action, self.size.width, self.size.height))
         assert self._tab is not None
         assert self._host is not None
         self._sound = False
         try:
-            screen, tree = self._host.run(self._act(self._tab, actions), self._longest(actions))
-        except NotHere as error:
+            screen, tree = self._host.run(self._act(self._tab, placed), self._longest(placed))
+        except NotHere:
             self._sound = True
-            return self._refused(str(error))
+            raise
         except (PageHangs, PageTooLarge) as error:
             raise ToolDeadline(str(error)) from error
         over = self._seen(screen)
         self._sound = True
         info = {"refused": dict(self._tab.refused)}
-        shown = Observation((Message(self._settings.role, self._parts(screen, tree)),))
-        return StepResult(shown, done=over or ends, info=info)
+        return StepResult(self._shown(*self._parts(screen, tree)), done=over or len(placed) < len(actions), info=info)
 
     def evaluate(self) -> float | None:
+        """The episode's result."""
         raise NotImplementedError
 
     def close(self) -> None:
+        """Close the page, or park it for the next episode."""
         tab, self._tab = self._tab, None
         if tab is not None and self._host is not None:
             self._release(self._host, tab)
@@ -131,10 +127,10 @@ class PageEnvironment:
         raise NotImplementedError
 
     def _open(self, host: Host) -> Tab:
-        return host.open(self.size, self._files())
+        return host.run(host.open(self.size, self._files()), 3 * self._settings.browser.launch_timeout)
 
     def _release(self, host: Host, tab: Tab) -> None:
-        host.close_tab(tab)
+        host.run(host.close_tab(tab), 3 * CLOSING)
 
     async def _start(self, tab: Tab) -> tuple[str, Screen, str]:
         """Instruction, screen and tree. What hangs or is too large before the policy acted is no doing of its own."""
@@ -157,7 +153,3 @@ class PageEnvironment:
     def _parts(self, screen: Screen, tree: str) -> tuple[str | ImageSource, ...]:
         shown: dict[str, str | ImageSource] = {"screenshot": ImageSource(data=screen.png), "tree": tree}
         return tuple(shown[name] for name in self._settings.observe)
-
-    def _refused(self, why: str) -> StepResult:
-        message = Message(self._settings.role, (f"Error: {why}",))
-        return StepResult(Observation((message,)), error=why)

@@ -1,4 +1,4 @@
-"""The processes of a browser, as /proc tells them: its tree, and the memory that each filled itself."""
+"""The processes of a browser, from /proc: the tree, and the memory that each filled itself."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def marked(root: int, mark: str) -> int | None:
 
 
 def command_line(pid: int) -> list[str]:
+    """Its arguments; empty when the process is gone."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read().decode(errors="replace").split("\0")
     return []

@@ -12,13 +12,13 @@ Containment = Literal["namespaces", "chromium", "none"]
 
 
 class BrowserSettings(SettingsModel):
-    """The Chromium of an environment actor: how it is locked in, and when it is given up."""
+    """The Chromium of an environment actor: how it is confined, and when it is replaced."""
 
     program: str = "chromium-headless-shell"
     """The browser to start, a path or a name of PATH. Debian's headless shell needs far less memory than a full Chromium; name
     another when yours is called otherwise."""
     containment: Containment = "namespaces"
-    """What must hold it in, or it is not started: bubblewrap's namespaces without a network, Chromium's own sandbox, or nothing.
+    """What must confine it, or it is not started: bubblewrap's namespaces without a network, Chromium's own sandbox, or nothing.
     Lower it only for pages that you trust, where bubblewrap is refused."""
     pages: int = Field(16, ge=1)
     """Episodes in one browser at once; for more of them another browser is started beside it. Lower it when a browser that dies

@@ -1,4 +1,7 @@
-"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline that says whose fault it is."""
+"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline.
+
+An error says what failed: the page, its browser, or a slow call.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ class Tab:
         """Carry out actions (points in pixels), until the expression ``over`` is true after one; then what is seen.
 
         ``settle``: seconds that a page is given before, in which it may leave for another one, which is then waited for.
-        Raises PageHangs and PageTooLarge, which are the doing of who acted, and EnvironmentFailed.
+        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed.
         """
 
         async def run() -> Screen:
@@ -239,7 +242,7 @@ class Tab:
                 return task.result()
             if not task.done() and not self._crashed.is_set():
                 raise await self._hanging(seconds, what)
-            await asyncio.sleep(0)  # a crash is told before or after what it broke
+            await asyncio.sleep(0)  # the event of a crash comes before or after the error of the call that it broke
             raise self._broken(task.exception() if task.done() else None, what)
         finally:
             crashed.cancel()
@@ -267,7 +270,7 @@ class Tab:
 
 
 async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, files: Files) -> Tab:
-    """A context with an empty page, for which ``chromium`` was told ``took_one``.
+    """A context with an empty page; ``chromium.took_one`` was called for it before.
 
     Raises EnvironmentFailed when it is not there within ``launch_timeout``.
     """

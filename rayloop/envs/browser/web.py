@@ -1,4 +1,4 @@
-"""Pages of one's own: a row names an address and a JavaScript expression that says when its task is done."""
+"""Your own pages: a row names an address and a JavaScript expression that is true when its task is done."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class WebPage(PageEnvironment):
     """
 
     class Settings(PageSettings):
+        """Which pages may be loaded, and how large the screen is."""
+
         folder: LocalPath | None = None
         """Of the pages, addressed as ``http://pages/NAME`` or by their names alone; nothing outside of it can be loaded. None: rows
         name pages of ``sites``."""
@@ -53,6 +55,7 @@ class WebPage(PageEnvironment):
         self._value = 0.0
 
     def evaluate(self) -> float:
+        """The last value of the row's check."""
         return self._value
 
     def _prepare(self, task: Task) -> None:

@@ -1,4 +1,4 @@
-"""What a task asks of the files that an episode leaves: plain comparisons, on what the desktop told of its home."""
+"""A task's checks: plain comparisons of the files that an episode leaves in the home."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.envs.desktop.session import Entry
+from rayloop.envs.desktop.session import HomeEntry
 
 
 class Check(SettingsModel):
@@ -40,7 +40,7 @@ class Check(SettingsModel):
             raise ValueError(f"the check of {self.path} asks nothing: give text, contains, lacks, number, same_as, names or is")
         return self
 
-    def holds(self, home: Mapping[str, Entry], start: Mapping[str, bytes]) -> bool:
+    def holds(self, home: Mapping[str, HomeEntry], start: Mapping[str, bytes]) -> bool:
         """``start``: the files of the beginning, by path."""
         entry = home.get(self.path)
         if self.is_ is not None and (entry.kind if entry else "nothing") != self.is_:
@@ -72,13 +72,13 @@ class Check(SettingsModel):
         return [line.strip() for line in lines] if self.margins else lines
 
 
-def score(checks: Sequence[Check], home: Mapping[str, Entry], start: Mapping[str, bytes], partial: bool) -> float:
+def score(checks: Sequence[Check], home: Mapping[str, HomeEntry], start: Mapping[str, bytes], partial: bool) -> float:
     """1 when all checks hold, else 0; the share of those that hold when ``partial``."""
     held = [check.holds(home, start) for check in checks]
     return sum(held) / len(held) if partial else float(all(held))
 
 
-def _inside(home: Mapping[str, Entry], folder: str) -> set[str]:
+def _inside(home: Mapping[str, HomeEntry], folder: str) -> set[str]:
     below = f"{folder}/"
     return {path.removeprefix(below).partition("/")[0] for path in home if path.startswith(below)}
 

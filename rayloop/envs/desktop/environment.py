@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Message, Task
+from rayloop.core.types import ImageSource, Task
 from rayloop.envs.desktop.checks import score
-from rayloop.envs.desktop.hands import Hands
 from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled, missing
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
-from rayloop.envs.grammar.actions import CallUser, Finished, Mistake
-from rayloop.envs.grammar.scanner import read
-from rayloop.envs.grammar.screens import ScreenSettings, first
+from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 from rayloop.sandbox import bubblewrap
 
+TICKS = 5
+"""Steps of the wheel for one scroll, as in UI-TARS."""
+LONGEST = 4_000
+"""Characters that one action may type."""
+PER_CHARACTER = 0.05
+"""Seconds that typing one may take before the desktop counts as lost; it takes one or two milliseconds."""
 
-class DesktopTasks:
+
+class DesktopTasks(ScreenEnvironment):
     """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network.
 
     The messages are those of the row, in which the text ``{instruction}`` becomes the task's; a screenshot follows them, and
@@ -31,6 +36,8 @@ class DesktopTasks:
     """
 
     class Settings(ScreenSettings):
+        """Which tasks, how large a desktop is, and how long it is waited for."""
+
         tasks: str = ""
         """A YAML or JSON file of desktop tasks with the folders of their start files beside it; empty for the shipped ones."""
         limits: DesktopLimits = DesktopLimits()
@@ -47,6 +54,7 @@ class DesktopTasks:
         """Seconds after each typed character. Raise it for programs that lose characters; none that was tried does."""
 
     def __init__(self, settings: DesktopTasks.Settings) -> None:
+        super().__init__(settings)
         self._settings = settings
         self._desktop: Desktop | None = None
         self._task: DesktopTask | None = None
@@ -55,7 +63,7 @@ class DesktopTasks:
 
     @staticmethod
     def preflight(settings: DesktopTasks.Settings) -> str:
-        """What holds desktops in on this machine, for the run's header; or why none can be started, as other nodes may have it."""
+        """How desktops are confined on this machine, for the run's header; or why none can be started here."""
         if lacks := missing() or bubblewrap.refused_here():
             return f"nothing yet: desktops cannot be started here ({lacks})"
         return "namespaces without network, refused calls of administrators (desktops)"
@@ -65,8 +73,6 @@ class DesktopTasks:
         settings = self._settings
         self._task, self._start = self._find(task)
         desktop = self._desktop = Desktop(settings.limits)
-        size = (settings.limits.width, settings.limits.height)
-        self._hands = Hands(desktop, settings.pointing, size, settings.wait, settings.type_delay)
         for path, file in self._start.items():
             desktop.put(path, file.content, file.executable)
         try:
@@ -77,32 +83,22 @@ class DesktopTasks:
             raise DesktopLost(f"before the policy did anything: {error}") from error
         return first(task, self._task.instruction, screen)
 
-    def step(self, text: str) -> StepResult:
-        """What cannot be read or done is an error that the policy sees; with a screenshot when something was done before.
-
-        A desktop that its programs broke ends the episode, with an error too.
-        """
+    def _carry_out(self, actions: Sequence[Action]) -> StepResult:
+        """What cannot be done is an error with a screenshot when something was done before. A desktop that programs in it broke
+        ends the episode, with an error too."""
         try:
-            return self._step(text)
+            for number, action in enumerate(actions):
+                if isinstance(action, Finish | CallUser):
+                    return StepResult(self._shown(self._look(0)), done=True)
+                try:
+                    self._act(action)
+                except ValueError as error:
+                    return self._refused(str(error), *([self._look(0)] if number else ()))
+                time.sleep(self._settings.pause)
+            return StepResult(self._shown(self._look(self._settings.react)))
         except DesktopSpoiled as error:
             self._spoiled = True
             return StepResult(done=True, error=f"the desktop was broken from inside: {error}")
-
-    def _step(self, text: str) -> StepResult:
-        turn = read(text)
-        if isinstance(turn, Mistake):
-            return self._refused(str(turn))
-        if len(turn.actions) > self._settings.max_actions:
-            return self._refused(f"{len(turn.actions)} actions in one turn, {self._settings.max_actions} are allowed")
-        for number, action in enumerate(turn.actions):
-            if isinstance(action, Finished | CallUser):
-                return StepResult(self._shown(self._look(0)), done=True)
-            try:
-                self._hands.carry_out(action)
-            except ValueError as error:
-                return self._refused(str(error), *([self._look(0)] if number else ()))
-            time.sleep(self._settings.pause)
-        return StepResult(self._shown(self._look(self._settings.react)))
 
     def evaluate(self) -> float:
         """1 when all checks hold, else 0 (or the share of them, if the task says so); 0 for a desktop that its programs broke.
@@ -118,21 +114,44 @@ class DesktopTasks:
         if self._spoiled:
             return 0.0
         start = {path: file.content for path, file in self._start.items()}
-        return score(self._task.checks, self._desktop.tell(), start, self._task.partial)
+        return score(self._task.checks, self._desktop.home(), start, self._task.partial)
 
     def close(self) -> None:
+        """End the desktop."""
         if self._desktop is not None:
             self._desktop.close()
+
+    def _act(self, action: Action) -> None:
+        """Raises ValueError for what a desktop cannot do, in words for the policy, and DesktopLost."""
+        assert self._desktop is not None
+        ask, limits = self._desktop.ask, self._settings.limits
+        match self._settings.pointing.on(action, limits.width, limits.height):
+            case Click(at, button, times):
+                ask("click", x=int(at.x), y=int(at.y), button=button, count=times)
+            case Hover(at):
+                ask("move", x=int(at.x), y=int(at.y))
+            case Drag(start, end):
+                ask("drag", x=int(start.x), y=int(start.y), to_x=int(end.x), to_y=int(end.y))
+            case Scroll(direction, at):
+                if at is not None:
+                    ask("move", x=int(at.x), y=int(at.y))
+                ask("scroll", direction=direction, ticks=TICKS)
+            case Hotkey(keys):
+                ask("press", keys=list(keys))
+            case HoldKey(key, down):
+                ask("hold", key=key, down=down)
+            case Type(text):
+                if len(text) > LONGEST:
+                    raise ValueError(f"one action types at most {LONGEST} characters, not {len(text)}")
+                self._desktop.type(text, self._settings.type_delay, PER_CHARACTER)
+            case Sleep():
+                time.sleep(self._settings.wait)
+            case other:
+                raise ValueError(f"a desktop has no {type(other).__name__}: it is an action of touch screens")
 
     def _look(self, react: float) -> ImageSource:
         assert self._desktop is not None
         return ImageSource(data=self._desktop.screenshot(react, self._settings.settle))
-
-    def _shown(self, *parts: str | ImageSource) -> Observation:
-        return Observation((Message(self._settings.role, parts),))
-
-    def _refused(self, why: str, *seen: ImageSource) -> StepResult:
-        return StepResult(self._shown(f"Error: {why}", *seen), error=why)
 
     def _find(self, task: Task) -> tuple[DesktopTask, Mapping[str, StartFile]]:
         """Raises DataFailure."""

@@ -21,8 +21,8 @@ from PIL import Image
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.browser import processes
 from rayloop.envs.desktop.settings import DesktopLimits
-from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
 from rayloop.sandbox import bubblewrap, seccomp, uids
+from rayloop.sandbox.frames import Channel, Header, Refused
 
 HOME = "/home/user"
 PROGRAMS = {"Xvfb": "xvfb", "openbox": "openbox", "xterm": "xterm", "mousepad": "mousepad", "pcmanfm": "pcmanfm"}
@@ -33,7 +33,7 @@ PACKAGE = Path(__file__).parents[2]
 DYING = 10.0
 """Seconds in which a killed desktop is gone."""
 _RC = {
-    # equal states then have equal pixels, and a desktop that nobody touches takes no CPU
+    # equal states then have equal pixels, and an idle desktop takes no CPU
     ".config/gtk-3.0/settings.ini": "[Settings]\ngtk-cursor-blink=false\ngtk-enable-animations=false\n",
     ".gtkrc-2.0": "gtk-cursor-blink = 0\n",
     ".Xdefaults": "XTerm*faceName: DejaVu Sans Mono\nXTerm*faceSize: 12\nXTerm*geometry: 90x28\n",
@@ -58,11 +58,11 @@ class DesktopLost(InfrastructureFailure):
 
 
 class DesktopSpoiled(Exception):
-    """Programs inside broke the desktop: they ended the window manager, or filled too much memory. Whoever started them did it."""
+    """Programs inside broke the desktop: they ended the window manager, or filled too much memory. The policy started them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HomeEntry:
     """What lies at a path of a home. ``content`` is None for a folder, and for what is no file, is too large or unreadable."""
 
     kind: str
@@ -96,29 +96,27 @@ class Desktop:
         with theirs:
             self._process = self._start(theirs)
         try:
-            header, _ = self._channel.receive(limits.start_timeout)
-            if "error" in header:
-                raise Refused(*header["error"])
+            self._channel.ask("begin", limits.start_timeout)
             for path, text in _RC.items():
                 self.put(path, text.encode())
         except BaseException as error:
             self.close()
-            if isinstance(error, Refused | Gone | Late):
+            if isinstance(error, Refused | OSError):
                 raise DesktopLost(f"the desktop did not start: {error}{self._last_words()}") from error
             raise
 
     def put(self, path: str, content: bytes, executable: bool = False) -> None:
         """Write a file of the home, with the folders above it."""
-        self.ask("put", blob=content, path=path, mode=0o755 if executable else 0o644)
+        self.ask("put", blobs=[content], path=path, mode=0o755 if executable else 0o644)
 
-    def tell(self) -> Mapping[str, Entry]:
+    def home(self) -> Mapping[str, HomeEntry]:
         """All that is in the home, by path. It is read inside of the desktop: a link of the policy leads nowhere."""
-        header, contents = self.ask("tell")
+        header, [contents] = self.ask("list")
         entries, start = {}, 0
         for entry in header["entries"]:
             size = entry.get("size")
             content = None if size is None else contents[start : start + size]
-            entries[entry["path"]] = Entry(entry["kind"], content)
+            entries[entry["path"]] = HomeEntry(entry["kind"], content)
             start += size or 0
         return entries
 
@@ -130,7 +128,7 @@ class Desktop:
     def screenshot(self, react: float = 0.0, settle: float = 0.0) -> bytes:
         """PNG of the screen. Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is still."""
         seconds = react + settle + self._limits.call_timeout
-        header, pixels = self.ask("screenshot", seconds=seconds, react=react, settle=settle)
+        header, [pixels] = self.ask("screenshot", seconds=seconds, react=react, settle=settle)
         image = Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1)
         encoded = io.BytesIO()
         image.save(encoded, "PNG", compress_level=1)
@@ -141,26 +139,28 @@ class Desktop:
         seconds = self._limits.call_timeout + longest * len(text)
         self.ask("type", seconds=seconds, text=text, delay=delay)
 
-    def ask(self, op: str, blob: bytes = b"", seconds: float | None = None, **arguments: Any) -> tuple[Header, bytes]:
+    def ask(
+        self, op: str, blobs: Sequence[bytes] = (), seconds: float | None = None, **arguments: Any
+    ) -> tuple[Header, list[bytes]]:
         """One call of the driver (``inside/driver.py``).
 
         Raises DesktopLost, DesktopSpoiled, and ValueError for a key that does not exist.
         """
         try:
-            return self._channel.ask(op, seconds or self._limits.call_timeout, blob, **arguments)
+            return self._channel.ask(op, seconds or self._limits.call_timeout, blobs, **arguments)
         except Refused as error:
             if error.kind == "ValueError":
                 raise ValueError(error.why) from error
             if error.kind == "Spoiled":
                 raise DesktopSpoiled(error.why) from error
             raise DesktopLost(f"{op}: {error}") from error
-        except (Gone, Late) as error:
+        except OSError as error:
             raise DesktopLost(f"{op}: {error}") from error
 
     def close(self) -> None:
         """End it. Whatever runs in it is gone with the first process of its namespace. May be called again."""
         self._channel.close()
-        driver = processes.tree(self._process.pid)[1:2]  # which is told nothing when root's bwrap ends
+        driver = processes.tree(self._process.pid)[1:2]  # which gets no signal when root's bwrap ends
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         for pid in driver:
@@ -182,7 +182,7 @@ class Desktop:
         filtered = os.memfd_create("filter")
         os.write(filtered, seccomp.administrators_refused())
         os.lseek(filtered, 0, os.SEEK_SET)
-        told = {
+        options = {
             **limits.model_dump(include={"processes", "memory_mb", "total_mb"}),
             "size": [limits.width, limits.height],
             "display": display,
@@ -195,7 +195,7 @@ class Desktop:
         line = bubblewrap.command(
             [
                 *(os.path.realpath(sys.executable), "-S", "-m", "rayloop.envs.desktop.inside.driver"),
-                *(str(theirs.fileno()), json.dumps(told)),
+                *(str(theirs.fileno()), json.dumps(options)),
             ],
             read=[*paths, *filter(os.path.exists, _SYSTEM)],
             folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
@@ -235,9 +235,16 @@ def _roots() -> list[str]:
 
 def _code() -> list[str]:
     """The Python of this process, and of its packages only what the driver imports."""
-    own = ("__init__.py", "envs/__init__.py", "envs/frames.py", "envs/desktop/__init__.py", "envs/desktop/inside")
+    own = (
+        "__init__.py",
+        "envs/__init__.py",
+        "sandbox/__init__.py",
+        "sandbox/frames.py",
+        "envs/desktop/__init__.py",
+        "envs/desktop/inside",
+    )
     python = bubblewrap.python_folders(sys.base_prefix)
-    return [*python, *(str(PACKAGE / name) for name in own), str(_library("Xlib")), str(_library("six"))]
+    return [*python, *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")), str(_library("Xlib")), str(_library("six"))]
 
 
 def _library(name: str) -> Path:

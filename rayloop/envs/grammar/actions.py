@@ -1,6 +1,6 @@
-"""What a policy can do on a screen, as data: never source code, nothing to be executed.
+"""Actions on a screen, as data: never source code, nothing to be executed.
 
-A point is in the unit of whoever holds the action: as the model wrote it, until ``Pointing.on`` (``pointing.py``) has turned it
+A point is in the model's unit, until ``Pointing.on`` (``pointing.py``) has turned it
 into pixels of the screen.
 """
 
@@ -82,12 +82,12 @@ class Type:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """For the screen to change. UI-TARS means five seconds; how long it is, is the environment's to say."""
+class Sleep:
+    """Wait for the screen to change. UI-TARS means five seconds; each environment has a setting for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finish:
     """The policy is done, with an answer where the task asks for one."""
 
     answer: str = ""
@@ -114,7 +114,7 @@ class PhoneButton:
     name: Literal["home", "back"]
 
 
-Action = Click | Hover | LongPress | Drag | Scroll | Hotkey | HoldKey | Type | Wait | Finished | CallUser | OpenApp | PhoneButton
+Action = Click | Hover | LongPress | Drag | Scroll | Hotkey | HoldKey | Type | Sleep | Finish | CallUser | OpenApp | PhoneButton
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The functions of the grammar: their names, the arguments that each takes, and the action that each becomes.
 
 Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py, for computer and phone; names that its models write
-without being told are aliases here. One table for reading and writing.
+beside those of the prompts are aliases here.
 """
 
 from __future__ import annotations
@@ -10,22 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rayloop.envs.grammar.actions import (
-    Action,
-    CallUser,
-    Click,
-    Drag,
-    Finished,
-    HoldKey,
-    Hotkey,
-    Hover,
-    LongPress,
-    OpenApp,
-    PhoneButton,
-    Scroll,
-    Type,
-    Wait,
-)
+from rayloop.envs.grammar import actions
+from rayloop.envs.grammar.actions import Action
 
 Kind = Literal["point", "text", "key", "keys", "direction", "ignored"]
 """What an argument's text is read as."""
@@ -49,13 +35,14 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class CallSignature:
     """``make`` gets the arguments by their ``field``."""
 
     arguments: tuple[Argument, ...]
     make: Callable[..., Action]
 
     def argument(self, name: str) -> Argument | None:
+        """The argument of that name; None when there is none."""
         return next((argument for argument in self.arguments if name in argument.names), None)
 
 
@@ -74,30 +61,30 @@ def _text(field: str) -> tuple[Argument, ...]:
 _KEY = (Argument(("key",), "key", "key"),)
 _FIRST = (_AT,)
 
-FUNCTIONS: Mapping[str, Function] = {
-    "click": Function(_FIRST, Click),
-    "left_single": Function(_FIRST, Click),
-    "left_double": Function(_FIRST, _made(Click, times=2)),
-    "right_single": Function(_FIRST, _made(Click, button="right")),
-    "hover": Function(_FIRST, Hover),
-    "drag": Function(_SPAN, Drag),
-    "select": Function(_SPAN, Drag),
-    "hotkey": Function((Argument(("key",), "keys", "keys"),), Hotkey),
-    "press": Function(_KEY, lambda key: Hotkey((key,))),
-    "keydown": Function(_KEY, HoldKey),
-    "keyup": Function(_KEY, _made(HoldKey, down=False)),
-    "release": Function(_KEY, _made(HoldKey, down=False)),
-    "type": Function((Argument(("content",), "text", "text"),), Type),
-    "scroll": Function(
-        (Argument(START, "point", "at", required=False), Argument(("direction",), "direction", "direction")), Scroll
+FUNCTIONS: Mapping[str, CallSignature] = {
+    "click": CallSignature(_FIRST, actions.Click),
+    "left_single": CallSignature(_FIRST, actions.Click),
+    "left_double": CallSignature(_FIRST, _made(actions.Click, times=2)),
+    "right_single": CallSignature(_FIRST, _made(actions.Click, button="right")),
+    "hover": CallSignature(_FIRST, actions.Hover),
+    "drag": CallSignature(_SPAN, actions.Drag),
+    "select": CallSignature(_SPAN, actions.Drag),
+    "hotkey": CallSignature((Argument(("key",), "keys", "keys"),), actions.Hotkey),
+    "press": CallSignature(_KEY, lambda key: actions.Hotkey((key,))),
+    "keydown": CallSignature(_KEY, actions.HoldKey),
+    "keyup": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
+    "release": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
+    "type": CallSignature((Argument(("content",), "text", "text"),), actions.Type),
+    "scroll": CallSignature(
+        (Argument(START, "point", "at", required=False), Argument(("direction",), "direction", "direction")), actions.Scroll
     ),
-    "wait": Function((Argument(("time",), "ignored", "time", required=False),), lambda time="": Wait()),
-    "finished": Function(_text("answer"), Finished),
-    "call_user": Function(_text("reason"), CallUser),
-    "error_env": Function(_text("reason"), CallUser),
-    "long_press": Function(_FIRST, LongPress),
-    "open_app": Function((Argument(("app_name",), "text", "name"),), OpenApp),
-    "press_home": Function((), _made(PhoneButton, name="home")),
-    "press_back": Function((), _made(PhoneButton, name="back")),
+    "wait": CallSignature((Argument(("time",), "ignored", "time", required=False),), lambda time="": actions.Sleep()),
+    "finished": CallSignature(_text("answer"), actions.Finish),
+    "call_user": CallSignature(_text("reason"), actions.CallUser),
+    "error_env": CallSignature(_text("reason"), actions.CallUser),
+    "long_press": CallSignature(_FIRST, actions.LongPress),
+    "open_app": CallSignature((Argument(("app_name",), "text", "name"),), actions.OpenApp),
+    "press_home": CallSignature((), _made(actions.PhoneButton, name="home")),
+    "press_back": CallSignature((), _made(actions.PhoneButton, name="back")),
 }
 """By the name in the text."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
-from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, Function
+from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, CallSignature
 from rayloop.envs.grammar.keys import key, keys
 
 MARK = "Action:"
@@ -102,7 +102,7 @@ class _Scanner:
                 raise _Stop(f"{name} needs the argument {argument.names[0]!r}", start)
         return function.make(**values)
 
-    def _argument(self, name: str, function: Function, values: dict[str, Any]) -> None:
+    def _argument(self, name: str, function: CallSignature, values: dict[str, Any]) -> None:
         self._blanks()
         start = self.at
         word = self._word()

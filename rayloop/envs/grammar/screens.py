@@ -1,13 +1,17 @@
-"""What environments with a screen have in common: settings, the prompts of their rows, and the first observation."""
+"""The base of environments with a screen: settings, prompts of rows, a turn's actions, and the first observation."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.protocols import Observation
+from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.envs.grammar.actions import Action, Mistake
 from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
 """In a row's prompt: where what the task asks for goes."""
@@ -53,6 +57,38 @@ class ScreenSettings(SettingsModel):
     """The role under which the chat template shows screens: some templates know no ``tool``."""
     max_actions: int = Field(8, ge=1)
     """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
+
+
+class ScreenEnvironment:
+    """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows.
+
+    Derive from it: ``_carry_out``.
+    """
+
+    def __init__(self, settings: ScreenSettings) -> None:
+        self._screen = settings
+
+    def step(self, text: str) -> StepResult:
+        """Carry out a turn. A text that is no turn, or asks for what the screen cannot do, is an error that the policy sees."""
+        turn = read(text)
+        if isinstance(turn, Mistake):
+            return self._refused(str(turn))
+        if len(turn.actions) > self._screen.max_actions:
+            return self._refused(f"{len(turn.actions)} actions in one turn, {self._screen.max_actions} are allowed")
+        try:
+            return self._carry_out(turn.actions)
+        except ValueError as error:
+            return self._refused(str(error))
+
+    def _carry_out(self, actions: Sequence[Action]) -> StepResult:
+        """``actions``: as the model wrote them. Raises ValueError, in words for the policy."""
+        raise NotImplementedError
+
+    def _shown(self, *parts: str | ImageSource) -> Observation:
+        return Observation((Message(self._screen.role, parts),))
+
+    def _refused(self, why: str, *seen: ImageSource) -> StepResult:
+        return StepResult(self._shown(f"Error: {why}", *seen), error=why)
 
 
 def first(task: Task, instruction: str, *seen: str | ImageSource) -> Observation:

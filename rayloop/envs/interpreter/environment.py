@@ -16,7 +16,7 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
 from rayloop.envs.interpreter import figures, sandboxes, text
 from rayloop.sandbox.cells import MOST_PIXELS
-from rayloop.sandbox.host import Answer, Interpreter
+from rayloop.sandbox.host import CodeResult, Interpreter
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Options, SandboxFailed
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ _LOADING = 30.0
 
 
 class SandboxSettings(SettingsModel):
-    """What holds the policy's code in, and what it may use."""
+    """How the policy's code is confined, and what it may use."""
 
     minimum: sandboxes.Minimum = "filtered"
     """The weakest level that may be used; the strongest that works is taken, and a run that gets less is refused. Lower it only for
@@ -41,6 +41,7 @@ class SandboxSettings(SettingsModel):
 
     @property
     def options(self) -> Options:
+        """As the sandbox takes them."""
         return Options(memory=self.memory * MIB, scratch=self.scratch * MIB, spares=self.spares, preload=tuple(self.preload))
 
 
@@ -53,6 +54,8 @@ class PythonInterpreter:
     """
 
     class Settings(SettingsModel):
+        """How code is run, and what the policy sees of it."""
+
         on_error: Literal["feed_back", "stop"] = "feed_back"
         """Code that fails: the policy sees the error and goes on, or the episode ends as ``action_error``, as PyVision's did. With
         feed_back keep ``episode.on_error`` at continue."""
@@ -70,9 +73,9 @@ class PythonInterpreter:
         """Regular expressions of code that is refused before it runs. No protection, which is the sandbox's work: set them
         to repeat a run whose environment had some, as PyVision's had (``recipes/pyvision/original.py``)."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader tells. Set it to what your frames were taken at."""
+        """Frames per second that a video's reader returns. Set it to what your frames were taken at."""
         sandbox: SandboxSettings = SandboxSettings()
-        """How strongly code is held in, and its limits."""
+        """How strongly code is confined, and its limits."""
 
     def __init__(self, settings: PythonInterpreter.Settings) -> None:
         """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
@@ -85,7 +88,7 @@ class PythonInterpreter:
 
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
-        """Before a run begins: what holds code in here, for its header. Raises ConfigError for less than ``sandbox.minimum``."""
+        """Before a run begins: how code is confined here. Raises ConfigError for less than ``sandbox.minimum``."""
         return sandboxes.require(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
@@ -127,9 +130,11 @@ class PythonInterpreter:
         return self._answered(given, began + self._settings.code_timeout)
 
     def evaluate(self) -> float:
+        """How many turns ran code."""
         return float(self._ran)
 
     def close(self) -> None:
+        """End the interpreter."""
         if self._interpreter is not None:
             self._interpreter.close()
             self._interpreter = None
@@ -172,7 +177,7 @@ class PythonInterpreter:
             messages[-1] = Message(last.role, (*last.parts, f"\n{said}"))
         return tuple(messages)
 
-    def _answered(self, given: Answer, until: float) -> StepResult:
+    def _answered(self, given: CodeResult, until: float) -> StepResult:
         """What the policy is shown of an answer."""
         pictures, lost = _intact(given.images, until)
         lost += given.dropped

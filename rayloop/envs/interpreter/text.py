@@ -1,4 +1,4 @@
-"""PyVision's words: what the policy is told, how it writes code and answers, and how it is shown what the code gave.
+"""PyVision's texts: its instructions, how the policy writes code and answers, and how it sees the results of code.
 
 From PyVision-RL's agent loop: its tags and names of images are kept letter by letter, since models were trained on them.
 """

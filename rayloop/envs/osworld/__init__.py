@@ -1,1 +1,1 @@
-"""OSWorld's machines as an environment; OSWorld itself runs in a Python of its own. Not run on real machines."""
+"""OSWorld's machines as an environment. Never exercised on a real machine: its tests use a stand-in of ``desktop-env`` 1.0.2."""

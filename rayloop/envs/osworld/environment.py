@@ -1,27 +1,25 @@
-"""OSWorld as an environment: a task of its JSON on one of its machines, UI-TARS actions, screenshots, OSWorld's own result."""
+"""OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.grammar.actions import Action, CallUser, Finished, Mistake
-from rayloop.envs.grammar.scanner import read
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, first
+from rayloop.core.types import ImageSource, Task
+from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, first
 from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
-from rayloop.envs.osworld.pyautogui import code
 from rayloop.envs.osworld.settings import OSWorldSettings
 
 
-class OSWorld:
-    """A row names a task as domain/id in its column ``osworld``, or holds OSWorld's JSON of it there.
+class OSWorld(ScreenEnvironment):
+    """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
 
     What OSWorld raises, and what does not answer, is a failure of infrastructure; only what ``evaluate`` returns is a result.
     """
@@ -29,6 +27,7 @@ class OSWorld:
     Settings = OSWorldSettings
 
     def __init__(self, settings: OSWorldSettings) -> None:
+        super().__init__(settings)
         self._settings = settings
         self._machines = machines_of(settings)
         self._machine: Machine | None = None
@@ -40,23 +39,14 @@ class OSWorld:
         screen = self._begin(config)
         return first(task, str(config["instruction"]), ImageSource(data=screen))
 
-    def step(self, text: str) -> StepResult:
+    def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Each action is sent once; OSWorld may carry it out twice after a broken connection. Raises MachineLost."""
-        turn = read(text)
-        if isinstance(turn, Mistake):
-            return self._refused(str(turn))
-        if len(turn.actions) > self._settings.max_actions:
-            return self._refused(f"{len(turn.actions)} actions in one turn, {self._settings.max_actions} are allowed")
-        try:
-            lines = [self._line(action) for action in turn.actions]
-        except ValueError as error:
-            return self._refused(str(error))
         screen = b""
-        for line in lines:
+        for line in [self._line(action) for action in actions]:
             header, screen = self._ask("step", self._settings.step_timeout, action=line, pause=self._settings.pause)
             if header["done"]:
                 return StepResult(done=True)
-        return StepResult(Observation((Message(self._settings.role, (ImageSource(data=screen),)),)))
+        return StepResult(self._shown(ImageSource(data=screen)))
 
     def evaluate(self) -> float:
         """OSWorld's result, 0 to 1. Raises MachineLost where OSWorld raises: that is no 0."""
@@ -64,6 +54,7 @@ class OSWorld:
         return float(header["result"])
 
     def close(self) -> None:
+        """Give the machine back, or end it when a call of it failed."""
         machine, self._machine = self._machine, None
         if machine is None:
             return
@@ -74,23 +65,22 @@ class OSWorld:
 
     def _begin(self, config: Mapping[str, Any]) -> bytes:
         settings = self._settings
-        failed: dict[int, str] = {}
         why: MachineLost | None = None
         for attempt in range(settings.attempts):
             if attempt:
                 time.sleep(settings.back_off * 2 ** (attempt - 1))
-            machine = None
             try:
-                until = time.monotonic() + settings.boot_timeout
-                machine = self._machines.take(until, frozenset(failed))
+                machine = self._machines.take(time.monotonic() + settings.boot_timeout)
+            except MachineLost as error:
+                why = error
+                continue
+            try:
                 _, screen = machine.ask("reset", settings.reset_timeout, task=config)
                 self._machine, self._broken = machine, False
                 return screen
             except MachineLost as error:
                 why = error
-                if machine is not None:
-                    failed[machine.number] = str(error)
-                    self._machines.discard(machine, settings.back_off * 2**attempt)
+                self._machines.discard(machine, settings.back_off * 2**attempt)
         raise MachineLost(f"{settings.attempts} resets failed, the last one: {why}") from why
 
     def _ask(self, op: str, seconds: float, **arguments: Any) -> tuple[dict[str, Any], bytes]:
@@ -104,14 +94,11 @@ class OSWorld:
 
     def _line(self, action: Action) -> str:
         """Raises ValueError."""
-        if isinstance(action, Finished):
+        if isinstance(action, Finish):
             return "DONE"
         if isinstance(action, CallUser):
             return "FAIL"  # the right answer to a task that cannot be done
         return code(self._settings.pointing.on(action, self._settings.width, self._settings.height))
-
-    def _refused(self, why: str) -> StepResult:
-        return StepResult(Observation((Message(self._settings.role, (f"Error: {why}",)),)), error=why)
 
     def _config(self, task: Task) -> Mapping[str, Any]:
         """Raises DataFailure."""
@@ -134,3 +121,46 @@ def rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
     names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text(encoding="utf-8")).items() for name in ids]
     return [{"id": name, "prompt": UI_TARS_OR_FAIL, "osworld": name} for name in names]
+
+
+TICKS = 5
+_KEYS = {"meta": "win"}
+"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/keys.py)."""
+
+
+def code(action: Action) -> str:
+    """The Python that a machine runs for an action in pixels of the screen. What the policy wrote is in it only
+    as a quoted text or as a number. Raises ValueError for an action that a desktop does not have."""
+    match action:
+        case Click(at, button, times):
+            return _calls(f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05, button={button!r})")
+        case Hover(at):
+            return _calls(f"moveTo({int(at.x)}, {int(at.y)})")
+        case Drag(start, end):
+            return _calls(f"moveTo({int(start.x)}, {int(start.y)})", f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)")
+        case Scroll(direction, at):
+            moved = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
+            wheel = "scroll" if direction in ("up", "down") else "hscroll"
+            return _calls(*moved, f"{wheel}({TICKS if direction in ('up', 'right') else -TICKS})")
+        case Hotkey(keys):
+            return _calls(f"hotkey({', '.join(repr(_KEYS.get(key, key)) for key in keys)})")
+        case HoldKey(key, down):
+            return _calls(f"{'keyDown' if down else 'keyUp'}({_KEYS.get(key, key)!r})")
+        case Type(text):
+            return _typed(text)
+        case Sleep():
+            return "WAIT"
+    raise ValueError(f"a desktop has no {type(action).__name__}: it is an action of touch screens")
+
+
+def _typed(text: str) -> str:
+    """pyautogui writes only what a plain keyboard has and drops the rest silently: such text goes through the clipboard."""
+    if not text:
+        raise ValueError("there is nothing to type")
+    if text.isascii():
+        return _calls(f"write({text!a}, interval=0.02)")
+    return f"import pyautogui, pyperclip; pyperclip.copy({text!a}); pyautogui.hotkey('ctrl', 'v')"
+
+
+def _calls(*calls: str) -> str:
+    return "import pyautogui; " + "; ".join(f"pyautogui.{call}" for call in calls)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -16,8 +15,8 @@ from typing import IO, Any
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure
-from rayloop.envs.frames import Channel, Gone, Header, Late, Refused
 from rayloop.envs.osworld.settings import OSWorldSettings
+from rayloop.sandbox.frames import Channel, Header, Refused
 
 START = "import sys; sys.path.append(sys.argv[2]); from rayloop.envs.osworld.server import main; main()"
 CLOSING = 30.0
@@ -29,17 +28,17 @@ class MachineLost(InfrastructureFailure):
 
 
 class Machine:
-    """One machine with its process, which boots it. Raises MachineLost."""
+    """One machine with its process, which boots it. ``lock``: the claim of this process on its number. Raises MachineLost."""
 
     def __init__(self, settings: OSWorldSettings, number: int, lock: IO[str]) -> None:
-        self.number, self.lock = number, lock
+        self._number, self.lock = number, lock
         folder = local_path(settings.cache) / f"machine-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._channel, self._log = Channel(ours), folder / "log.txt"
         program = [str(local_path(settings.python)), "-c", START, str(theirs.fileno()), str(Path(__file__).parents[3])]
         try:
-            with theirs, open(folder / "log.txt", "ab") as log:
+            with theirs, open(self._log, "ab") as log:
                 self._process = subprocess.Popen(
                     program, pass_fds=(theirs.fileno(),), cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
@@ -47,7 +46,6 @@ class Machine:
         except OSError as error:
             ours.close()
             raise MachineLost(f"OSWorld's Python does not start: {error}") from error
-        self.log = folder / "log.txt"
         options = {
             "provider_name": settings.provider,
             "action_space": "pyautogui",
@@ -64,18 +62,22 @@ class Machine:
             raise
 
     def ask(self, op: str, seconds: float, **arguments: Any) -> tuple[Header, bytes]:
-        """One call of the server (``server.py``). Raises MachineLost."""
+        """One call of the server (``server.py``): what it answers, and the screenshot if any. Raises MachineLost."""
         try:
-            return self._channel.ask(op, seconds, **arguments)
-        except (Refused, Gone, Late) as error:
-            raise MachineLost(f"machine {self.number}: {op}: {error} (its log: {self.log})") from error
+            header, blobs = self._channel.ask(op, seconds, **arguments)
+        except (Refused, OSError) as error:
+            raise MachineLost(f"machine {self._number}: {op}: {error} (its log: {self._log})") from error
+        return header, b"".join(blobs)
 
     def close(self) -> None:
+        """Let OSWorld stop the machine, then end its process."""
         with suppress(MachineLost):
             self.ask("close", CLOSING)
         self.kill()
+        self.lock.close()
 
     def kill(self) -> None:
+        """End its process with all that it started."""
         self._channel.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -83,68 +85,63 @@ class Machine:
 
 
 class Machines:
-    """Those of this process that are up and idle, and the claims on those of the node. For many threads."""
+    """The machines of this process that are up and idle, and its claims on the numbers of the node. For many threads.
+
+    A number is claimed by a lock on its file, which ends with this process. The file's time is when the machine may be used again.
+    """
 
     def __init__(self, settings: OSWorldSettings) -> None:
         self._settings = settings
         self._idle: list[Machine] = []
-        self._guard = threading.Lock()
         self._folder = local_path(settings.cache)
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def take(self, until: float, avoid: frozenset[int] = frozenset()) -> Machine:
-        """One that is up, or a new one, not of those to ``avoid`` unless all others are taken. Raises MachineLost at ``until``."""
+    def take(self, until: float) -> Machine:
+        """One that is up, or a new one; those that failed come last. Raises MachineLost at ``until`` (on the monotonic clock)."""
+        files = [self._folder / f"machine-{number}.lock" for number in range(self._settings.machines)]
         while True:
-            for avoided in (avoid, frozenset[int]()):
-                with self._guard:
-                    for machine in self._idle:
-                        if machine.number not in avoided:
-                            self._idle.remove(machine)
-                            return machine
-                for number in range(self._settings.machines):
-                    if number not in avoided and (lock := self._claim(number)) is not None:
-                        return self._boot(number, lock)
+            with suppress(IndexError):
+                return self._idle.pop()
+            for file in sorted(files, key=lambda file: file.stat().st_mtime if file.exists() else 0.0):
+                if (lock := _claimed(file)) is not None:
+                    try:
+                        return Machine(self._settings, files.index(file), lock)
+                    except BaseException:
+                        _rest(lock, self._settings.back_off)
+                        raise
             if time.monotonic() > until:
                 raise MachineLost(f"none of the {self._settings.machines} machines became free in time")
             time.sleep(0.05)
 
     def give(self, machine: Machine) -> None:
-        with self._guard:
-            self._idle.append(machine)
+        """Keep it for the next episode."""
+        self._idle.append(machine)
 
-    def discard(self, machine: Machine, rest: float) -> None:
-        """Kill it; nobody takes its number for ``rest`` seconds."""
+    def discard(self, machine: Machine, seconds: float) -> None:
+        """Kill it; its number is not taken for so many seconds."""
         machine.kill()
-        self._rest(machine.lock, rest)
+        _rest(machine.lock, seconds)
 
     def end(self) -> None:
+        """Stop all that are idle."""
         while self._idle:
-            machine = self._idle.pop()
-            machine.close()
-            machine.lock.close()
+            self._idle.pop().close()
 
-    def _boot(self, number: int, lock: IO[str]) -> Machine:
-        try:
-            return Machine(self._settings, number, lock)
-        except BaseException:
-            self._rest(lock, self._settings.back_off)
-            raise
 
-    def _claim(self, number: int) -> IO[str] | None:
-        """The claim ends with this process, however that ends."""
-        lock = open(self._folder / f"machine-{number}.lock", "a+", encoding="utf-8")  # noqa: SIM115
-        with suppress(OSError, ValueError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.seek(0)
-            if time.time() >= json.loads(lock.read() or "0"):
-                return lock
-        lock.close()
-        return None
+def _claimed(file: Path) -> IO[str] | None:
+    lock = open(file, "a", encoding="utf-8")  # noqa: SIM115
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.time() >= os.fstat(lock.fileno()).st_mtime:
+            return lock
+    lock.close()
+    return None
 
-    def _rest(self, lock: IO[str], seconds: float) -> None:
-        lock.truncate(0)
-        lock.write(json.dumps(time.time() + seconds))
-        lock.close()
+
+def _rest(lock: IO[str], seconds: float) -> None:
+    until = time.time() + seconds
+    os.utime(lock.fileno(), (until, until))
+    lock.close()
 
 
 _all: dict[str, Machines] = {}
@@ -152,6 +149,6 @@ _made = threading.Lock()
 
 
 def machines_of(settings: OSWorldSettings) -> Machines:
-    """Those of this process, shared by all episodes with equal settings."""
+    """The machines of this process, shared by all episodes with equal settings."""
     with _made:
         return _all.setdefault(settings.model_dump_json(), Machines(settings))

@@ -1,4 +1,4 @@
-"""Runs in OSWorld's own Python: makes one DesktopEnv and answers frames. Imports ``desktop_env`` and rayloop's frames only."""
+"""Runs in OSWorld's own Python (3.9 or newer): makes one DesktopEnv and answers calls. Imports nothing of rayloop but frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import sys
 from typing import Any
 
-from rayloop.envs.frames import Channel, Header
+from rayloop.sandbox.frames import Channel, Header, arguments
 
 
 class SetupFailed(Exception):
@@ -15,28 +15,27 @@ class SetupFailed(Exception):
 
 
 class NoScreenshot(Exception):
-    """The machine gave no screenshot."""
+    """The machine returned no screenshot."""
 
 
-class Server:
+class MachineServer:
     """One machine."""
 
     def __init__(self) -> None:
         self._env: Any = None
 
-    def answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
-        arguments = {key: value for key, value in header.items() if key not in ("op", "call", "blob")}
-        return getattr(self, f"do_{header['op']}")(**arguments)
+    def answer(self, header: Header, blobs: list[bytes]) -> tuple[Header, list[bytes]]:
+        """Carry out a call: the method of that name."""
+        return getattr(self, f"do_{header['op']}")(**arguments(header))
 
-    def do_make(self, options: dict[str, Any]) -> tuple[Header, bytes]:
-        """Its constructor boots the machine."""
-        if "screen_size" in options:
-            options["screen_size"] = tuple(options["screen_size"])
+    def do_make(self, options: dict[str, Any]) -> tuple[Header, list[bytes]]:
+        """Boot the machine, which DesktopEnv's constructor does."""
+        options["screen_size"] = tuple(options["screen_size"])
         self._env = importlib.import_module("desktop_env.desktop_env").DesktopEnv(**options)
-        return {}, b""
+        return {}, []
 
-    def do_reset(self, task: dict[str, Any]) -> tuple[Header, bytes]:
-        """Raises SetupFailed where OSWorld goes on after five failed setups, NoScreenshot, and whatever it raises itself."""
+    def do_reset(self, task: dict[str, Any]) -> tuple[Header, list[bytes]]:
+        """Raises SetupFailed where OSWorld goes on after five failed setups, NoScreenshot, and whatever OSWorld raises."""
         controller = self._env.setup_controller
         setup, ended = controller.setup, []
 
@@ -52,19 +51,22 @@ class Server:
             controller.setup = setup
         if ended and ended[-1] is False:
             raise SetupFailed(f"the setup of task {task.get('id')} failed {len(ended)} times")
-        return {}, _screenshot(seen)
+        return {}, [_screenshot(seen)]
 
-    def do_step(self, action: str, pause: float) -> tuple[Header, bytes]:
+    def do_step(self, action: str, pause: float) -> tuple[Header, list[bytes]]:
+        """Carry out one action; the screenshot ``pause`` seconds after it, unless the episode is done."""
         seen, _, done, _ = self._env.step(action, pause)
-        return {"done": bool(done)}, b"" if done else _screenshot(seen)
+        return {"done": bool(done)}, [] if done else [_screenshot(seen)]
 
-    def do_evaluate(self) -> tuple[Header, bytes]:
-        return {"result": float(self._env.evaluate())}, b""
+    def do_evaluate(self) -> tuple[Header, list[bytes]]:
+        """OSWorld's result, 0 to 1."""
+        return {"result": float(self._env.evaluate())}, []
 
-    def do_close(self) -> tuple[Header, bytes]:
+    def do_close(self) -> tuple[Header, list[bytes]]:
+        """Stop the machine."""
         if self._env is not None:
             self._env.close()
-        return {}, b""
+        return {}, []
 
 
 def _screenshot(seen: Any) -> bytes:
@@ -76,4 +78,5 @@ def _screenshot(seen: Any) -> bytes:
 
 
 def main() -> None:
-    Channel(socket.socket(fileno=int(sys.argv[1]))).serve(Server().answer)
+    """Serve the socket whose number is the first argument."""
+    Channel(socket.socket(fileno=int(sys.argv[1]))).serve(MachineServer().answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from pathlib import Path
@@ -71,8 +72,10 @@ def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.endswith("\n  scripted:three-turns\n")
 
 
-def test_a_family_whose_packages_are_missing_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(catalog, "FAMILIES", {"gone": "no_such_package:GONE"})
+def test_a_family_whose_packages_are_missing_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "FAMILIES", {"gone": lambda: importlib.import_module("no_such_package")})
     with pytest.raises(ConfigError, match="gone: No module named 'no_such_package'"):
         family("gone")
     with pytest.raises(ConfigError, match="no environments are called 'scripted'; there are gone"):

@@ -16,7 +16,7 @@ from rayloop.envs.grammar.actions import (
     CallUser,
     Click,
     Drag,
-    Finished,
+    Finish,
     HoldKey,
     Hotkey,
     Hover,
@@ -26,8 +26,8 @@ from rayloop.envs.grammar.actions import (
     PhoneButton,
     Point,
     Scroll,
+    Sleep,
     Type,
-    Wait,
 )
 from rayloop.envs.grammar.calls import FUNCTIONS
 from rayloop.envs.grammar.keys import KEYS, NAMED
@@ -66,10 +66,10 @@ READ: dict[str, tuple[Action, ...]] = {
     "type(content='f('a')')": (Type("f('a')"),),
     "type(content='äöü€日本')": (Type("äöü€日本"),),
     "click(start_box='(966,546)')\n\ntype(content='a')": (Click(AT), Type("a")),
-    "wait()": (Wait(),),
-    "wait(time='5')": (Wait(),),
-    "finished()": (Finished(),),
-    "finished(content='it's done')": (Finished("it's done"),),
+    "wait()": (Sleep(),),
+    "wait(time='5')": (Sleep(),),
+    "finished()": (Finish(),),
+    "finished(content='it's done')": (Finish("it's done"),),
     "call_user()": (CallUser(),),
     "hover(start_box='(966,546)')": (Hover(AT),),
     "long_press(point='<point>966 546</point>')": (LongPress(AT),),
@@ -125,7 +125,7 @@ def test_what_is_thought_stays_a_thought() -> None:
     thought = "'''\nimport os\nos.system('id')\n'''\nAction: wait()\nno, \"Action: wait()\""
     assert read(f"Thought: {thought}\nAction: click(start_box='(1,1)')") == Actions(thought, (Click(Point(1, 1)),))
     assert read("Action:click(start_box='(1,1)')") == Actions("", (Click(Point(1, 1)),))
-    assert read("I click. Action: wait()") == Actions("I click.", (Wait(),))
+    assert read("I click. Action: wait()") == Actions("I click.", (Sleep(),))
     assert read("Action: type(content='Action: wait()')") == Actions("", (Type("Action: wait()"),))
 
 
@@ -142,11 +142,11 @@ any_action: st.SearchStrategy[Action] = st.one_of(
     st.builds(Hotkey, st.lists(keys, min_size=1, max_size=4).map(tuple)),
     st.builds(HoldKey, keys, st.booleans()),
     st.builds(Type, st.text()),
-    st.builds(Finished, st.text()),
+    st.builds(Finish, st.text()),
     st.builds(CallUser, st.text()),
     st.builds(OpenApp, st.text()),
     st.builds(PhoneButton, st.sampled_from(["home", "back"])),
-    st.just(Wait()),
+    st.just(Sleep()),
 )
 
 
@@ -160,7 +160,7 @@ def test_what_is_written_is_read_again(actions: list[Action], spelling: Spelling
 def test_the_canonical_spelling() -> None:
     turn = Actions("Both.", (Click(AT), Type("it's\n")))
     assert write(turn) == "Thought: Both.\nAction: click(start_box='(966,546)')\n\ntype(content='it\\'s\\n')"
-    assert write(Actions("", (Wait(),))) == "Action: wait()"
+    assert write(Actions("", (Sleep(),))) == "Action: wait()"
     assert written(Drag(Point(1, 2), Point(3, 4)), "point") == (
         "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')"
     )

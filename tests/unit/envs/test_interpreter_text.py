@@ -2,8 +2,8 @@
 
 import pytest
 
+from rayloop.envs.catalog import dots, interpreter_turn
 from rayloop.envs.interpreter import text
-from rayloop.envs.interpreter.catalog import INTERPRETERS, dots
 from rayloop.recipes.pyvision.original import FORBIDDEN
 
 
@@ -33,8 +33,8 @@ def test_code_with_a_forbidden_call_is_found(code: str, refused: bool) -> None:
 
 
 def test_a_typed_line_is_code_or_an_answer() -> None:
-    assert text.code(INTERPRETERS.turn("print(1)")) == "print(1)\n"
-    assert text.answer(INTERPRETERS.turn("answer 7")) == "\n\\boxed{7}\n"
+    assert text.code(interpreter_turn("print(1)")) == "print(1)\n"
+    assert text.answer(interpreter_turn("answer 7")) == "\n\\boxed{7}\n"
     written = "<code>\n```python\n1\n```\n</code>"
-    assert INTERPRETERS.turn(written) == written
+    assert interpreter_turn(written) == written
     assert dots(3) == dots(3) != dots(4)

@@ -36,7 +36,7 @@ def interpreter(pid: int) -> tuple[Interpreter, socket.socket]:
 def test_why_an_image_cannot_be_read_is_a_short_text_whatever_code_says() -> None:
     with sleeping() as pid:
         python, theirs = interpreter(pid)
-        frames.send(theirs, {"id": 1, "ok": False, "error": "\ud83d" * 10_000})
+        frames.send(theirs, {"call": 1, "refused": ["\ud83d" * 10_000, ""]})
         assert python.images({}, 5) == "?" * cells.MOST_ERROR
         python.close()
         theirs.close()

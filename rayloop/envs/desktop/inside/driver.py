@@ -1,6 +1,6 @@
 """The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen.
 
-``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers frames (rayloop/envs/frames.py) until the host is gone.
+``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers calls (rayloop/sandbox/frames.py) until the host is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from Xlib.ext import xtest
 
 from rayloop.envs.desktop.inside import home
 from rayloop.envs.desktop.inside.memory import Watch
-from rayloop.envs.frames import Channel, Header
+from rayloop.sandbox.frames import Channel, Header, arguments
 
 START = 10.0
 """Seconds for the X server, and again for the window manager."""
@@ -38,12 +38,12 @@ ENDING = 1.0
 """Seconds in which a process is gone that has closed its connection, or lost the X server."""
 MANAGER = "openbox"
 SET_PDEATHSIG, SET_DUMPABLE = 1, 4
-FREE = ("put", "tell", "running")
-"""Calls that need no screen: they work whatever became of it."""
+FREE = ("put", "list", "running")
+"""Calls that need no screen: they work even when the X server has ended."""
 
 
 class Spoiled(Exception):
-    """Programs of the policy broke the desktop; nothing else can have."""
+    """Programs that the policy started broke the desktop."""
 
 
 class Desk:
@@ -54,7 +54,7 @@ class Desk:
 
         self._home = os.environ["HOME"]
         self.running: dict[int, str] = {}
-        self._told = b""
+        self._last = b""
         self._width, self._height = settings["size"]
         self._server, self._apart = int(os.environ.pop("BESIDE")), settings["apart"]
         self._signals: dict[int, int] = {}
@@ -68,32 +68,28 @@ class Desk:
         self._memory_mb = settings["total_mb"]
         self._memory = Watch(self._memory_mb << 20)
 
-    def answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
+    def answer(self, header: Header, blobs: list[bytes]) -> tuple[Header, list[bytes]]:
         """Carry out a call: the method of that name. Raises Spoiled."""
         self._reap()
-        if header["op"] in FREE:
-            return self._answer(header, blob)
-        if self._manager in self._signals:
+        needs_screen = header["op"] not in FREE
+        if needs_screen and self._manager in self._signals:
             raise self._blamed()
         try:
-            return self._answer(header, blob)
+            found = getattr(self, f"do_{header['op']}")(*blobs, **arguments(header))
         except ConnectionClosedError as error:
-            raise self._blamed() from error
-
-    def _answer(self, header: Header, blob: bytes) -> tuple[Header, bytes]:
-        arguments = {key: value for key, value in header.items() if key not in ("op", "call", "blob")}
-        if blob:
-            arguments["content"] = blob
-        found = getattr(self, f"do_{header['op']}")(**arguments)
-        return found if isinstance(found, tuple) else (found or {}, b"")
+            raise (self._blamed() if needs_screen else error) from error
+        answer, content = found if isinstance(found, tuple) else (found or {}, None)
+        return answer, [] if content is None else [content]
 
     # What the host asks for ---------------------------------------------------------------------------------------------
 
-    def do_put(self, path: str, mode: int, content: bytes = b"") -> None:
+    def do_put(self, content: bytes, path: str, mode: int) -> None:
+        """Write a file of the home."""
         home.put(self._home, path, content, mode)
 
-    def do_tell(self) -> tuple[Header, bytes]:
-        entries, contents = home.tell(self._home)
+    def do_list(self) -> tuple[Header, bytes]:
+        """All entries of the home, and the contents of its files."""
+        entries, contents = home.contents(self._home)
         return {"entries": entries}, contents
 
     def do_launch(self, command: list[str], within: float) -> None:
@@ -110,12 +106,12 @@ class Desk:
     def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
         """Rows of 4 bytes a pixel (BGRX).
 
-        Waits at most ``react`` seconds until the screen differs from the last one that was told, and then at most ``settle``
+        Waits at most ``react`` seconds until the screen differs from the last one that was returned, and then at most ``settle``
         seconds until two looks are equal.
         """
         end = time.monotonic() + react
         pixels = self._grab()
-        while pixels == self._told and time.monotonic() < end:
+        while pixels == self._last and time.monotonic() < end:
             time.sleep(GAP)
             pixels = self._grab()
         end, settled = time.monotonic() + settle, False
@@ -123,14 +119,16 @@ class Desk:
             time.sleep(GAP)
             before, pixels = pixels, self._grab()
             settled = before == pixels
-        self._told = pixels
+        self._last = pixels
         return {"size": [self._width, self._height]}, pixels
 
     def do_move(self, x: int, y: int) -> None:
+        """Put the pointer at a pixel."""
         xtest.fake_input(self._display, X.MotionNotify, x=x, y=y)
         self._display.sync()
 
     def do_click(self, x: int, y: int, button: str = "left", count: int = 1) -> None:
+        """Click ``count`` times at a pixel."""
         self.do_move(x, y)
         for _ in range(count):
             self._button(BUTTONS[button], True)
@@ -150,18 +148,22 @@ class Desk:
         self._display.sync()
 
     def do_scroll(self, direction: str, ticks: int) -> None:
+        """Turn the wheel ``ticks`` steps where the pointer is."""
         for _ in range(ticks):
             self._button(WHEEL[direction], True)
             self._button(WHEEL[direction], False)
         self._display.sync()
 
     def do_press(self, keys: list[str]) -> None:
+        """Press keys together."""
         self._keyboard.press(keys)
 
     def do_hold(self, key: str, down: bool) -> None:
+        """Press or release one key."""
         self._keyboard.hold(key, down)
 
     def do_type(self, text: str, delay: float) -> None:
+        """Type a text, with ``delay`` seconds after each character."""
         self._keyboard.type(text, delay)
 
     def do_running(self) -> Header:
@@ -183,7 +185,7 @@ class Desk:
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
 
     def _blamed(self) -> Exception:
-        """What the end of the window manager, or of the connection to X, is to be called: Spoiled when programs in here did it."""
+        """The error for the end of the window manager, or of the connection to X: Spoiled when programs in here caused it."""
         if self._memory.filled:
             filled = self._memory.filled >> 20
             return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
@@ -272,19 +274,21 @@ def end_with_the_host(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    """Confine this process, start the desktop at the first call ("begin"), and answer calls until the host is gone."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with_the_host, args=(connection,), daemon=True).start()
-    channel = Channel(connection)
     settings = json.loads(sys.argv[2])
-    try:
-        os.close(settings["display_written"])
-        confine(settings)
-        desk = Desk(settings)
-    except Exception as error:
-        channel.send({"error": [type(error).__name__, str(error)]})
-        return
-    channel.send({})
-    channel.serve(desk.answer)
+    os.close(settings["display_written"])
+    confine(settings)
+    desks: list[Desk] = []
+
+    def answer(header: Header, blobs: list[bytes]) -> tuple[Header, list[bytes]]:
+        if not desks:
+            desks.append(Desk(settings))
+            return {}, []
+        return desks[0].answer(header, blobs)
+
+    Channel(connection).serve(answer)
 
 
 if __name__ == "__main__":

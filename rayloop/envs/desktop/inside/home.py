@@ -11,7 +11,7 @@ SKIPPED = {".cache", ".config", ".local", ".dbus"}
 MOST_FILES = 2_000
 MOST_BYTES = 8 << 20
 MOST_OF_ONE = 1 << 20
-"""What is told of a home that the policy has filled: entries, bytes of all files and of one. The rest is there without content."""
+"""What is returned of a home: entries, bytes of all files and of one. The rest is there without content."""
 
 
 def put(home: str, path: str, content: bytes, mode: int) -> None:
@@ -25,28 +25,28 @@ def put(home: str, path: str, content: bytes, mode: int) -> None:
     os.chmod(whole, mode)
 
 
-def tell(home: str) -> tuple[list[dict[str, Any]], bytes]:
+def contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
     """What is in the home, and the contents of its files one after the other.
 
-    Each entry has ``path`` and ``kind`` (file, folder, other), and ``size`` when its content is told.
+    Each entry has ``path`` and ``kind`` (file, folder, other), and ``size`` when its content is returned.
     """
     entries: list[dict[str, Any]] = []
-    contents: list[bytes] = []
+    found: list[bytes] = []
     room = MOST_BYTES
     for folder, folders, files in os.walk(home):
         if folder == home:
             folders[:] = [name for name in folders if name not in SKIPPED]
         for name in sorted([*folders, *files]):
             if len(entries) == MOST_FILES:
-                return entries, b"".join(contents)
+                return entries, b"".join(found)
             whole = os.path.join(folder, name)
             entry: dict[str, Any] = {"path": os.path.relpath(whole, home), "kind": _kind(whole)}
             if entry["kind"] == "file" and (content := _read(whole, min(room, MOST_OF_ONE))) is not None:
                 entry["size"] = len(content)
-                contents.append(content)
+                found.append(content)
                 room -= len(content)
             entries.append(entry)
-    return entries, b"".join(contents)
+    return entries, b"".join(found)
 
 
 def _kind(path: str) -> str:

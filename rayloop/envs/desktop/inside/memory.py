@@ -1,4 +1,4 @@
-"""What all processes of a desktop fill together, as /proc tells it, and their end when that is too much.
+"""Sums the memory of all processes of a desktop from /proc, and ends them when it is too much.
 
 Runs inside, as the first process of the desktop, where no process of others is seen.
 """
