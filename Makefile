@@ -67,8 +67,8 @@ runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 	$(BIN)/python -m rayloop sft recipes/digits/warm.yaml
 
 docs: $(VENV)/.run
-	$(BIN)/python -m rayloop.run.metrics > docs/metrics.md
-	$(BIN)/python -m rayloop.run.events > docs/events.md
+	$(BIN)/python -m rayloop.run.records.metrics > docs/metrics.md
+	$(BIN)/python -m rayloop.run.records.events > docs/events.md
 	$(BIN)/python -m rayloop.config.pages rayloop.run.config:RunConfig > docs/config.md
 	$(BIN)/python -m rayloop.config.pages rayloop.sft.stage:SftConfig > docs/sft.md
 	$(BIN)/python -m rayloop.config.pages components > docs/components.md

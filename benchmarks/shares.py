@@ -20,7 +20,7 @@ from typing import Any
 from rayloop.benchmarks.measure import machine
 from rayloop.benchmarks.scale import LATENCIES
 from rayloop.grpo.balance import Groups, Length, fullest, packed, shares
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -96,7 +96,7 @@ QUESTIONS = {
             "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
             "evaluation.every=10", "evaluation.samples=2",
         ),
-        {"grpo": ("algorithm.replay.enabled=false",), "with replay": ("algorithm.replay.enabled=true",)},
+        {"grpo": ("algorithm.replay.kind=none",), "with replay": ("algorithm.replay.kind=corrected",)},
         ("success",),
         "steps",
         ("reward/component/success/mean", "rollout/trained", "rollout/replayed", "rollout/all_wrong", "rollout/tokens"),

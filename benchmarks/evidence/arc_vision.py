@@ -61,7 +61,7 @@ def trained(arm: str, seed: int) -> Path:
         if not (folder / "config.json").exists():
             cluster("sft", RECIPE / "continue.yaml", f"output={folder}", f"seed={seed}", f"seconds={seconds('grpo', seed)}")
         return folder
-    control = ["algorithm.advantage.permuted=true"] if arm == "permuted" else []
+    control = ["algorithm.advantage.kind=permuted"] if arm == "permuted" else []
     cluster("train", RECIPE / "learn.yaml", f"output={ROOT}", f"name={name}", f"seed={seed}", *control)
     return folder
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 RESULT = Path(__file__).with_suffix(".json")
 

@@ -17,8 +17,7 @@ from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Checksums
-from rayloop.core.references import Ref
-from rayloop.core.types import Trajectory, TrajectoryId, Version
+from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.computing import Computing
 from rayloop.grpo.balance import Length, shares
 from rayloop.grpo.minibatches import mini_batches
@@ -94,8 +93,8 @@ class PolicyGroup:
         return self.computing
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until ``recovery.policy_restarts`` allows to replace the ranks once more. Raises ``lost`` when that is further away
-        than ``recovery.start_timeout``."""
+        """Wait until half of ``recovery.replacements`` allows to replace the ranks once more. Raises ``lost`` when that is further
+        away than ``recovery.start_timeout``."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost

@@ -2,7 +2,7 @@
 
 Here are those of every run, in incidents.py those that one would rather not see. ``incidents.WorkerLost`` is recorded as
 ``{"event": "worker_lost", ...}`` with all of its fields. A class says what happened, what there is to do about it, and ``by``
-which file it is told; docs/events.md is made from that (rayloop/run/events.py).
+which file it is told; docs/events.md is made from that (rayloop/run/records/events.py).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Checkpoint(Event, by="cluster/loop/saving.py"):
 
 class EarlyStop(Event, by="rayloop/run/reporter.py"):
     """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as finished. To do: use
-    `checkpoints/best` if `checkpoint.keep_best` was on; raise `evaluation.patience` to go on."""
+    `checkpoints/best`; raise `evaluation.patience` to go on."""
 
     evaluations: int
     """How many in a row."""

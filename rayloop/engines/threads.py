@@ -31,7 +31,7 @@ WORK = 2e8
 LENGTH = 128
 """Tokens of the sequences that are attended."""
 SEQUENCES = 256
-"""At most: an engine decodes ``max_batch`` together."""
+"""At most: an engine decodes ``max_sequences`` together."""
 LAYERS = 4
 """That a step of decoding consists of in a timing, besides the head."""
 VOCABULARY = 8192

@@ -1,8 +1,7 @@
 """Alarms about a policy that collapses: it becomes certain of everything, says less and less, or its groups teach nothing.
 
-They look at the metrics of steps that are on record (rayloop/run/metrics.py). Arc Vision's own run collapsed so: each answer
-asked for a tool, each reward was 0.100, answers fell from 38 to 20 tokens, and nothing said a word.
-"""
+They look at the metrics of steps that are on record (rayloop/run/records/metrics.py). Arc Vision's own run collapsed so: each
+answer asked for a tool, each reward was 0.100, answers fell from 38 to 20 tokens, and nothing said a word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of alarms: where a value warns, and where it ends the run. ``Limit`` is above, ``Floor`` below."""
+"""Limits of alarms: where a value warns, and where it ends the run. Beyond a ``Limit`` is above it, beyond a ``Floor`` below."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Limit(SettingsModel):
     """An alarm: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
-    """Above this an event and a line on the terminal, once until it is well again. Raise it when you know the reason."""
+    """Beyond this an event and a line on the terminal, once until it is well again. Change it when you know the reason."""
     stop: float | None = Field(None, ge=0)
-    """Above this the run ends with exit code 1. Set it for runs that nobody watches."""
+    """Beyond this the run ends with exit code 1. Set it for runs that nobody watches."""
 
     @model_validator(mode="after")
     def _order(self) -> Limit:
@@ -28,13 +28,8 @@ class Limit(SettingsModel):
         return self.stop is not None and value > self.stop
 
 
-class Floor(SettingsModel):
+class Floor(Limit):
     """An alarm about what falls: where it warns, and where it ends the run. null: never."""
-
-    warn: float | None = Field(None, ge=0)
-    """Below this an event and a line on the terminal, once until it is well again. Lower it when you know the reason."""
-    stop: float | None = Field(None, ge=0)
-    """Below this the run ends with exit code 1. Set it for runs that nobody watches."""
 
     @model_validator(mode="after")
     def _order(self) -> Floor:
@@ -49,5 +44,5 @@ class Floor(SettingsModel):
         return self.stop is not None and value < self.stop
 
 
-Alarm = tuple[float, Limit | Floor, str]
+Alarm = tuple[float, Limit, str]
 """The value that is watched, its limits, and what it means in words."""

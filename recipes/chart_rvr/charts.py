@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 
 KINDS = ("bar", "line", "pie", "stacked bar", "scatterplot", "area")
 """As the prompt calls them."""

@@ -72,7 +72,12 @@ def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> Non
 
 @pytest.mark.parametrize(
     ("room", "needs"),
-    [("rayloop.serve_apps.console", ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.events", "rayloop.run.metrics"))],
+    [
+        (
+            "rayloop.serve_apps.console",
+            ("rayloop.view.reader", "rayloop.view.page", "rayloop.run.records.events", "rayloop.run.records.metrics"),
+        )
+    ],
 )
 def test_what_an_empty_room_will_need_leads_nowhere_that_it_may_not_go(here: Checkout, room: str, needs: tuple[str, ...]) -> None:
     """The contract on serve_apps counts what is imported indirectly."""

@@ -168,8 +168,8 @@ class TransformersEngine:
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
             deadlines.append(free[-1].arrival + self._arrivals.wait)
-            if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
-                return free[: self._settings.max_batch], None
+            if len(free) >= self._settings.max_sequences or now >= deadlines[-1]:
+                return free[: self._settings.max_sequences], None
         return [], max(0.0, min(deadlines) - now)
 
     def _missing(self, cohort: str, members: list[_Request]) -> int:
@@ -199,7 +199,7 @@ class TransformersEngine:
         if self._model.device.type != "cpu":
             return Computing(torch.get_num_threads(), "")
         if self._settings.threads == "auto":
-            threads.use_fastest(threads.decoding(self._model, self._model.dtype, self._settings.max_batch), sharing)
+            threads.use_fastest(threads.decoding(self._model, self._model.dtype, self._settings.max_sequences), sharing)
             linear.use_fastest(self._model, self._given.kernels)
         number = torch.get_num_threads()
         return Computing(number, of(number, linear.chosen()))

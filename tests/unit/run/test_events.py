@@ -16,11 +16,11 @@ from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.events import COMMON, KINDS, PARTS, EventLog, reference, validate
 from rayloop.run.folder import SHOWN
+from rayloop.run.records.events import COMMON, KINDS, PARTS, EventLog, reference, validate
+from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter, Updates
 from rayloop.run.rows import training_rows
-from rayloop.run.step_metrics import Collected
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def constructed() -> dict[str, set[str]]:
 
 def test_the_page_is_made_from_the_table() -> None:
     assert (ROOT / "docs/events.md").read_text(encoding="utf-8") == reference(), (
-        "run: python -m rayloop.run.events > docs/events.md"
+        "run: python -m rayloop.run.records.events > docs/events.md"
     )
 
 

@@ -13,16 +13,16 @@ from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, 
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.config import RunConfig
-from rayloop.run.metrics import METRICS, prometheus, reference, validate
+from rayloop.run.records.metrics import METRICS, prometheus, reference, validate
+from rayloop.run.records.step_metrics import Collected, step_metrics
 from rayloop.run.reporter import Reporter
-from rayloop.run.step_metrics import Collected, step_metrics
 from tests.support.runs import settings
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert DOCS.read_text(encoding="utf-8") == reference(), "run: python -m rayloop.run.metrics > docs/metrics.md"
+    assert DOCS.read_text(encoding="utf-8") == reference(), "run: python -m rayloop.run.records.metrics > docs/metrics.md"
 
 
 def test_names_are_unique_and_explained() -> None:

@@ -1,6 +1,6 @@
 """Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
 
-``python -m rayloop.run.metrics`` prints docs/metrics.md. Producers write plain strings; ``validate`` finds names that
+``python -m rayloop.run.records.metrics`` prints docs/metrics.md. Producers write plain strings; ``validate`` finds names that
 are missing here. ``<...>`` in a name stands for any text.
 """
 
@@ -171,7 +171,7 @@ METRICS = tuple(
 
 HEADER = """# Metrics
 
-Made by `python -m rayloop.run.metrics` from the table in `rayloop/run/metrics.py`; do not edit. One record per
+Made by `python -m rayloop.run.records.metrics` from the table in `rayloop/run/records/metrics.py`; do not edit. One record per
 step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
 
 While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name

@@ -1,6 +1,6 @@
 """The table of events: where they are kept, what a record must have, and docs/events.md.
 
-``python -m rayloop.run.events`` prints docs/events.md. The kinds stand in rayloop/core/events.py and incidents.py.
+``python -m rayloop.run.records.events`` prints docs/events.md. The kinds stand in rayloop/core/events.py and incidents.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
-from rayloop.run.jsonl import JsonLines, encode
-from rayloop.run.metrics import validate as unknown_metrics
+from rayloop.run.records.jsonl import JsonLines, encode
+from rayloop.run.records.metrics import validate as unknown_metrics
 
 PARTS = {"What every run does": events, "Incidents": incidents}
 """Titles, and the modules whose classes stand below them."""
@@ -86,7 +86,7 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
     if kind not in KINDS:
         return [f"{kind} is no event of rayloop/core/events.py or incidents.py"]
     if KINDS[kind] is events.Evaluated:
-        return [f"{kind}: {name} is no metric of rayloop/run/metrics.py" for name in unknown_metrics(fields)]
+        return [f"{kind}: {name} is no metric of rayloop/run/records/metrics.py" for name in unknown_metrics(fields)]
     try:
         _adapter(kind).validate_json(encode(fields), strict=True)
     except ValidationError as error:
@@ -101,9 +101,9 @@ def _adapter(kind: str) -> TypeAdapter[Event]:
 
 HEADER = """# Events
 
-Made by `python -m rayloop.run.events` from the classes in `rayloop/core/events.py` and `rayloop/core/incidents.py`; do not edit.
-One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step;
-absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
+Made by `python -m rayloop.run.records.events` from the classes in `rayloop/core/events.py` and `rayloop/core/incidents.py`; do not
+edit. One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished
+step; absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
 rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column says where in the code it is told.
 
 """
